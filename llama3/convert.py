@@ -1,0 +1,500 @@
+"""Hugging Face safetensors -> the weights of model.py.
+
+`load` fills the pytree that model.abstract_weights declares, straight from a checkpoint folder: each host reads only
+the slices that its own devices hold. Run as a program, this writes a checkpoint in another dtype or in int8:
+
+    python3 convert.py --model_path HF --output DIR [--dtype bfloat16] [--quantize int8]
+
+DIR keeps Hugging Face's names and shapes, so that it loads on any mesh; an int8 matrix `x.weight` [O, C] has its
+float32 scales in `x.weight_scale` [O]. Tensors stream through in pieces of PIECE_BYTES. Shards appear under their final
+name when they are whole, and config.json, without which nothing loads, comes last: an interrupted conversion is never
+taken for a complete one, and the same command goes on where it stopped.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import ml_dtypes  # lets numpy, and so safetensors, read bfloat16
+import numpy as np
+from jax.sharding import Mesh
+from model import Config, InputError, Int8, abstract_weights, quantize
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+DTYPES = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "int8": np.dtype(np.int8),
+}
+STORED = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "I8": "int8"}  # safetensors' names
+SHARD_BYTES = 4 * 2**30
+PIECE_BYTES = 64 * 2**20
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
+HUB_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "model*.safetensors")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which tensor of the checkpoint goes where
+
+
+class Part(NamedTuple):
+    """A tensor of the checkpoint, [units * n, ..]: each device takes whole units of its rows, at least one."""
+
+    name: str
+    units: int
+
+
+def sources(config: Config) -> dict:
+    """abstract_weights' tree, with the list of the checkpoint's tensors in the place of each weight.
+
+    Several tensors are laid one under the other, separately for each device.
+    """
+
+    def layer(i):
+        def parts(*names_and_units):
+            return [Part(f"model.layers.{i}.{name}", units) for name, units in names_and_units]
+
+        heads, kv_heads, columns = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
+        qkv = [("self_attn.q_proj", heads), ("self_attn.k_proj", kv_heads), ("self_attn.v_proj", kv_heads)]
+        gate_up = [("mlp.gate_proj", columns), ("mlp.up_proj", columns)]
+        tensors = {
+            "attention_norm": parts(("input_layernorm.weight", 1)),
+            "qkv": parts(*((f"{name}.weight", units) for name, units in qkv)),
+            "o": parts(("self_attn.o_proj.weight", 1)),
+            "mlp_norm": parts(("post_attention_layernorm.weight", 1)),
+            "gate_up": parts(*((f"{name}.weight", units) for name, units in gate_up)),
+            "down": parts(("mlp.down_proj.weight", 1)),
+        }
+        if config.attention_bias:
+            tensors["qkv_bias"] = parts(*((f"{name}.bias", units) for name, units in qkv))
+            tensors["o_bias"] = parts(("self_attn.o_proj.bias", 1))
+        if config.mlp_bias:
+            tensors["gate_up_bias"] = parts(*((f"{name}.bias", units) for name, units in gate_up))
+            tensors["down_bias"] = parts(("mlp.down_proj.bias", 1))
+        return tensors
+
+    tensors = {
+        "embedding": [Part("model.embed_tokens.weight", config.vocab_size)],
+        "layers": [layer(i) for i in range(config.num_hidden_layers)],
+        "norm": [Part("model.norm.weight", 1)],
+    }
+    if not config.tie_word_embeddings:
+        tensors["head"] = [Part("lm_head.weight", config.vocab_size)]
+    return tensors
+
+
+def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor that the checkpoint must have, by name."""
+    D, H, F, V = config.hidden_size, config.head_dim, config.intermediate_size, config.vocab_size
+    rows = {"q_proj": config.num_attention_heads * H, "gate_proj": F, "up_proj": F, "embed_tokens": V, "lm_head": V}
+    rows |= dict.fromkeys(("k_proj", "v_proj"), config.num_key_value_heads * H)
+    columns = {"o_proj": config.num_attention_heads * H, "down_proj": F}
+    shapes = {}
+    for part in jax.tree.leaves(sources(config), is_leaf=lambda x: isinstance(x, Part)):
+        module, kind = part.name.split(".")[-2:]
+        is_vector = kind == "bias" or "norm" in module
+        shapes[part.name] = (rows.get(module, D),) if is_vector else (rows.get(module, D), columns.get(module, D))
+    return shapes
+
+
+def left_out(name: str, config: Config) -> str | None:
+    """Why a tensor of the checkpoint is not used, where that is on purpose."""
+    if name.endswith("rotary_emb.inv_freq"):
+        return "computed from config.json"
+    if name == "lm_head.weight" and config.tie_word_embeddings:
+        return "tied to model.embed_tokens.weight"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading a checkpoint folder
+
+
+class Stored(NamedTuple):
+    """A tensor on disk."""
+
+    file: Path
+    dtype: str  # a key of DTYPES
+    shape: tuple[int, ...]
+
+
+def find_checkpoint(path: str) -> Path:
+    """The folder `path`, or the downloaded snapshot of the hub id `path`."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
+        raise InputError(f"{path}: no such folder; give a checkpoint folder or a hub id such as org/name")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(HUB_FILES)))
+    except Exception as error:  # whatever the network, the hub or the disk had to say
+        raise InputError(f"{path}: no such folder, and the hub did not give it: {one_line(error)}") from error
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read: {one_line(error)}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: not a JSON object")
+    return value
+
+
+def read_config(folder: Path) -> tuple[Config, dict]:
+    """The model's Config and the whole of config.json."""
+    if not (folder / "config.json").is_file():
+        raise InputError(
+            f"{folder}: no config.json: not a checkpoint, or a conversion that must be run again to finish"
+        )
+    raw = read_json(folder / "config.json")
+    method = (raw.get("quantization_config") or {}).get("quant_method")
+    if method not in (None, "int8_per_channel"):
+        raise InputError(f"{folder}: quantization {method!r} is not supported; give the unquantized checkpoint")
+    return Config.from_dict(raw), raw
+
+
+def is_int8(raw_config: dict) -> bool:
+    """Whether convert.py wrote this checkpoint in int8."""
+    return bool(raw_config.get("quantization_config"))
+
+
+def find_tensors(folder: Path, config: Config, int8: bool) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The tensors that `config` needs, by name, and those that are left out on purpose, with the reason.
+
+    Reads the headers of all shards. Raises InputError with all that is missing, of a wrong shape or dtype, or unknown.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise InputError(f"{index}: has no weight_map from tensor to file")
+        names = sorted(set(weight_map.values()))
+    elif (folder / "model.safetensors").exists():
+        weight_map, names = None, ["model.safetensors"]
+    else:
+        pickles = list(folder.glob("*.bin")) + list(folder.glob("*.pt*"))
+        pickled = "; pickled weights are never read: save them as safetensors" if pickles else ""
+        raise InputError(f"{folder}: neither model.safetensors nor model.safetensors.index.json{pickled}")
+    found: dict[str, Stored] = {}
+    for name in names:
+        if Path(name).name != name:
+            raise InputError(f"{index}: the shard {name!r} is not a file of this folder")
+        for tensor, stored in read_header(folder / name).items():
+            if tensor in found:
+                raise InputError(f"{folder}: {tensor} is both in {found[tensor].file.name} and in {name}")
+            found[tensor] = stored
+    for tensor, name in (weight_map or {}).items():
+        if tensor not in found or found[tensor].file.name != name:
+            raise InputError(f"{folder}: {name} has no tensor {tensor}, where the index puts it; download it again")
+
+    expected = expected_shapes(config)
+    if int8:
+        matrices = [name for name, shape in expected.items() if len(shape) == 2]
+        expected |= {f"{name}_scale": expected[name][:1] for name in matrices}
+    else:
+        matrices = []
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    skipped = {}
+    for name, stored in found.items():
+        reason = left_out(name, config)
+        if reason:
+            skipped[name] = reason
+        elif name not in expected:
+            problems.append(f"{name} is not a tensor of this model")
+        elif stored.shape != expected[name]:
+            problems.append(f"{name} has shape {list(stored.shape)}, and config.json asks for {list(expected[name])}")
+        elif (stored.dtype == "int8") != (name in matrices) or stored.dtype not in DTYPES:
+            problems.append(f"{name} has dtype {stored.dtype}, which is not supported here")
+    if problems:
+        more = f", and {len(problems) - 3} more such" if len(problems) > 3 else ""
+        raise InputError(f"{folder}: {'; '.join(problems[:3])}{more}")
+    return {name: found[name] for name in expected}, skipped
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """What a safetensors file holds."""
+    if not file.is_file():
+        raise InputError(f"{file}: missing; download the checkpoint again")
+    try:
+        with safe_open(file, framework="np") as f:
+            slices = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (it is no dict)
+            return {
+                name: Stored(file, STORED.get(s.get_dtype(), s.get_dtype()), tuple(s.get_shape()))
+                for name, s in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{file}: truncated or damaged ({one_line(error)}); download it again") from error
+
+
+def read_rows(tensor: Stored, name: str, *index: slice) -> np.ndarray:
+    """A part of a tensor. The file is mapped for this call alone: what was read does not stay in memory."""
+    with safe_open(tensor.file, framework="np") as f:
+        return f.get_slice(name)[index]
+
+
+def one_line(error: Exception) -> str:
+    """The first line of an exception's message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+def load(folder: Path, mesh: Mesh, dtype: str = "bfloat16", int8: bool = False) -> dict:
+    """The weights of a checkpoint folder on the devices of `mesh`, as model.abstract_weights declares them.
+
+    Matrices of a checkpoint in int8 stay int8. With `int8` others become it on the devices, a matrix at a time, from
+    the dtype on disk; a scale needs the whole row, which may lie on several devices, so a reduction over them happens
+    there, and the result is the same on every mesh.
+    """
+    config, raw = read_config(folder)
+    stored_int8 = is_int8(raw)
+    tensors, _ = find_tensors(folder, config, stored_int8)
+    target = abstract_weights(config, mesh, DTYPES[dtype], int8 or stored_int8)
+
+    def read(abstract, parts, suffix="", dtype=None):
+        """One array, from the rows that each device holds."""
+        dtype = dtype or abstract.dtype
+
+        def block(index):
+            return assemble(tensors, [Part(p.name + suffix, p.units) for p in parts], index, abstract.shape, dtype)
+
+        return jax.make_array_from_callback(abstract.shape, abstract.sharding, block)
+
+    def fill(abstract, parts):
+        if not isinstance(abstract, Int8):
+            return read(abstract, parts)
+        if stored_int8:
+            return Int8(read(abstract.values, parts), read(abstract.scale, parts, "_scale"))
+        shardings = jax.tree.map(lambda x: x.sharding, abstract)
+        floats = read(abstract.values, parts, dtype=DTYPES[tensors[parts[0].name].dtype])
+        return jax.block_until_ready(jax.jit(quantize, out_shardings=shardings)(floats))
+
+    leaves, tree = jax.tree.flatten(target, is_leaf=lambda x: isinstance(x, Int8))
+    parts = jax.tree.leaves(sources(config), is_leaf=lambda x: isinstance(x, list) and isinstance(x[0], Part))
+    bar = tqdm(zip(leaves, parts, strict=True), total=len(leaves), desc="loading", unit="weights", disable=None)
+    return jax.tree.unflatten(tree, [fill(leaf, part) for leaf, part in bar])
+
+
+def assemble(
+    tensors: dict[str, Stored], parts: list[Part], index: tuple[slice, ...], shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+    """One device's block of a weight of global `shape`: of every part this device's units of rows, in order.
+
+    Rows past the end of a part, which even out the shards of the vocabulary, are zeros.
+    """
+    bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
+    (first, last), columns = bounds[0], tuple(slice(*b) for b in bounds[1:])
+    shards, shard = shape[0] // (last - first), first // (last - first)
+    block = np.zeros([stop - start for start, stop in bounds], dtype)
+    filled = 0
+    for name, units in parts:
+        rows = tensors[name].shape[0]
+        if len(parts) == 1:
+            start, stop = min(first, rows), min(last, rows)
+        else:
+            unit, start = rows // units, shard * units // shards
+            start, stop = unit * start, unit * (start + max(units // shards, 1))
+        if stop > start:
+            block[filled : filled + stop - start] = read_rows(tensors[name], name, slice(start, stop), *columns)
+        filled += stop - start
+    return block
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Converting
+
+
+class Output(NamedTuple):
+    """A tensor to write: `name`, its dtype and shape, and the tensor of the source that it is computed from."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: str
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) * DTYPES[self.dtype].itemsize
+
+
+def convert(source: Path, output: Path, dtype: str, int8: bool) -> None:
+    """Writes the checkpoint `source` to `output`, matrices in int8 where `int8` and all else in `dtype`."""
+    config, raw = read_config(source)
+    if is_int8(raw):
+        raise InputError(f"{source}: is in int8 already; convert the original checkpoint")
+    tensors, skipped = find_tensors(source, config, int8=False)
+    shards: list[list[Output]] = [[]]
+    for name, tensor in tensors.items():
+        is_matrix = int8 and len(tensor.shape) == 2
+        outputs = [Output(name, "int8" if is_matrix else dtype, tensor.shape, name)]
+        if is_matrix:
+            outputs.append(Output(f"{name}_scale", "float32", tensor.shape[:1], name))
+        if shards[-1] and sum(o.nbytes for o in shards[-1] + outputs) > SHARD_BYTES:
+            shards.append([])
+        shards[-1] += outputs
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+
+    provenance = {
+        "source": fingerprint(source, raw, tensors),
+        "dtype": dtype,
+        "quantize": "int8" if int8 else None,
+        "left_out": skipped,
+    }
+    try:
+        claim(output, source, provenance)
+        total = sum(o.nbytes for shard in shards for o in shard)
+        with tqdm(total=total, desc="converting", unit="B", unit_scale=True, disable=None) as bar:
+            for name, shard in zip(names, shards, strict=True):
+                write_shard(output / name, shard, tensors, bar)
+        weight_map = {o.name: name for name, shard in zip(names, shards, strict=True) for o in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_whole(output / "model.safetensors.index.json", json.dumps(index, indent=2))
+        for pattern in (*TOKENIZER_FILES, "generation_config.json"):
+            for file in sorted(source.glob(pattern)):
+                if file.is_file():
+                    shutil.copyfile(file, output / file.name)
+        converted = raw | {"dtype": dtype}
+        converted.pop("torch_dtype", None)
+        if int8:
+            converted["quantization_config"] = {"quant_method": "int8_per_channel"}
+        write_whole(output / "config.json", json.dumps(converted, indent=2))
+    except OSError as error:
+        raise InputError(f"{output}: cannot be written: {one_line(error)}") from error
+    for name, reason in skipped.items():
+        print(f"left out {name}: {reason}", file=sys.stderr)
+
+
+def fingerprint(source: Path, raw_config: dict, tensors: dict[str, Stored]) -> str:
+    """Tells checkpoints apart by all but the numbers: the configuration and every file's size and header."""
+    digest = hashlib.sha256(json.dumps(raw_config, sort_keys=True).encode())
+    for file in sorted({tensor.file for tensor in tensors.values()}):
+        with open(file, "rb") as f:
+            header = int.from_bytes(f.read(8), "little")
+            digest.update(f"{file.name} {file.stat().st_size} ".encode() + f.read(header))
+    return digest.hexdigest()
+
+
+def claim(output: Path, source: Path, provenance: dict) -> None:
+    """Makes the output folder, or finds that it holds a part or the whole of this very conversion."""
+    if output.resolve() == source.resolve():
+        raise InputError(f"{output}: is the source; choose another --output")
+    output.mkdir(parents=True, exist_ok=True)
+    record = output / "conversion.json"
+    if record.exists():
+        if read_json(record) != provenance:
+            raise InputError(f"{output}: holds a conversion of another checkpoint or with other options; remove it")
+    elif strangers := [file.name for file in output.iterdir() if file.name != "conversion.json.part"]:
+        raise InputError(f"{output}: is not empty (it has {strangers[0]}); choose another --output")
+    else:
+        write_whole(record, json.dumps(provenance, indent=2))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A file that is either there with all of `text` or not there."""
+    part = path.with_name(path.name + ".part")
+    with open(part, "w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, path)
+
+
+def write_shard(path: Path, outputs: list[Output], tensors: dict[str, Stored], bar: tqdm) -> None:
+    """One safetensors file, written in pieces of rows: its size and header are known before its contents.
+
+    safetensors' own writer takes whole tensors in memory. As it does, wide dtypes come first, which aligns them all.
+    """
+    header, end = {}, 0
+    for o in sorted(outputs, key=lambda o: -DTYPES[o.dtype].itemsize):
+        stored = next(short for short, dtype in STORED.items() if dtype == o.dtype)
+        header[o.name] = {"dtype": stored, "shape": list(o.shape), "data_offsets": [end, end + o.nbytes]}
+        end += o.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    if path.exists() and path.stat().st_size == len(head) + end:
+        with open(path, "rb") as f:
+            if f.read(len(head)) == head:
+                bar.update(end)
+                return
+
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as f:
+        f.write(head)
+        f.truncate(len(head) + end)
+        written = {name: len(head) + entry["data_offsets"][0] for name, entry in header.items()}
+
+        def write(name, array):
+            f.seek(written[name])
+            f.write(array.tobytes())
+            written[name] += array.nbytes
+            bar.update(array.nbytes)
+
+        for o in outputs:
+            if o.name != o.source:
+                continue  # a scale, written together with its matrix
+            tensor = tensors[o.source]
+            row_bytes = max(1, int(np.prod(tensor.shape[1:]))) * DTYPES[tensor.dtype].itemsize
+            step = max(1, PIECE_BYTES // row_bytes)
+            for first in range(0, tensor.shape[0], step):
+                rows = read_rows(tensor, o.source, slice(first, min(first + step, tensor.shape[0])))
+                if not np.isfinite(rows.astype(np.float32)).all():
+                    raise InputError(f"{tensor.file}: {o.source} holds NaN or infinite values; download it again")
+                if o.dtype == "int8":
+                    int8 = jax.jit(quantize)(rows)
+                    write(o.name, np.asarray(int8.values))
+                    write(f"{o.name}_scale", np.asarray(int8.scale))
+                else:
+                    write(o.name, rows.astype(DTYPES[o.dtype]))
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse, with its errors in the one form that all errors have here."""
+
+    def error(self, message: str) -> None:
+        raise InputError(message)
+
+
+def run(main) -> None:
+    """Calls main(); what the user can mend ends with one line on standard error and status 2."""
+    try:
+        main()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_path", required=True, help="a Hugging Face checkpoint folder or a hub id")
+    parser.add_argument("--output", required=True, help="the folder to write")
+    parser.add_argument("--dtype", choices=[d for d in DTYPES if d != "int8"], default="bfloat16")
+    parser.add_argument("--quantize", choices=["int8"], help="matrices in int8, one scale for each output channel")
+    args = parser.parse_args()
+    convert(find_checkpoint(args.model_path), Path(args.output), args.dtype, args.quantize == "int8")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,311 @@
+"""Prompt in, text out: the same program on a laptop, on one GPU, and on every host of a TPU pod.
+
+    python3 main.py                                         # the demo
+    python3 main.py --model_path PATH --prompt "..." "..."  # a Hugging Face checkpoint folder or hub id
+    python3 main.py --help                                  # all flags
+
+Results go to standard output, from process 0 alone; progress and statistics to standard error.
+"""
+
+import contextlib
+import json
+import math
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would advise against running without torch
+
+import jax
+import numpy as np
+from convert import (
+    DTYPES,
+    ArgumentParser,
+    find_checkpoint,
+    find_tensors,
+    is_int8,
+    load,
+    one_line,
+    read_config,
+    read_json,
+    run,
+)
+from model import InputError, Sampling, check_mesh, generate, make_mesh
+from transformers import AutoTokenizer, TextStreamer
+
+DEMO = Path(__file__).resolve().parent / "demo"
+
+# Published peak memory bandwidth in GB/s of a device, by the beginning of jax's device_kind: the data sheets of
+# Google Cloud's TPU versions and of NVIDIA's accelerators.
+PEAK_GB_PER_S = {
+    "TPU v4": 1228,
+    "TPU v5 lite": 819,
+    "TPU v5": 2765,
+    "TPU v6 lite": 1640,
+    "TPU7x": 7380,
+    "NVIDIA A100-SXM4-40GB": 1555,
+    "NVIDIA A100-SXM4-80GB": 2039,
+    "NVIDIA A100 80GB PCIe": 1935,
+    "NVIDIA L4": 300,
+    "NVIDIA L40S": 864,
+    "NVIDIA H100 PCIe": 2039,
+    "NVIDIA H100 80GB HBM3": 3352,
+    "NVIDIA H200": 4800,
+    "NVIDIA B200": 8000,
+    "NVIDIA GeForce RTX 4090": 1008,
+}
+
+
+def parse_arguments():
+    """The command line, each value checked for its range."""
+    parser = ArgumentParser(description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+
+    def number(kind, low, high=math.inf, open_low=False):
+        def parse(text):
+            value = kind(text)
+            if not (low < value if open_low else low <= value) or not value <= high or math.isinf(value):
+                raise ValueError
+            return value
+
+        parse.__name__ = f"{kind.__name__} {'above' if open_low else 'from'} {low}"
+        parse.__name__ += "" if high == math.inf else f" to {high}"
+        return parse
+
+    add("--model_path", help="a Hugging Face checkpoint folder, one that convert.py wrote, or a hub id (the demo)")
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--prompt", nargs="+", help="prompts, decoded as one batch (the demo's)")
+    prompts.add_argument("--prompts_file", help="one prompt a line, - for standard input")
+    add("--raw", action="store_true", help="continue the prompt as it is, no chat template")
+    add("--max_new_tokens", type=number(int, 1), default=128, help="(128)")
+    add("--max_seq_len", type=number(int, 1), help="cache slots for a sequence (what is needed)")
+    add("--dtype", choices=[d for d in DTYPES if d != "int8"], default="bfloat16", help="(bfloat16)")
+    add("--quantize", choices=["int8"], help="weights in int8, one scale for each output channel")
+    add("--quantize_cache", choices=["int8"], help="KV cache in int8, one scale for each token and head")
+    for axis, purpose in {"dp": "rows", "ep": "experts", "tp": "heads and columns"}.items():
+        add(f"--{axis}", type=number(int, 1), help=f"devices that share the {purpose}")
+    add("--temperature", type=number(float, 0), default=0.0, help="0 takes the most probable token (0)")
+    add("--top_k", type=number(int, 0), default=0, help="sample from the K most probable, 0: all (0)")
+    add("--top_p", type=number(float, 0, 1, open_low=True), default=1.0, help="sample from the top P probability (1)")
+    add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of the sampling (0)")
+    add("--output", choices=["text", "json"], default="text", help="(text)")
+    add("--logprobs", action="store_true", help="JSON rows carry the log-probability of every generated token")
+    add(
+        "--coordinator", metavar="HOST:PORT", help="several hosts, where the cluster does not tell: process 0's address"
+    )
+    add("--num_processes", type=number(int, 1))
+    add("--process_id", type=number(int, 0))
+    add("--profile", metavar="DIR", help="write a jax.profiler trace of the decode loop")
+    args = parser.parse_args()
+    distributed = (args.coordinator, args.num_processes, args.process_id)
+    if any(value is not None for value in distributed) and None in distributed:
+        raise InputError("--coordinator, --num_processes and --process_id go together")
+    return args
+
+
+def start_distributed(args) -> None:
+    """Joins the other hosts: as the flags say, or as a TPU pod, Slurm or Open MPI tells jax."""
+    if args.coordinator:
+        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+    elif any(int(os.environ.get(name, "1")) > 1 for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")):
+        jax.distributed.initialize()
+    elif os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0"):  # a TPU host, of a pod perhaps
+        with contextlib.suppress(ValueError):  # not in a cluster that jax knows: this host is alone
+            jax.distributed.initialize()
+
+
+def read_prompts(args) -> list[str]:
+    """The prompts of the command line, of the file, or of the demo."""
+    if args.prompt:
+        return args.prompt
+    if args.prompts_file is None and args.model_path is not None:
+        raise InputError("no prompt; give --prompt or --prompts_file")
+    file = args.prompts_file or DEMO / "prompts.txt"
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file}: cannot be read: {one_line(error)}") from error
+    prompts = [line for line in text.split("\n") if line.strip()]
+    if not prompts:
+        raise InputError(f"{file}: has no prompt; write one a line")
+    return prompts
+
+
+def read_tokenizer(folder: Path):
+    """The checkpoint's own tokenizer. Never runs code from the checkpoint."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # a damaged file shows as almost any exception
+        raise InputError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
+
+
+def encode(tokenizer, prompts: list[str], raw: bool) -> list[list[int]]:
+    """Token ids of each prompt: as the one message of a user, or `raw` as it stands."""
+    if not raw and not tokenizer.chat_template:
+        print("note: this tokenizer has no chat template; the prompts are continued as they are", file=sys.stderr)
+        raw = True
+    try:
+        if raw:
+            return [tokenizer(prompt)["input_ids"] for prompt in prompts]
+        return [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
+            )
+            for prompt in prompts
+        ]
+    except Exception as error:  # jinja's, or the template's own
+        raise InputError(f"the prompt cannot be encoded: {one_line(error)}; --raw leaves the template out") from error
+
+
+def read_stop_tokens(folder: Path, raw_config: dict) -> tuple[int, ...]:
+    """eos_token_id of generation_config.json, else of config.json: one id or a list."""
+    file = folder / "generation_config.json"
+    stop = read_json(file).get("eos_token_id") if file.exists() else None
+    stop = raw_config.get("eos_token_id") if stop is None else stop
+    stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
+    if not all(isinstance(token, int) for token in stop):
+        raise InputError(f"{folder}: eos_token_id {stop!r} is neither a token id nor a list of them")
+    return tuple(stop)
+
+
+class Results:
+    """Collects generated tokens and prints the rows in order: text as it comes, JSON when a row is finished."""
+
+    def __init__(self, args, tokenizer, prompts, prompt_tokens):
+        self.args, self.tokenizer, self.prompts, self.prompt_tokens = args, tokenizer, prompts, prompt_tokens
+        self.rows = [[] for _ in prompts]
+        self.current = 0  # the row being printed
+        self.streamer = None
+        self.streamed = 0  # how many of its tokens were handed to the streamer
+
+    def add(self, tokens) -> None:
+        """Takes the tokens of one step, prints what can be printed."""
+        for token in tokens:
+            self.rows[token.row].append(token)
+        if jax.process_index() != 0:
+            return
+        try:
+            while self.current < len(self.rows) and self.print_row(self.current):
+                self.current, self.streamer, self.streamed = self.current + 1, None, 0
+            sys.stdout.flush()
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or closing it would fail once more
+            raise InputError(f"standard output cannot be written: {one_line(error)}") from error
+
+    def print_row(self, i: int) -> bool:
+        """Prints what there is of row i; returns whether that was all of it."""
+        tokens = self.rows[i]
+        is_finished = bool(tokens) and tokens[-1].finish_reason is not None
+        if self.args.output == "text":
+            if self.streamer is None:
+                self.streamer = TextStreamer(self.tokenizer, skip_special_tokens=True)
+                if len(self.prompts) > 1:
+                    print(f"> {self.prompts[i]}")
+            for token in tokens[self.streamed :]:
+                self.streamer.put(np.array([token.id]))
+            self.streamed = len(tokens)
+            if is_finished:
+                self.streamer.end()
+        elif is_finished:
+            ids = [token.id for token in tokens]
+            row = {
+                "prompt": self.prompts[i],
+                "text": self.tokenizer.decode(ids, skip_special_tokens=True),
+                "prompt_tokens": self.prompt_tokens[i],
+                "tokens": ids,
+                "logprobs": [token.logprob for token in tokens],
+                "finish_reason": tokens[-1].finish_reason,
+            }
+            if not self.args.logprobs:
+                del row["logprobs"]
+            print(json.dumps(row))
+        return is_finished
+
+
+def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
+    """The line of statistics. Rates leave compilation out; null where nothing was decoded or a peak is unknown."""
+    device = mesh.devices.flat[0]
+    steps_per_s = measured["decode_steps"] / measured["decode_s"] if measured["decode_steps"] else None
+    bandwidth = steps_per_s and measured["step_bytes"] * steps_per_s / 1e9
+    kinds = [kind for kind in PEAK_GB_PER_S if device.device_kind.startswith(kind)]
+    peak = PEAK_GB_PER_S[max(kinds, key=len)] * mesh.size if kinds else None
+    memory = [d.memory_stats() or {} for d in jax.local_devices()]
+    peak_bytes = max(m.get("peak_bytes_in_use", 0) for m in memory)
+    if not peak_bytes:  # a CPU: of the process, which getrusage gives in KiB, on macOS in bytes
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {
+        "model_type": raw_config["model_type"],
+        "devices": mesh.size,
+        "platform": device.platform,
+        "mesh": dict(mesh.shape),
+        "load_s": load_s,
+        "compile_s": measured["compile_s"],
+        "prefill_s": measured["prefill_s"],
+        "prefill_tokens_per_s": measured["prefill_tokens"] / measured["prefill_s"],
+        "decode_steps_per_s": steps_per_s,
+        "decode_tokens_per_s": steps_per_s and measured["decode_tokens"] / measured["decode_s"],
+        "step_bytes": measured.get("step_bytes"),
+        "bandwidth_gb_per_s": bandwidth,
+        "bandwidth_utilization": bandwidth and peak and bandwidth / peak,
+        "peak_memory_gb": peak_bytes / 1e9,
+    }
+
+
+def main() -> None:
+    args = parse_arguments()
+    start_distributed(args)
+    prompts = read_prompts(args)
+    folder = find_checkpoint(args.model_path or str(DEMO))
+    config, raw_config = read_config(folder)
+    find_tensors(folder, config, is_int8(raw_config))  # whatever is wrong there is said before anything takes long
+    stop_tokens = read_stop_tokens(folder, raw_config)
+    tokenizer = read_tokenizer(folder)
+    prompt_tokens = encode(tokenizer, prompts, args.raw)
+    dp, ep = args.dp or 1, args.ep or 1
+    mesh = make_mesh(dp, ep, args.tp or max(1, jax.device_count() // (dp * ep)))
+    check_mesh(config, mesh)
+    if args.profile:
+        try:
+            Path(args.profile).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--profile {args.profile}: cannot be written: {one_line(error)}") from error
+
+    begin = time.perf_counter()
+    weights = jax.block_until_ready(load(folder, mesh, args.dtype, args.quantize == "int8"))
+    load_s = time.perf_counter() - begin
+
+    measured = {}
+    results = Results(args, tokenizer, prompts, prompt_tokens)
+    steps = generate(
+        weights,
+        prompt_tokens,
+        config,
+        mesh,
+        max_new_tokens=args.max_new_tokens,
+        max_seq_len=args.max_seq_len,
+        stop_tokens=stop_tokens,
+        sampling=Sampling(args.temperature, args.top_k, args.top_p),
+        seed=args.seed,
+        int8_cache=args.quantize_cache == "int8",
+        stats=measured,
+    )
+    for i, tokens in enumerate(steps):
+        results.add(tokens)
+        if i == 0 and args.profile:  # prefill and compilation lie behind
+            jax.profiler.start_trace(args.profile)
+    if args.profile:
+        jax.profiler.stop_trace()
+
+    if jax.process_index() == 0:
+        stats = statistics(raw_config, mesh, load_s, measured)
+        if args.output == "json":
+            print(json.dumps({"stats": stats}), flush=True)
+        else:
+            rounded = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in stats.items()}
+            print(f"stats: {json.dumps(rounded)}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run(main)

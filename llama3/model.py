@@ -1,0 +1,1004 @@
+"""Llama and Mistral inference in JAX: the whole model in one file.
+
+Covers what `LlamaForCausalLM` and `MistralForCausalLM` of transformers cover: Llama 2, 3, 3.1, 3.2, 3.3,
+DeepSeek-R1-Distill-Llama, OpenLLaMA, Mistral 7B. The file reads from top to bottom: configuration, quantization,
+weights and their shardings, the KV cache, layers, attention (plain XLA, and a Pallas kernel for TPUs), the forward
+pass, the choice of the next token, decoding. It needs jax and numpy alone.
+
+    config = Config.from_dict(json.load(open("config.json")))
+    mesh = make_mesh(tp=jax.device_count())
+    weights = ...  # a pytree of the form abstract_weights(config, mesh) describes; convert.py loads one from a checkpoint
+    for events in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):
+        ...
+
+Parallelism. A mesh has three axes. `dp` splits the batch. `ep` and `tp` together split every layer: attention by
+heads and the MLP by columns (Shoeybi et al. 2019, "Megatron-LM"). A model without experts has no other use for `ep`.
+All device code runs under `jax.shard_map`, where arrays are the local shards and nothing is communicated but by the
+collectives written out here: one `psum` after attention and one after the MLP of each layer, one after the embedding,
+and one `all_gather` for the next token.
+
+Dimension letters, in shapes and einsums. Under shard_map each is the size on one device.
+
+    B  rows of the batch         D  hidden_size               V  vocab_size
+    T  tokens of a row           N  num_attention_heads       F  intermediate_size
+    S  cache slots of a row      K  num_key_value_heads       X  devices that share a layer, ep x tp
+    P  cache slots read          G  query heads a kv head     C  any contracted dimension
+                                 H  head_dim                  O  any output dimension
+
+Dtypes. Weights, the residual stream and the cache have one dtype (bfloat16 by default). Every product accumulates in
+float32; norms, rotary embedding, softmax and logits are float32.
+"""
+
+import dataclasses
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+MODEL_AXES = ("ep", "tp")
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used. The message is one line that names the thing and the remedy."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configuration
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The numbers of config.json that inference needs, under config.json's own names.
+
+    The rope fields stand flat here; config.json nests them in `rope_scaling` (transformers 4) or `rope_parameters`
+    (transformers 5).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    rope_theta: float = 10000.0
+    rope_type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    model_types = ("llama", "mistral")
+
+    @classmethod
+    def from_dict(cls, config: dict) -> "Config":
+        """Reads the dict of a config.json, as transformers 4 or 5 writes it.
+
+        Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
+        """
+        model_type = config.get("model_type")
+        if model_type not in cls.model_types:
+            raise InputError(f"model_type {model_type!r} is not supported here, only {', '.join(cls.model_types)}")
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise InputError(f"config.json: the rope parameters must be a table, not {rope!r}")
+        rope_type = rope.get("rope_type") or rope.get("type") or "default"
+        supported = {
+            "hidden_act": (config.get("hidden_act", "silu"), ("silu", "swish")),
+            "rope_type": (rope_type, ("default", "linear", "llama3")),
+            "partial_rotary_factor": (rope.get("partial_rotary_factor", 1), (1,)),
+        }
+        for name, (value, known) in supported.items():
+            if value not in known:
+                raise InputError(f"config.json: {name} {value!r} is not supported, only {', '.join(map(str, known))}")
+
+        table = {**config, **rope, "rope_type": rope_type}
+        if model_type == "mistral":  # the class has no biases, and other defaults than Llama's
+            table = {
+                "num_key_value_heads": 8,
+                "sliding_window": 4096,
+                **table,
+                "attention_bias": False,
+                "mlp_bias": False,
+            }
+        else:
+            table["sliding_window"] = None
+        needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(rope_type, ())
+        if rope_type == "llama3":
+            needed += ("original_max_position_embeddings",)
+        needed += tuple(field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING)
+
+        heads, hidden_size = table.get("num_attention_heads"), table.get("hidden_size")
+        if table.get("num_key_value_heads") is None:
+            table["num_key_value_heads"] = heads
+        if table.get("head_dim") is None and _is_positive(heads) and _is_positive(hidden_size):
+            table["head_dim"] = hidden_size // heads
+        values = {}
+        for field in dataclasses.fields(cls):
+            value = table.get(field.name)
+            if value is None and field.name in needed:
+                raise InputError(f"config.json: {field.name} is missing")
+            if value is None:
+                continue
+            if field.type in (int, int | None, float) and not _is_positive(
+                value, float if field.type is float else int
+            ):
+                raise InputError(f"config.json: {field.name} must be a positive number, not {value!r}")
+            values[field.name] = value
+        if heads % values["num_key_value_heads"]:
+            raise InputError(
+                f"config.json: num_key_value_heads {values['num_key_value_heads']} does not divide {heads} heads"
+            )
+        if values["head_dim"] % 2:
+            raise InputError(f"config.json: head_dim {values['head_dim']} is odd, and rotary embedding turns pairs")
+        return cls(**values)
+
+
+def _is_positive(value, kind: type = int) -> bool:
+    return isinstance(value, (int, kind)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None) -> Mesh:
+    """A mesh (dp, ep, tp) over `devices`, by default all of them.
+
+    `tp` is the innermost axis: its devices are neighbours, within one host where there are several.
+    """
+    devices = jax.devices() if devices is None else devices
+    if dp * ep * tp != len(devices):
+        raise InputError(
+            f"the mesh dp x ep x tp = {dp} x {ep} x {tp} needs {dp * ep * tp} devices, and there are {len(devices)}; "
+            "choose --dp --ep --tp so that their product is that number"
+        )
+    axis_types = (jax.sharding.AxisType.Auto,) * 3
+    return jax.make_mesh((dp, ep, tp), ("dp", *MODEL_AXES), axis_types=axis_types, devices=devices)
+
+
+def check_mesh(config: Config, mesh: Mesh) -> None:
+    """Raises InputError where the mesh does not divide the model."""
+    shards = model_shards(mesh)
+    kv_heads = config.num_key_value_heads
+    for name, size in (
+        ("num_attention_heads", config.num_attention_heads),
+        ("intermediate_size", config.intermediate_size),
+    ):
+        if size % shards:
+            raise InputError(f"ep x tp = {shards} does not divide {name} {size}; choose a divisor of it")
+    if kv_heads % shards and shards % kv_heads:
+        raise InputError(f"ep x tp = {shards} is neither a divisor nor a multiple of num_key_value_heads {kv_heads}")
+
+
+def model_shards(mesh: Mesh) -> int:
+    """X, the number of devices that share each layer."""
+    return mesh.shape["ep"] * mesh.shape["tp"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Int8
+
+
+class Int8(NamedTuple):
+    """int8 `values [..., C]` times float32 `scale [...]`: one scale for each vector along the last dimension.
+
+    A weight [O, C] so has a scale for each output channel, which moves to the output side of the product; a cache
+    [B, K, S, H] has one for each token and head; an activation [B, C] one for each row.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+
+def quantize(x: jax.Array) -> Int8:
+    """Symmetric rounding to int8 along the last dimension: the largest magnitude becomes 127."""
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / 127
+    values = jnp.round(x / jnp.where(scale == 0, 1, scale)[..., None])
+    return Int8(values.astype(jnp.int8), scale)
+
+
+def values_and_scale(x: jax.Array | Int8, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
+    """The values in `dtype` and the scale still to be applied, None where there is none."""
+    return (x.values.astype(dtype), x.scale) if isinstance(x, Int8) else (x, None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights and cache: shape, dtype and sharding, declared once
+
+
+def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = False) -> dict:
+    """Every weight as a jax.ShapeDtypeStruct with its sharding; matrices as Int8 where `int8`.
+
+    Matrices are [output, input], as Hugging Face stores them: the contracted dimension comes last, so that a row is
+    read as one run of memory, and loading transposes nothing. `qkv` and `gate_up` are one product each. Their rows are
+    grouped by device: device x of X holds its query heads, its kv heads and its value heads, or its gate and its up
+    columns, one after the other. Where X exceeds the kv heads, X / K neighbours hold the same one.
+    """
+    D, H, V = config.hidden_size, config.head_dim, config.vocab_size
+    X = model_shards(mesh)
+    V = -(-V // X) * X  # rows that only even out the shards; their logits are masked
+    NH, KH, F = config.num_attention_heads * H, max(config.num_key_value_heads, X) * H, config.intermediate_size
+    rows, columns = P(MODEL_AXES, None), P(None, MODEL_AXES)
+
+    def array(shape, spec, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    def matrix(O, C, spec):
+        if int8:
+            return Int8(array((O, C), spec, jnp.int8), array((O,), P(spec[0]), jnp.float32))
+        return array((O, C), spec)
+
+    def layer():
+        weights = {
+            "attention_norm": array((D,), P()),
+            "qkv": matrix(NH + 2 * KH, D, rows),
+            "o": matrix(D, NH, columns),
+            "mlp_norm": array((D,), P()),
+            "gate_up": matrix(2 * F, D, rows),
+            "down": matrix(D, F, columns),
+        }
+        if config.attention_bias:
+            weights |= {"qkv_bias": array((NH + 2 * KH,), P(MODEL_AXES)), "o_bias": array((D,), P())}
+        if config.mlp_bias:
+            weights |= {"gate_up_bias": array((2 * F,), P(MODEL_AXES)), "down_bias": array((D,), P())}
+        return weights
+
+    weights = {
+        "embedding": matrix(V, D, rows),
+        "layers": [layer() for _ in range(config.num_hidden_layers)],
+        "norm": array((D,), P()),
+    }
+    if not config.tie_word_embeddings:
+        weights["head"] = matrix(V, D, rows)
+    return weights
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer, [B, K, S, H] each, the token at position p of a row in slot p of that row."""
+
+    k: jax.Array | Int8
+    v: jax.Array | Int8
+
+
+def abstract_cache(
+    config: Config, mesh: Mesh, batch: int, slots: int, dtype: jnp.dtype, int8: bool = False
+) -> list[LayerCache]:
+    """The KV cache as jax.ShapeDtypeStructs: rows over dp, kv heads over ep x tp (each at least one head)."""
+    shape = (batch, max(config.num_key_value_heads, model_shards(mesh)), slots, config.head_dim)
+    sharding = NamedSharding(mesh, P("dp", MODEL_AXES))
+    if int8:
+        values = jax.ShapeDtypeStruct(shape, jnp.int8, sharding=sharding)
+        heads = Int8(values, jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=sharding))
+    else:
+        heads = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    return [LayerCache(heads, heads) for _ in range(config.num_hidden_layers)]
+
+
+def specs(abstract) -> object:
+    """The PartitionSpecs of a pytree of arrays or ShapeDtypeStructs."""
+    return jax.tree.map(lambda x: x.sharding.spec, abstract)
+
+
+def cache_slots(max_seq_len: int) -> int:
+    """Slots to allocate for `max_seq_len` tokens: rounded up so that large blocks divide it, by an eighth at most."""
+    unit = max(256, 1 << (max_seq_len.bit_length() - 4))
+    return -(-max_seq_len // unit) * unit
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers
+
+
+def linear(x: jax.Array, w: jax.Array | Int8, bias: jax.Array | None = None) -> jax.Array:
+    """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]. The one place where a weight meets an activation.
+
+    A few rows are padded to the number from which the platform's compiler has a fast product: XLA's CPU and TPU
+    backends turn a single row into vector code, ten times and three times slower. On CPUs the only fast int8 product
+    is int8 with int8, so there the activations are quantized too, one scale for each row.
+    """
+
+    def product(x, w, min_rows=1, int8_activations=False):
+        rows = x.shape[0]
+        x = jnp.pad(x, ((0, max(min_rows - rows, 0)), (0, 0)))
+        if int8_activations and isinstance(w, Int8):
+            xq = quantize(x)
+            y = jnp.einsum("bc,oc->bo", xq.values, w.values, preferred_element_type=jnp.int32)
+            y = y.astype(jnp.float32) * xq.scale[:, None] * w.scale
+        else:
+            values, scale = values_and_scale(w, x.dtype)
+            y = jnp.einsum("bc,oc->bo", x, values, **accumulation(x.dtype))
+            y = y if scale is None else y * scale
+        return y[:rows]
+
+    low_precision = isinstance(w, Int8) or x.dtype != jnp.float32
+    y = jax.lax.platform_dependent(
+        x.reshape(-1, x.shape[-1]),
+        w,
+        cpu=partial(product, min_rows=4 if low_precision else 1, int8_activations=True),
+        tpu=partial(product, min_rows=8),
+        default=product,
+    )
+    y = y.reshape(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
+
+
+def accumulation(dtype: jnp.dtype) -> dict:
+    """The einsum arguments of every product: float32 sums, and no bf16 or tf32 passes for float32 operands."""
+    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    return {"preferred_element_type": jnp.float32, "precision": precision}
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x over its root mean square along the last dimension, times weight; float32 inside, x's dtype outside."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def rope_frequencies(config: Config) -> np.ndarray:
+    """float32 [H / 2]: the angle by which a position turns each pair (Su et al. 2021).
+
+    "linear" divides the frequencies by `factor`. "llama3" divides by it those that turn less than `low_freq_factor`
+    times over the original context, keeps those that turn more than `high_freq_factor` times, and blends between.
+    """
+    frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    if config.rope_type == "linear":
+        frequencies = frequencies / config.factor
+    if config.rope_type == "llama3":
+        turns = config.original_max_position_embeddings * frequencies / (2 * np.pi)
+        keep = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+        keep = np.clip(keep, 0, 1)
+        frequencies = keep * frequencies + (1 - keep) * frequencies / config.factor
+    return frequencies.astype(np.float32)
+
+
+def rope(x: jax.Array, positions: jax.Array, frequencies: np.ndarray) -> jax.Array:
+    """Turns the pairs (x[i], x[i + H/2]) of float32 x [B, T, heads, H] by positions [B, T] times frequencies [H/2]."""
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    x1, x2 = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+
+
+def embed(tokens: jax.Array, table: jax.Array | Int8, dtype: jnp.dtype) -> jax.Array:
+    """Rows of the vocabulary-sharded table [V, D] for tokens [B, T]: [B, T, D] in `dtype`.
+
+    Each device looks up the tokens it holds and contributes zeros for the others; the psum puts them together.
+    """
+    rows_held = jax.tree.leaves(table)[0].shape[0]
+    local = tokens - jax.lax.axis_index(MODEL_AXES) * rows_held
+    held = (local >= 0) & (local < rows_held)
+    x, scale = values_and_scale(jax.tree.map(lambda t: t[jnp.where(held, local, 0)], table), jnp.float32)
+    if scale is not None:
+        x = x * scale[..., None]
+    return jax.lax.psum(jnp.where(held[..., None], x, 0).astype(dtype), MODEL_AXES)
+
+
+def layer(x: jax.Array, w: dict, cache: LayerCache, positions: jax.Array, attend, config: Config):
+    """One transformer layer on x [B, T, D] at positions [B, T]. Returns the new x and the new cache.
+
+    `attend(q [B, K, G, T, H], new, cache)` stores the LayerCache `new` of these T tokens in `cache` and returns the
+    attention output [B, K, G, T, H] and the cache. Prefill and decode differ in nothing else.
+    """
+    B, T, _ = x.shape
+    X, H = jax.lax.axis_size(MODEL_AXES), config.head_dim
+    N, K = config.num_attention_heads // X, max(config.num_key_value_heads // X, 1)
+
+    h = rms_norm(x, w["attention_norm"], config.rms_norm_eps)
+    qkv = linear(h, w["qkv"], w.get("qkv_bias")).reshape(B, T, N + 2 * K, H)
+    q, k, v = jnp.split(qkv, [N, N + K], axis=2)
+    frequencies = rope_frequencies(config)
+    q = rope(q, positions, frequencies) * H**-0.5  # scaled here, in float32, for all scores to come
+    k = rope(k, positions, frequencies)
+    q = q.astype(x.dtype).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    new = LayerCache(k, v)
+    new = (
+        LayerCache(quantize(k), quantize(v))
+        if isinstance(cache.k, Int8)
+        else jax.tree.map(lambda a: a.astype(x.dtype), new)
+    )
+    attention, cache = attend(q, new, cache)
+    attention = attention.transpose(0, 3, 1, 2, 4).reshape(B, T, N * H)
+    x = x + jax.lax.psum(linear(attention, w["o"]).astype(x.dtype), MODEL_AXES)
+    if config.attention_bias:
+        x = x + w["o_bias"]
+
+    h = rms_norm(x, w["mlp_norm"], config.rms_norm_eps)
+    gate, up = jnp.split(linear(h, w["gate_up"], w.get("gate_up_bias")), 2, axis=-1)
+    h = (jax.nn.silu(gate) * up).astype(x.dtype)
+    x = x + jax.lax.psum(linear(h, w["down"]).astype(x.dtype), MODEL_AXES)
+    if config.mlp_bias:
+        x = x + w["down_bias"]
+    return x, cache
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention
+
+# The score of a slot that is not attended to. Finite, so that a block with no other kind gives no NaN: what it adds to
+# a running softmax is wiped out by the factor exp(MASKED - a true score) = 0.
+MASKED = -1e30
+
+
+def is_attended(slots: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
+    """Whether queries at `positions` see `slots` (shapes that broadcast): no later token, none before the window."""
+    seen = slots <= positions
+    return seen if window is None else seen & (slots > positions - window)
+
+
+def prefill_attention(
+    q: jax.Array, new: LayerCache, cache: LayerCache, start: jax.Array, window: int | None
+) -> tuple[jax.Array, LayerCache]:
+    """Causal attention of T tokens of every row, in slots start to start + T, over all slots up to theirs.
+
+    Keys are taken in blocks with a running softmax (Milakov and Gimelshein 2018), as many as are filled: memory is
+    bounded whatever the prompt's length, and `start` is traced, so that one program serves all pieces of a prompt.
+
+    Args: q [B, K, G, T, H]; new, cache as in `layer`; start int32 []; window in slots.
+    """
+    cache = jax.tree.map(lambda c, n: jax.lax.dynamic_update_slice_in_dim(c, n, start, axis=2), cache, new)
+    T, slots = q.shape[3], jax.tree.leaves(cache)[0].shape[2]
+    block = math.gcd(slots, 512)
+    positions = start + jnp.arange(T)
+
+    def fold(i, state):
+        largest, total, out = state
+        k, v = jax.tree.map(lambda c: jax.lax.dynamic_slice_in_dim(c, i * block, block, axis=2), cache)
+        mask = is_attended(i * block + jnp.arange(block), positions[:, None], window)
+        scores = attention_scores(q, k, mask)
+        new_largest = jnp.maximum(largest, jnp.max(scores, axis=-1))
+        shrink = jnp.exp(largest - new_largest)
+        weights = jnp.exp(scores - new_largest[..., None])
+        total = total * shrink + jnp.sum(weights, axis=-1)
+        return new_largest, total, out * shrink[..., None] + weighted_values(weights, v, q.dtype)
+
+    shape = q.shape[:-1]
+    state = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q.shape, jnp.float32))
+    first = 0 if window is None else jnp.maximum(start - window + 1, 0) // block
+    _, total, out = jax.lax.fori_loop(first, (start + T - 1) // block + 1, fold, state)
+    return (out / total[..., None]).astype(q.dtype), cache
+
+
+def attention_scores(q: jax.Array, k: jax.Array | Int8, mask: jax.Array) -> jax.Array:
+    """q [B, K, G, T, H], k [B, K, S, H], mask [.., T, S]: float32 [B, K, G, T, S]."""
+    keys, scale = values_and_scale(k, q.dtype)
+    scores = jnp.einsum("bkgth,bksh->bkgts", q, keys, **accumulation(q.dtype))
+    scores = scores if scale is None else scores * scale[:, :, None, None]
+    return jnp.where(mask, scores, MASKED)
+
+
+def weighted_values(weights: jax.Array, v: jax.Array | Int8, dtype: jnp.dtype) -> jax.Array:
+    """weights [B, K, G, T, S], v [B, K, S, H]: float32 [B, K, G, T, H], multiplied in `dtype`."""
+    values, scale = values_and_scale(v, dtype)
+    weights = weights if scale is None else weights * scale[:, :, None, None]
+    return jnp.einsum("bkgts,bksh->bkgth", weights.astype(dtype), values, **accumulation(dtype))
+
+
+def decode_attention(
+    q: jax.Array, new: LayerCache, cache: LayerCache, positions: jax.Array, prefix: int, window: int | None
+) -> tuple[jax.Array, LayerCache]:
+    """Attention of one token a row, at positions [B], over the slots up to its own: q [B, K, G, 1, H].
+
+    On TPUs by the kernel below, elsewhere by plain XLA over the first `prefix` slots, which all positions are below.
+    """
+
+    def plain(q, new, cache, positions):
+        cache = jax.tree.map(partial(write_token, positions=positions), cache, new)
+        k, v = jax.tree.map(lambda c: c[:, :, :prefix], cache)
+        mask = is_attended(jnp.arange(prefix), positions[:, None], window)
+        weights = jax.nn.softmax(attention_scores(q, k, mask[:, None, None, None]), axis=-1)
+        return weighted_values(weights, v, q.dtype).astype(q.dtype), cache
+
+    kernel = partial(ragged_decode_attention, window=window)
+    return jax.lax.platform_dependent(q, new, cache, positions, tpu=kernel, default=plain)
+
+
+def write_token(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
+    """cache [B, K, S, ..] with new [B, K, 1, ..] in slot positions[b] of each row b, in place where it is donated."""
+
+    def row_by_row(cache, new, positions):
+        for b in range(cache.shape[0]):
+            at = (b, 0, positions[b]) + (0,) * (cache.ndim - 3)
+            cache = jax.lax.dynamic_update_slice(cache, new[b : b + 1], at)
+        return cache
+
+    def scatter(cache, new, positions):
+        return cache.at[jnp.arange(cache.shape[0]), :, positions].set(new[:, :, 0])
+
+    # A scatter is one kernel on GPUs; XLA's CPU backend would turn a bfloat16 cache to float32 and back for it.
+    return jax.lax.platform_dependent(cache, new, positions, cpu=row_by_row, default=scatter)
+
+
+def ragged_decode_attention(
+    q: jax.Array,
+    new: LayerCache,
+    cache: LayerCache,
+    positions: jax.Array,
+    window: int | None = None,
+    block: int | None = None,
+    interpret: object = False,
+) -> tuple[jax.Array, LayerCache]:
+    """The same for TPUs, as one Pallas kernel: reads the blocks of a row up to its position and no other.
+
+    The grid is (rows, blocks of a row). A block index beyond the last needed one is mapped to the last: the same
+    block again is not fetched again. The running softmax starts with the new token, which is at hand, so the cache is
+    read only for the tokens before it. The new token then goes into its slot here too: the tile around it is patched
+    in VMEM and written back, since a single row of a packed dtype cannot be, and an update by XLA would cost launches
+    and, for the scales, a change of layout.
+
+    Args: q [B, K, G, 1, H]; new and cache as in `layer`; positions int32 [B], each below S; `block` slots a grid step,
+    by default so many that a block of keys is half a MiB; `interpret` as for pallas_call.
+    """
+    B, K, G, _, H = q.shape
+    values = jax.tree.leaves(cache)[0]
+    S = values.shape[2]
+    block = block or math.gcd(S, max(256, 2**19 // (K * H * values.dtype.itemsize)))
+    tile = math.gcd(block, 128)  # slots: the lanes of a scale tile, and whole packed tiles of any dtype
+    steps = S // block if window is None else min(S // block, -(-window // block) + 1)
+    rows = -(-G // 8) * 8  # a product of fewer rows than a register has sublanes may not compile
+    q = jnp.pad(q[:, :, :, 0], ((0, 0), (0, 0), (0, rows - G), (0, 0)))
+
+    def first_block(position):
+        return 0 if window is None else jnp.maximum(position - window + 1, 0) // block
+
+    def kernel(positions, q, new, cache, out, new_cache, largest, total, acc):
+        b, step = pl.program_id(0), pl.program_id(1)
+        position = positions[b]
+        i = first_block(position) + step
+        last = position // block
+
+        @pl.when(step == 0)
+        def start():
+            for h in range(K):
+                k, v = (x.values[0, h] * x.scale[0, h] if isinstance(x, Int8) else x[0, h] for x in new)  # [1, H]
+                scores = jnp.sum(q[0, h].astype(jnp.float32) * k.astype(jnp.float32), axis=-1, keepdims=True)
+                largest[h] = jnp.broadcast_to(scores, largest.shape[1:])
+                total[h] = jnp.ones(total.shape[1:], jnp.float32)
+                acc[h] = jnp.broadcast_to(v.astype(jnp.float32), acc.shape[1:])
+
+        @pl.when(i <= last)
+        def fold():
+            slots = i * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
+            mask = is_attended(slots, position, window) & (slots != position)
+            for h in range(K):
+                k, v = (x.values[0, h] if isinstance(x, Int8) else x[0, h] for x in cache)  # [block, H]
+                scores = jnp.einsum("gh,sh->gs", q[0, h], k.astype(q.dtype), **accumulation(q.dtype))
+                if isinstance(cache.k, Int8):
+                    scores = scores * cache.k.scale[0, h : h + 1]
+                scores = jnp.where(mask, scores, MASKED)
+                old_largest = largest[h][:, :1]
+                new_largest = jnp.maximum(old_largest, jnp.max(scores, axis=-1, keepdims=True))
+                shrink = jnp.exp(old_largest - new_largest)
+                weights = jnp.exp(scores - new_largest)
+                largest[h] = jnp.broadcast_to(new_largest, largest.shape[1:])
+                total[h] = total[h] * shrink + jnp.sum(weights, axis=-1, keepdims=True)
+                if isinstance(cache.v, Int8):
+                    weights = weights * cache.v.scale[0, h : h + 1]
+                acc[h] = acc[h] * shrink + jnp.einsum(
+                    "gs,sh->gh", weights.astype(q.dtype), v.astype(q.dtype), **accumulation(q.dtype)
+                )
+
+        @pl.when(i == last)
+        def store():
+            start = pl.multiple_of(position % block // tile * tile, tile)
+
+            def patch(old, new, patched):
+                shape = (1, K, tile) + (1,) * (old.ndim - 3)
+                here = jax.lax.broadcasted_iota(jnp.int32, shape, 2) == position % tile
+                patched[...] = jnp.where(here, new[...], old[:, :, pl.ds(start, tile)])
+
+            jax.tree.map(patch, cache, new, new_cache)
+
+        @pl.when(step == steps - 1)
+        def finish():
+            out[0] = (acc[...] / total[...][:, :, :1]).astype(out.dtype)
+
+    def of_row(shape):  # the whole of a row's array
+        return pl.BlockSpec((1, *shape[1:]), lambda b, step, positions: (b,) + (0,) * (len(shape) - 1))
+
+    def read(x):  # the block to attend to
+        def index(b, step, positions):
+            i = jnp.minimum(first_block(positions[b]) + step, positions[b] // block)
+            return (b, 0, i) + (0,) * (x.ndim - 3)
+
+        return pl.BlockSpec((1, K, block, *x.shape[3:]), index)
+
+    def write(x):  # the tile with the new token's slot
+        def index(b, step, positions):
+            return (b, 0, positions[b] // tile) + (0,) * (x.ndim - 3)
+
+        return pl.BlockSpec((1, K, tile, *x.shape[3:]), index)
+
+    first_cache_argument = 1 + 1 + len(jax.tree.leaves(new))
+    out, cache = pl.pallas_call(
+        kernel,
+        out_shape=(
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), cache),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(B, steps),
+            in_specs=[of_row(q.shape), jax.tree.map(lambda x: of_row(x.shape), new), jax.tree.map(read, cache)],
+            out_specs=(of_row(q.shape), jax.tree.map(write, cache)),
+            scratch_shapes=[
+                pltpu.VMEM((K, rows, 128), jnp.float32),
+                pltpu.VMEM((K, rows, 128), jnp.float32),
+                pltpu.VMEM((K, rows, H), jnp.float32),
+            ],
+        ),
+        input_output_aliases={first_cache_argument + i: 1 + i for i in range(len(jax.tree.leaves(cache)))},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+        name="ragged_decode_attention",
+    )(positions, q, new, cache)
+    return out[:, :, :G, None], cache
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forward pass
+
+
+def forward(
+    weights: dict, tokens: jax.Array, positions: jax.Array, cache: list[LayerCache], attend, config: Config
+) -> tuple[jax.Array, list[LayerCache]]:
+    """The layers over tokens [B, T] at positions [B, T]: hidden states [B, T, D], before the last norm, and the cache."""
+    x = embed(tokens, weights["embedding"], weights["norm"].dtype)
+    cache = list(cache)
+    for i, w in enumerate(weights["layers"]):
+        x, cache[i] = layer(x, w, cache[i], positions, attend, config)
+    return x, cache
+
+
+def logits(weights: dict, x: jax.Array, config: Config) -> jax.Array:
+    """This device's part of the vocabulary, float32 [B, V], for hidden states x [B, D]."""
+    x = rms_norm(x, weights["norm"], config.rms_norm_eps)
+    y = linear(x, weights.get("head", weights["embedding"]))
+    ids = jax.lax.axis_index(MODEL_AXES) * y.shape[1] + jnp.arange(y.shape[1])
+    return jnp.where(ids < config.vocab_size, y, -jnp.inf)
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen. `temperature` 0 takes the most probable one.
+
+    Otherwise the logits are divided by `temperature`, the `top_k` largest are kept (0: all), then of these the most
+    probable ones until their probabilities add up to `top_p` (Holtzman et al. 2020).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def next_token(y: jax.Array, positions: jax.Array, key: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+    """Token int32 and its log-probability float32, both for the whole batch and on every device.
+
+    The log-probability is that of the unmodified softmax. Sampling draws from a key of its own for each row and each
+    position, so that no key is used twice.
+
+    Args: y, the sharded logits [B, V]; positions int32 [B], of the tokens that gave them; key, a jax.random key.
+    """
+    if sampling.temperature == 0:
+        # Each device has a candidate: its largest logit, that token, and the sum of exp(logit - largest).
+        largest, local = jnp.max(y, axis=-1), jnp.argmax(y, axis=-1)
+        ids = local + jax.lax.axis_index(MODEL_AXES) * y.shape[1]
+        total = jnp.sum(jnp.exp(y - largest[:, None]), axis=-1)
+        # One collective for all of it; float32 holds every id below 2**24 exactly.
+        candidates = jnp.stack([largest, total, ids.astype(jnp.float32)])
+        largest, total, ids = jax.lax.all_gather(candidates, MODEL_AXES, axis=1)  # [X, B] each
+        winner = jnp.argmax(largest, axis=0)[None]
+        best = jnp.take_along_axis(largest, winner, axis=0)
+        logprobs = -jnp.log(jnp.sum(total * jnp.exp(largest - best), axis=0))
+        tokens = jnp.take_along_axis(ids, winner, axis=0)[0].astype(jnp.int32)
+    else:
+        y = jax.lax.all_gather(y, MODEL_AXES, axis=1, tiled=True)
+        rows = jax.lax.axis_index("dp") * y.shape[0] + jnp.arange(y.shape[0])
+        keys = jax.vmap(lambda r, p: jax.random.fold_in(jax.random.fold_in(key, r), p))(rows, positions)
+        kept = keep_probable(y / sampling.temperature, sampling.top_k, sampling.top_p)
+        tokens = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
+        logprobs = jnp.take_along_axis(jax.nn.log_softmax(y), tokens[:, None], axis=-1)[:, 0]
+    return jax.lax.all_gather((tokens, logprobs), "dp", tiled=True)
+
+
+def keep_probable(y: jax.Array, top_k: int, top_p: float) -> jax.Array:
+    """Logits y [B, V] with -inf for all that `top_k` and then `top_p` leave out. The most probable token always stays."""
+    if top_k:
+        smallest = jax.lax.top_k(y, min(top_k, y.shape[-1]))[0][:, -1:]
+        y = jnp.where(y < smallest, -jnp.inf, y)
+    if top_p < 1:
+        descending = jnp.sort(y, axis=-1, descending=True)
+        probabilities = jax.nn.softmax(descending, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        kept = jnp.sum(before < top_p, axis=-1, keepdims=True)
+        smallest = jnp.take_along_axis(descending, jnp.maximum(kept - 1, 0), axis=-1)
+        y = jnp.where(y < smallest, -jnp.inf, y)
+    return y
+
+
+def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, out_specs: object):
+    """`body(weights, ..)` under shard_map: from here on arrays are local and communication is explicit."""
+    int8 = isinstance(weights["embedding"], Int8)
+    weight_specs = specs(abstract_weights(config, mesh, weights["norm"].dtype, int8))
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(weight_specs, *in_specs),
+        out_specs=out_specs,
+        check_vma=False,  # the kernel's outputs do not say which axes they vary over
+    )
+
+
+CACHE_SPEC = P("dp", MODEL_AXES)
+
+
+@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache", "last"))
+def prefill(
+    weights: dict,
+    cache: list[LayerCache],
+    last: jax.Array,
+    tokens: jax.Array,
+    start: jax.Array,
+    lengths: jax.Array,
+    *,
+    config: Config,
+    mesh: Mesh,
+) -> tuple[list[LayerCache], jax.Array]:
+    """One piece of the prompts, T tokens of each row, into slots start to start + T.
+
+    Rows are padded at the end; what is computed there is never attended to, and its slots are overwritten later.
+
+    Args: cache and last [B, D] are donated; tokens int32 [B, T]; start int32 []; lengths int32 [B], of the prompts.
+    Returns the cache, and `last` with the hidden state of each prompt's last token where it stands in this piece.
+    """
+
+    def body(weights, cache, last, tokens, start, lengths):
+        T = tokens.shape[1]
+        positions = jnp.broadcast_to(start + jnp.arange(T), tokens.shape)
+        attend = partial(prefill_attention, start=start, window=config.sliding_window)
+        x, cache = forward(weights, tokens, positions, cache, attend, config)
+        index = lengths - 1 - start
+        is_here = (index >= 0) & (index < T)
+        hidden = jnp.take_along_axis(x, jnp.clip(index, 0, T - 1)[:, None, None], axis=1)[:, 0]
+        return cache, jnp.where(is_here[:, None], hidden, last)
+
+    in_specs = (CACHE_SPEC, P("dp"), P("dp"), P(), P("dp"))
+    program = sharded(body, mesh, weights, config, in_specs, (CACHE_SPEC, P("dp")))
+    return program(weights, cache, last, tokens, start, lengths)
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "sampling"))
+def first_token(
+    weights: dict,
+    last: jax.Array,
+    lengths: jax.Array,
+    key: jax.Array,
+    *,
+    config: Config,
+    mesh: Mesh,
+    sampling: Sampling,
+) -> tuple[jax.Array, jax.Array]:
+    """The first generated token and its log-probability, [B] each, from the hidden states that prefill returns."""
+
+    def body(weights, last, lengths, key):
+        return next_token(logits(weights, last, config), lengths - 1, key, sampling)
+
+    program = sharded(body, mesh, weights, config, (P("dp"), P("dp"), P()), P())
+    return program(weights, last, lengths, key)
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "prefix", "sampling"), donate_argnames=("cache",))
+def decode_step(
+    weights: dict,
+    cache: list[LayerCache],
+    tokens: jax.Array,
+    positions: jax.Array,
+    key: jax.Array,
+    *,
+    config: Config,
+    mesh: Mesh,
+    prefix: int,
+    sampling: Sampling,
+) -> tuple[list[LayerCache], jax.Array, jax.Array, jax.Array]:
+    """One token for every row: feeds tokens [B] at positions [B], all below `prefix`.
+
+    Returns the cache (donated), the next tokens int32 [B], their log-probabilities float32 [B] and their positions.
+    """
+
+    def body(weights, cache, tokens, positions, key):
+        attend = partial(decode_attention, positions=positions, prefix=prefix, window=config.sliding_window)
+        x, cache = forward(weights, tokens[:, None], positions[:, None], cache, attend, config)
+        tokens, logprobs = next_token(logits(weights, x[:, 0], config), positions, key, sampling)
+        return cache, tokens, logprobs
+
+    in_specs = (CACHE_SPEC, P("dp"), P("dp"), P())
+    program = sharded(body, mesh, weights, config, in_specs, (CACHE_SPEC, P(), P()))
+    cache, tokens, logprobs = program(weights, cache, tokens, positions, key)
+    # A row that is finished goes on until all are, in its last slot at most.
+    slots = jax.tree.leaves(cache)[0].shape[2]
+    return cache, tokens, logprobs, jnp.minimum(positions + 1, slots - 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decoding
+
+PREFILL_TOKENS = 4096  # of all rows of a device, in one piece: bounds the memory of prefill
+PREFILL_PIECE = 1024  # of one row: from here on a larger piece makes no product faster
+LOOKAHEAD = 2  # decode steps that the device may be ahead of the host's look at their tokens
+
+
+class Token(NamedTuple):
+    """A generated token of prompt `row`, with `finish_reason` "stop" or "length" where it is the row's last."""
+
+    row: int
+    id: int
+    logprob: float
+    finish_reason: str | None
+
+
+def generate(
+    weights: dict,
+    prompts: list[list[int]],
+    config: Config,
+    mesh: Mesh,
+    *,
+    max_new_tokens: int,
+    max_seq_len: int | None = None,
+    stop_tokens: tuple[int, ...] = (),
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    int8_cache: bool = False,
+    stats: dict | None = None,
+) -> Iterator[list[Token]]:
+    """Decodes all prompts as one batch and yields, step by step, the new tokens of the rows that are not finished.
+
+    A row ends with the first of `stop_tokens`, after `max_new_tokens`, or when it has filled `max_seq_len` slots (by
+    default as many as all this needs). What it generates does not depend on the other rows.
+
+    The device never waits for the host: a step takes its tokens from the step before on the device, and the host looks
+    for stop tokens LOOKAHEAD steps behind. Wherever attention is plain XLA, a step is compiled for a prefix of the
+    cache that doubles as it fills, so that it reads what is filled and not what is allocated.
+
+    `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
+    and step_bytes, what all devices together read from memory in a decode step of mean length.
+    Raises InputError for prompts that are empty, too long, or hold ids outside the vocabulary.
+    """
+    stats = {} if stats is None else stats
+    lengths = [len(prompt) for prompt in prompts]
+    longest = max(lengths)
+    max_seq_len = max_seq_len or longest + max_new_tokens
+    for row, prompt in enumerate(prompts):
+        if not prompt:
+            raise InputError(f"prompt {row + 1} is empty: it has no tokens")
+        if len(prompt) > max_seq_len:
+            raise InputError(
+                f"prompt {row + 1} has {len(prompt)} tokens, more than max_seq_len {max_seq_len}; raise it"
+            )
+        if max(prompt) >= config.vocab_size or min(prompt) < 0:
+            raise InputError(f"prompt {row + 1} has a token outside the vocabulary of {config.vocab_size}")
+    limits = [min(max_new_tokens, max_seq_len - length + 1) for length in lengths]  # the last token needs no slot
+
+    dp = mesh.shape["dp"]
+    batch = -(-len(prompts) // dp) * dp  # the rows that fill up the last device have one token and are never looked at
+    piece = min(PREFILL_PIECE, power_of_two(longest), max(16, PREFILL_TOKENS // power_of_two(batch // dp)))
+    pieces = -(-longest // piece)
+    slots = cache_slots(max(max_seq_len, pieces * piece))
+    prompt_tokens = np.zeros((batch, pieces * piece), np.int32)
+    for row, prompt in enumerate(prompts):
+        prompt_tokens[row, : len(prompt)] = prompt
+
+    dtype = weights["norm"].dtype
+    on_mesh = partial(jax.device_put, device=NamedSharding(mesh, P()))
+    lengths_padded = on_mesh(np.array(lengths + [1] * (batch - len(prompts)), np.int32))
+    key = on_mesh(jax.random.key(seed))
+    cache = zeros(abstract_cache(config, mesh, batch, slots, dtype, int8_cache))
+    last = zeros(jax.ShapeDtypeStruct((batch, config.hidden_size), dtype, sharding=NamedSharding(mesh, P("dp"))))
+
+    stats["compile_s"] = 0.0
+
+    def compiled(program, *arguments, **options):
+        begin = time.perf_counter()
+        executable = program.lower(*arguments, config=config, mesh=mesh, **options).compile()
+        stats["compile_s"] += time.perf_counter() - begin
+        return executable
+
+    def compiled_step(prefix):
+        return compiled(decode_step, weights, cache, tokens, positions, key, prefix=prefix, sampling=sampling)
+
+    def prefix_for(position):
+        has_kernel = mesh.devices.flat[0].platform == "tpu"
+        return slots if has_kernel else min(slots, max(256, power_of_two(position + 1)))
+
+    # Prefill. Everything that the first token needs is compiled before the clock starts.
+    tokens, positions = lengths_padded, lengths_padded  # of the right shape, for compiling
+    prefill_piece = compiled(
+        prefill, weights, cache, last, on_mesh(prompt_tokens[:, :piece]), on_mesh(0), lengths_padded
+    )
+    pick_first = compiled(first_token, weights, last, lengths_padded, key, sampling=sampling)
+    prefix = prefix_for(longest)
+    step = compiled_step(prefix) if max(limits) > 1 else None
+    begin = time.perf_counter()
+    for start in range(0, pieces * piece, piece):
+        cache, last = prefill_piece(
+            weights, cache, last, on_mesh(prompt_tokens[:, start : start + piece]), on_mesh(start), lengths_padded
+        )
+    tokens, logprobs = jax.block_until_ready(pick_first(weights, last, lengths_padded, key))
+    stats |= {"prefill_s": time.perf_counter() - begin, "prefill_tokens": sum(lengths)}
+    stats |= {"decode_s": 0.0, "decode_steps": 0, "decode_tokens": 0}
+
+    # Decode. `in_flight` are the steps whose tokens the host has not seen.
+    in_flight = deque([(tokens, logprobs)])
+    started = generated = 1
+    live = set(range(len(prompts)))
+    begin = time.perf_counter()
+    while True:
+        tokens_seen, logprobs_seen = map(np.asarray, in_flight.popleft())
+        events = []
+        for row in sorted(live):
+            is_stop = int(tokens_seen[row]) in stop_tokens
+            reason = "stop" if is_stop else "length" if generated == limits[row] else None
+            events.append(Token(row, int(tokens_seen[row]), float(logprobs_seen[row]), reason))
+        live -= {event.row for event in events if event.finish_reason}
+        if generated > 1:
+            stats["decode_steps"] += 1
+            stats["decode_tokens"] += len(events)
+            stats["decode_s"] = time.perf_counter() - begin
+            stats["step_bytes"] = step_bytes(weights, cache, [n + generated / 2 for n in lengths], config)
+        yield events
+        if not live:
+            return
+        while started < max(limits[row] for row in live) and len(in_flight) < LOOKAHEAD:
+            if prefix_for(longest + started - 1) > prefix:
+                jax.block_until_ready(tokens)
+                pause = time.perf_counter()
+                prefix = prefix_for(longest + started - 1)
+                step = compiled_step(prefix)
+                begin += time.perf_counter() - pause
+            cache, tokens, logprobs, positions = step(weights, cache, tokens, positions, key)
+            tokens.copy_to_host_async()
+            in_flight.append((tokens, logprobs))
+            started += 1
+        generated += 1
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def zeros(abstract) -> object:
+    """A pytree of zeros in the shapes, dtypes and shardings of `abstract`, made on the devices."""
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract), out_shardings=shardings)()
+
+
+def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config) -> int:
+    """Bytes that a decode step reads on all devices: every weight but the embedding, and `lengths` slots of the rows.
+
+    A tied embedding is the output head too, and counts. A weight counts on every device that holds it.
+    """
+
+    def stored(tree):
+        leaves = jax.tree.leaves(tree)
+        return sum(
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices for x in leaves
+        )
+
+    if "head" in weights:
+        weights = {name: value for name, value in weights.items() if name != "embedding"}
+    batch, _, slots = jax.tree.leaves(cache)[0].shape[:3]
+    read = sum(min(length, config.sliding_window or slots) for length in lengths)
+    return int(stored(weights) + stored(cache) * read / (batch * slots))
