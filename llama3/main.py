@@ -32,7 +32,7 @@ from convert import (
     read_json,
     run,
 )
-from model import InputError, Sampling, check_mesh, generate, make_mesh
+from model import InputError, Sampling, check_mesh, check_prompts, generate, make_mesh
 from transformers import AutoTokenizer, TextStreamer
 
 DEMO = Path(__file__).resolve().parent / "demo"
@@ -263,6 +263,7 @@ def main() -> None:
     stop_tokens = read_stop_tokens(folder, raw_config)
     tokenizer = read_tokenizer(folder)
     prompt_tokens = encode(tokenizer, prompts, args.raw)
+    check_prompts(prompt_tokens, config, args.max_seq_len)
     dp, ep = args.dp or 1, args.ep or 1
     mesh = make_mesh(dp, ep, args.tp or max(1, jax.device_count() // (dp * ep)))
     check_mesh(config, mesh)

@@ -7,7 +7,7 @@ pass, the choice of the next token, decoding. It needs jax and numpy alone.
 
     config = Config.from_dict(json.load(open("config.json")))
     mesh = make_mesh(tp=jax.device_count())
-    weights = ...  # a pytree of the form abstract_weights(config, mesh) describes; convert.py loads one from a checkpoint
+    weights = ...  # a pytree as abstract_weights(config, mesh, dtype) describes it; convert.py loads one
     for events in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):
         ...
 
@@ -25,8 +25,8 @@ Dimension letters, in shapes and einsums. Under shard_map each is the size on on
     P  cache slots read          G  query heads a kv head     C  any contracted dimension
                                  H  head_dim                  O  any output dimension
 
-Dtypes. Weights, the residual stream and the cache have one dtype (bfloat16 by default). Every product accumulates in
-float32; norms, rotary embedding, softmax and logits are float32.
+Dtypes. Weights, the residual stream and the cache have one dtype, bfloat16 unless asked otherwise, or int8 with float32
+scales. Every product accumulates in float32; norms, rotary embedding, softmax and logits are float32.
 """
 
 import dataclasses
@@ -83,8 +83,6 @@ class Config:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
 
-    model_types = ("llama", "mistral")
-
     @classmethod
     def from_dict(cls, config: dict) -> "Config":
         """Reads the dict of a config.json, as transformers 4 or 5 writes it.
@@ -92,65 +90,59 @@ class Config:
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
         model_type = config.get("model_type")
-        if model_type not in cls.model_types:
-            raise InputError(f"model_type {model_type!r} is not supported here, only {', '.join(cls.model_types)}")
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(rope, dict):
             raise InputError(f"config.json: the rope parameters must be a table, not {rope!r}")
         rope_type = rope.get("rope_type") or rope.get("type") or "default"
-        supported = {
-            "hidden_act": (config.get("hidden_act", "silu"), ("silu", "swish")),
-            "rope_type": (rope_type, ("default", "linear", "llama3")),
-            "partial_rotary_factor": (rope.get("partial_rotary_factor", 1), (1,)),
-        }
-        for name, (value, known) in supported.items():
-            if value not in known:
-                raise InputError(f"config.json: {name} {value!r} is not supported, only {', '.join(map(str, known))}")
+        for name, value, supported in (
+            ("model_type", model_type, ("llama", "mistral")),
+            ("rope_type", rope_type, tuple(ROPE_PARAMETERS)),
+            ("hidden_act", config.get("hidden_act", "silu"), ("silu", "swish")),
+            ("partial_rotary_factor", rope.get("partial_rotary_factor", 1), (1,)),
+        ):
+            if value not in supported:
+                raise InputError(
+                    f"config.json: {name} {value!r} is not supported, only {', '.join(map(str, supported))}"
+                )
 
-        table = {**config, **rope, "rope_type": rope_type}
-        if model_type == "mistral":  # the class has no biases, and other defaults than Llama's
-            table = {
-                "num_key_value_heads": 8,
-                "sliding_window": 4096,
-                **table,
-                "attention_bias": False,
-                "mlp_bias": False,
-            }
+        # transformers' MistralForCausalLM has no biases; LlamaForCausalLM has no window.
+        if model_type == "mistral":
+            defaults = {"num_key_value_heads": 8, "sliding_window": 4096}
+            config = {**defaults, **config, "attention_bias": False, "mlp_bias": False}
         else:
-            table["sliding_window"] = None
-        needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(rope_type, ())
-        if rope_type == "llama3":
-            needed += ("original_max_position_embeddings",)
-        needed += tuple(field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING)
-
-        heads, hidden_size = table.get("num_attention_heads"), table.get("hidden_size")
-        if table.get("num_key_value_heads") is None:
-            table["num_key_value_heads"] = heads
-        if table.get("head_dim") is None and _is_positive(heads) and _is_positive(hidden_size):
-            table["head_dim"] = hidden_size // heads
-        values = {}
-        for field in dataclasses.fields(cls):
-            value = table.get(field.name)
-            if value is None and field.name in needed:
-                raise InputError(f"config.json: {field.name} is missing")
-            if value is None:
-                continue
-            if field.type in (int, int | None, float) and not _is_positive(
-                value, float if field.type is float else int
-            ):
-                raise InputError(f"config.json: {field.name} must be a positive number, not {value!r}")
-            values[field.name] = value
-        if heads % values["num_key_value_heads"]:
-            raise InputError(
-                f"config.json: num_key_value_heads {values['num_key_value_heads']} does not divide {heads} heads"
+            config = {**config, "sliding_window": None}
+        fields = {field.name: field.type for field in dataclasses.fields(cls)}
+        given = {**config, **rope, "rope_type": rope_type}
+        given = {name: value for name, value in given.items() if name in fields and value is not None}
+        for name, value in given.items():
+            kind = fields[name]
+            is_right = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (
+                kind is bool
             )
-        if values["head_dim"] % 2:
-            raise InputError(f"config.json: head_dim {values['head_dim']} is odd, and rotary embedding turns pairs")
-        return cls(**values)
+            if not is_right or (kind not in (bool, str) and not 0 < value < math.inf):
+                raise InputError(f"config.json: {name} cannot be {value!r}")
+        for name in (*REQUIRED, *ROPE_PARAMETERS[rope_type]):
+            if name not in given:
+                raise InputError(f"config.json: {name} is missing")
+
+        heads = given["num_attention_heads"]
+        given.setdefault("num_key_value_heads", heads)
+        given.setdefault("head_dim", given["hidden_size"] // heads)
+        if heads % given["num_key_value_heads"]:
+            raise InputError(
+                f"config.json: num_key_value_heads {given['num_key_value_heads']} does not divide {heads} heads"
+            )
+        if given["head_dim"] % 2:
+            raise InputError(f"config.json: head_dim {given['head_dim']} is odd, and rotary embedding turns pairs")
+        return cls(**given)
 
 
-def _is_positive(value, kind: type = int) -> bool:
-    return isinstance(value, (int, kind)) and not isinstance(value, bool) and 0 < value < math.inf
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+ROPE_PARAMETERS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 
 def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None) -> Mesh:
@@ -211,7 +203,7 @@ def quantize(x: jax.Array) -> Int8:
 
 
 def values_and_scale(x: jax.Array | Int8, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
-    """The values in `dtype` and the scale still to be applied, None where there is none."""
+    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none."""
     return (x.values.astype(dtype), x.scale) if isinstance(x, Int8) else (x, None)
 
 
@@ -276,8 +268,12 @@ class LayerCache(NamedTuple):
 def abstract_cache(
     config: Config, mesh: Mesh, batch: int, slots: int, dtype: jnp.dtype, int8: bool = False
 ) -> list[LayerCache]:
-    """The KV cache as jax.ShapeDtypeStructs: rows over dp, kv heads over ep x tp (each at least one head)."""
+    """The KV cache as jax.ShapeDtypeStructs: rows over dp, kv heads over ep x tp (each at least one head).
+
+    On CPUs a 16-bit cache is kept in float32: to update one slot XLA would convert all of it to float32 and back.
+    """
     shape = (batch, max(config.num_key_value_heads, model_shards(mesh)), slots, config.head_dim)
+    dtype = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else dtype
     sharding = NamedSharding(mesh, P("dp", MODEL_AXES))
     if int8:
         values = jax.ShapeDtypeStruct(shape, jnp.int8, sharding=sharding)
@@ -404,13 +400,8 @@ def layer(x: jax.Array, w: dict, cache: LayerCache, positions: jax.Array, attend
     q = rope(q, positions, frequencies) * H**-0.5  # scaled here, in float32, for all scores to come
     k = rope(k, positions, frequencies)
     q = q.astype(x.dtype).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
-    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    new = LayerCache(k, v)
-    new = (
-        LayerCache(quantize(k), quantize(v))
-        if isinstance(cache.k, Int8)
-        else jax.tree.map(lambda a: a.astype(x.dtype), new)
-    )
+    store = quantize if isinstance(cache.k, Int8) else lambda a: a.astype(cache.k.dtype)
+    new = LayerCache(store(k.swapaxes(1, 2)), store(v.swapaxes(1, 2)))
     attention, cache = attend(q, new, cache)
     attention = attention.transpose(0, 3, 1, 2, 4).reshape(B, T, N * H)
     x = x + jax.lax.psum(linear(attention, w["o"]).astype(x.dtype), MODEL_AXES)
@@ -476,16 +467,16 @@ def prefill_attention(
 def attention_scores(q: jax.Array, k: jax.Array | Int8, mask: jax.Array) -> jax.Array:
     """q [B, K, G, T, H], k [B, K, S, H], mask [.., T, S]: float32 [B, K, G, T, S]."""
     keys, scale = values_and_scale(k, q.dtype)
-    scores = jnp.einsum("bkgth,bksh->bkgts", q, keys, **accumulation(q.dtype))
+    scores = jnp.einsum("bkgth,bksh->bkgts", q.astype(keys.dtype), keys, **accumulation(keys.dtype))
     scores = scores if scale is None else scores * scale[:, :, None, None]
     return jnp.where(mask, scores, MASKED)
 
 
 def weighted_values(weights: jax.Array, v: jax.Array | Int8, dtype: jnp.dtype) -> jax.Array:
-    """weights [B, K, G, T, S], v [B, K, S, H]: float32 [B, K, G, T, H], multiplied in `dtype`."""
+    """weights [B, K, G, T, S], v [B, K, S, H]: float32 [B, K, G, T, H]. `dtype` is for the product with int8 values."""
     values, scale = values_and_scale(v, dtype)
     weights = weights if scale is None else weights * scale[:, :, None, None]
-    return jnp.einsum("bkgts,bksh->bkgth", weights.astype(dtype), values, **accumulation(dtype))
+    return jnp.einsum("bkgts,bksh->bkgth", weights.astype(values.dtype), values, **accumulation(values.dtype))
 
 
 def decode_attention(
@@ -497,7 +488,8 @@ def decode_attention(
     """
 
     def plain(q, new, cache, positions):
-        cache = jax.tree.map(partial(write_token, positions=positions), cache, new)
+        rows = jnp.arange(q.shape[0])
+        cache = jax.tree.map(lambda c, n: c.at[rows, :, positions].set(n[:, :, 0]), cache, new)
         k, v = jax.tree.map(lambda c: c[:, :, :prefix], cache)
         mask = is_attended(jnp.arange(prefix), positions[:, None], window)
         weights = jax.nn.softmax(attention_scores(q, k, mask[:, None, None, None]), axis=-1)
@@ -505,22 +497,6 @@ def decode_attention(
 
     kernel = partial(ragged_decode_attention, window=window)
     return jax.lax.platform_dependent(q, new, cache, positions, tpu=kernel, default=plain)
-
-
-def write_token(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
-    """cache [B, K, S, ..] with new [B, K, 1, ..] in slot positions[b] of each row b, in place where it is donated."""
-
-    def row_by_row(cache, new, positions):
-        for b in range(cache.shape[0]):
-            at = (b, 0, positions[b]) + (0,) * (cache.ndim - 3)
-            cache = jax.lax.dynamic_update_slice(cache, new[b : b + 1], at)
-        return cache
-
-    def scatter(cache, new, positions):
-        return cache.at[jnp.arange(cache.shape[0]), :, positions].set(new[:, :, 0])
-
-    # A scatter is one kernel on GPUs; XLA's CPU backend would turn a bfloat16 cache to float32 and back for it.
-    return jax.lax.platform_dependent(cache, new, positions, cpu=row_by_row, default=scatter)
 
 
 def ragged_decode_attention(
@@ -623,12 +599,14 @@ def ragged_decode_attention(
 
         return pl.BlockSpec((1, K, tile, *x.shape[3:]), index)
 
+    # Else XLA would move the whole cache to VMEM and back where it fits.
+    cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
     first_cache_argument = 1 + 1 + len(jax.tree.leaves(new))
     out, cache = pl.pallas_call(
         kernel,
         out_shape=(
             jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), cache),
+            jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), cache),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -656,7 +634,7 @@ def ragged_decode_attention(
 def forward(
     weights: dict, tokens: jax.Array, positions: jax.Array, cache: list[LayerCache], attend, config: Config
 ) -> tuple[jax.Array, list[LayerCache]]:
-    """The layers over tokens [B, T] at positions [B, T]: hidden states [B, T, D], before the last norm, and the cache."""
+    """The layers over tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the cache."""
     x = embed(tokens, weights["embedding"], weights["norm"].dtype)
     cache = list(cache)
     for i, w in enumerate(weights["layers"]):
@@ -715,7 +693,7 @@ def next_token(y: jax.Array, positions: jax.Array, key: jax.Array, sampling: Sam
 
 
 def keep_probable(y: jax.Array, top_k: int, top_p: float) -> jax.Array:
-    """Logits y [B, V] with -inf for all that `top_k` and then `top_p` leave out. The most probable token always stays."""
+    """Logits y [B, V] with -inf for all that `top_k` and then `top_p` leave out; the most probable token stays."""
     if top_k:
         smallest = jax.lax.top_k(y, min(top_k, y.shape[-1]))[0][:, -1:]
         y = jnp.where(y < smallest, -jnp.inf, y)
@@ -874,21 +852,13 @@ def generate(
 
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
     and step_bytes, what all devices together read from memory in a decode step of mean length.
-    Raises InputError for prompts that are empty, too long, or hold ids outside the vocabulary.
+    Raises InputError as check_prompts does.
     """
     stats = {} if stats is None else stats
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
     max_seq_len = max_seq_len or longest + max_new_tokens
-    for row, prompt in enumerate(prompts):
-        if not prompt:
-            raise InputError(f"prompt {row + 1} is empty: it has no tokens")
-        if len(prompt) > max_seq_len:
-            raise InputError(
-                f"prompt {row + 1} has {len(prompt)} tokens, more than max_seq_len {max_seq_len}; raise it"
-            )
-        if max(prompt) >= config.vocab_size or min(prompt) < 0:
-            raise InputError(f"prompt {row + 1} has a token outside the vocabulary of {config.vocab_size}")
+    check_prompts(prompts, config, max_seq_len)
     limits = [min(max_new_tokens, max_seq_len - length + 1) for length in lengths]  # the last token needs no slot
 
     dp = mesh.shape["dp"]
@@ -972,6 +942,17 @@ def generate(
             in_flight.append((tokens, logprobs))
             started += 1
         generated += 1
+
+
+def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None) -> None:
+    """Raises InputError for a prompt that is empty, longer than `max_seq_len`, or outside the vocabulary."""
+    for row, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise InputError(f"prompt {row} is empty: it has no tokens")
+        if max_seq_len and len(prompt) > max_seq_len:
+            raise InputError(f"prompt {row} has {len(prompt)} tokens, more than max_seq_len {max_seq_len}; raise it")
+        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+            raise InputError(f"prompt {row} has a token outside the model's vocabulary of {config.vocab_size}")
 
 
 def power_of_two(n: int) -> int:

@@ -1,0 +1,94 @@
+"""What several tests need: a model folder's modules, random checkpoints of the reference class, its numbers."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = ("model", "convert", "main")
+
+
+def import_folder(name: str) -> SimpleNamespace:
+    """The modules model, convert and main of a folder. They have the same names in every folder, so none stays
+    in sys.modules."""
+    sys.path.insert(0, str(ROOT / name))
+    try:
+        return SimpleNamespace(**{module: importlib.import_module(module) for module in MODULES})
+    finally:
+        sys.path.remove(str(ROOT / name))
+        for module in MODULES:
+            sys.modules.pop(module, None)
+
+
+def save_random(folder: Path, model_class, config, seed: int = 0, rewrite=None, **save_options):
+    """Saves a random checkpoint with a byte tokenizer, and returns the reference model in float32.
+
+    Weights are large enough for the logits to differ, norms and biases are not trivial. `rewrite` takes the dict of
+    config.json and returns what to write instead.
+    """
+    torch.manual_seed(seed)
+    reference = model_class(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+    reference.save_pretrained(folder, **save_options)
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(bytes_)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    if rewrite:
+        file = folder / "config.json"
+        file.write_text(json.dumps(rewrite(json.loads(file.read_text()))))
+    return reference
+
+
+def as_transformers_4(config: dict) -> dict:
+    """A config.json in the older form: rope parameters flat and in rope_scaling, torch_dtype."""
+    config = dict(config)
+    rope = dict(config.pop("rope_parameters"))
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["torch_dtype"] = config.pop("dtype")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    return config
+
+
+def reference_logprobs(reference, prompt: list[int], generated: list[int]) -> np.ndarray:
+    """Float32 log-probabilities [len(generated), vocab_size] of the reference class at each generated token."""
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt + generated])).logits[0].float()
+    return torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].numpy()
+
+
+def decode(folder, path: Path, prompts: list[list[int]], mesh=(1, 1, 1), dtype="float32", int8=False, **options):
+    """Loads a checkpoint and decodes: the tokens of each row, in order."""
+    import jax
+
+    config, _ = folder.convert.read_config(path)
+    mesh = folder.model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
+    folder.model.check_mesh(config, mesh)
+    weights = folder.convert.load(path, mesh, dtype, int8)
+    rows = [[] for _ in prompts]
+    for tokens in folder.model.generate(weights, prompts, config, mesh, **options):
+        for token in tokens:
+            rows[token.row].append(token)
+    return rows
+
+
+def assert_matches(reference, prompts, rows, atol: float = 1e-3) -> None:
+    """Every token is the reference's greedy one, and its log-probability at most `atol` away."""
+    for prompt, row in zip(prompts, rows, strict=True):
+        ids = [token.id for token in row]
+        wanted = reference_logprobs(reference, prompt, ids)
+        assert ids == wanted.argmax(-1).tolist()
+        np.testing.assert_allclose([token.logprob for token in row], wanted.max(-1), atol=atol, rtol=0)

@@ -1,0 +1,153 @@
+"""Greedy tokens and float32 log-probabilities of llama3/ against transformers' own classes."""
+
+import numpy as np
+import pytest
+from helpers import as_transformers_4, assert_matches, decode, import_folder, save_random
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+llama3 = import_folder("llama3")
+
+SMALL = {
+    "vocab_size": 331,  # no multiple of anything: the vocabulary's shards are uneven
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.15,
+    "max_position_embeddings": 4096,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
+
+
+def llama(**options):
+    return LlamaForCausalLM, LlamaConfig(**SMALL | options)
+
+
+def mistral(**options):
+    return MistralForCausalLM, MistralConfig(**SMALL | options)
+
+
+CASES = {
+    "llama 3.2, tied": llama(tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
+    "llama 3.1": llama(rope_parameters=LLAMA3_ROPE),
+    "llama 2, no groups, linear rope": llama(num_key_value_heads=8, rope_parameters=LINEAR_ROPE),
+    "biases, large eps, wide heads, one kv head": llama(
+        attention_bias=True, mlp_bias=True, rms_norm_eps=0.1, head_dim=24, num_key_value_heads=1
+    ),
+    "mistral 0.1, window": mistral(sliding_window=50),
+    "mistral 0.3": mistral(sliding_window=None),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """By name of a case: the checkpoint's folder and the reference model, made once."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            path = tmp_path_factory.mktemp("checkpoint")
+            made[name] = path, save_random(path, *CASES[name])
+        return made[name]
+
+    return get
+
+
+def random_prompts(*lengths):
+    rng = np.random.default_rng(sum(lengths))
+    return [rng.integers(0, SMALL["vocab_size"], length).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
+def test_unequal_prompts_in_one_batch(checkpoints, name, mesh):
+    path, reference = checkpoints(name)
+    prompts = random_prompts(5, 300, 1, 40)
+    prompts[0][-1] = 0  # a real token 0 is not padding
+    assert_matches(reference, prompts, decode(llama3, path, prompts, mesh, max_new_tokens=12))
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (1, 2, 2), (8, 1, 1), (2, 1, 4), (1, 1, 8)], ids=str)
+@pytest.mark.parametrize("name", ["llama 3.2, tied", "biases, large eps, wide heads, one kv head"])
+def test_every_mesh(checkpoints, name, mesh):
+    """tp beyond the kv heads (2 and 1) too, and a batch that dp does not divide."""
+    path, reference = checkpoints(name)
+    prompts = random_prompts(7, 20, 3)
+    assert_matches(reference, prompts, decode(llama3, path, prompts, mesh, max_new_tokens=8))
+
+
+@pytest.mark.parametrize("name", ["llama 3.1", "mistral 0.1, window"])
+def test_long_prompt_and_a_growing_prefix(checkpoints, name, monkeypatch):
+    """Many pieces of prefill, then decoding across the prefix lengths 256, 512 and 1024."""
+    path, reference = checkpoints(name)
+    prompts = random_prompts(2000)
+    assert_matches(reference, prompts, decode(llama3, path, prompts, max_new_tokens=4))
+    monkeypatch.setattr(llama3.model, "PREFILL_PIECE", 32)
+    prompts = random_prompts(250, 60)
+    assert_matches(reference, prompts, decode(llama3, path, prompts, (1, 1, 2), max_new_tokens=280))
+
+
+@pytest.mark.parametrize("int8_cache", [False, True])
+def test_pieces_of_prefill_change_nothing(checkpoints, monkeypatch, int8_cache):
+    path, _ = checkpoints("llama 3.1")
+    prompts = random_prompts(700, 90)
+    whole = decode(llama3, path, prompts, max_new_tokens=6, int8_cache=int8_cache)
+    monkeypatch.setattr(llama3.model, "PREFILL_PIECE", 64)
+    pieces = decode(llama3, path, prompts, max_new_tokens=6, int8_cache=int8_cache)
+    for row, other in zip(whole, pieces, strict=True):
+        assert [token.id for token in row] == [token.id for token in other]
+        np.testing.assert_allclose([t.logprob for t in row], [t.logprob for t in other], atol=1e-4)
+
+
+def test_checkpoints_in_other_forms(tmp_path):
+    """config.json of transformers 4, head_dim null, shards with an index, bfloat16 on disk, stray buffers."""
+    model_class, config = llama(rope_parameters=LLAMA3_ROPE)
+
+    def rewrite(config):
+        return as_transformers_4(config) | {"head_dim": None}
+
+    reference = save_random(tmp_path, model_class, config, rewrite=rewrite, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    prompts = random_prompts(30, 4)
+    assert_matches(reference, prompts, decode(llama3, tmp_path, prompts, max_new_tokens=8))
+
+    other = tmp_path / "bfloat16"
+    reference.bfloat16().save_pretrained(other)
+    assert_matches(reference.float(), prompts, decode(llama3, other, prompts, max_new_tokens=8))
+
+
+def test_rows_stop_on_their_own(checkpoints):
+    """A stop token ends its row and no other, and is the row's last token; max_seq_len ends the rest."""
+    path, reference = checkpoints("llama 3.1")
+    prompts = random_prompts(9, 30, 17)
+    free = decode(llama3, path, prompts, max_new_tokens=20)
+    stop = free[0][5].id
+    rows = decode(llama3, path, prompts, max_new_tokens=20, stop_tokens=(stop,), max_seq_len=40)
+    for prompt, row, unstopped in zip(prompts, rows, free, strict=True):
+        ids = [token.id for token in unstopped][: 40 - len(prompt) + 1]
+        ids = ids[: ids.index(stop) + 1] if stop in ids else ids
+        assert [token.id for token in row] == ids
+        assert row[-1].finish_reason == ("stop" if stop in ids else "length")
+        assert all(token.finish_reason is None for token in row[:-1])
+    assert_matches(reference, prompts, rows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_does_not_depend_on_its_batch(checkpoints, dtype):
+    path, _ = checkpoints("llama 3.1")
+    prompts = random_prompts(9, 400, 17, 3, 50)
+    together = decode(llama3, path, prompts, dtype=dtype, max_new_tokens=10)
+    for prompt, row in zip(prompts, together, strict=True):
+        (alone,) = decode(llama3, path, [prompt], dtype=dtype, max_new_tokens=10)
+        assert [token.id for token in alone] == [token.id for token in row]
