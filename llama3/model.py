@@ -270,10 +270,14 @@ def abstract_cache(
 ) -> list[LayerCache]:
     """The KV cache as jax.ShapeDtypeStructs: rows over dp, kv heads over ep x tp (each at least one head).
 
-    On CPUs a 16-bit cache is kept in float32: to update one slot XLA would convert all of it to float32 and back.
+    On CPUs a 16-bit cache is kept in float32: to update one slot XLA would convert all of it to float32 and back. On
+    TPUs H is rounded up to the 128 lanes: a narrower array would have its slots innermost in memory, and be laid out
+    anew for the kernel in every step.
     """
-    shape = (batch, max(config.num_key_value_heads, model_shards(mesh)), slots, config.head_dim)
-    dtype = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else dtype
+    platform, H = mesh.devices.flat[0].platform, config.head_dim
+    dtype = jnp.float32 if platform == "cpu" else dtype
+    H = -(-H // 128) * 128 if platform == "tpu" else H
+    shape = (batch, max(config.num_key_value_heads, model_shards(mesh)), slots, H)
     sharding = NamedSharding(mesh, P("dp", MODEL_AXES))
     if int8:
         values = jax.ShapeDtypeStruct(shape, jnp.int8, sharding=sharding)
@@ -399,11 +403,13 @@ def layer(x: jax.Array, w: dict, cache: LayerCache, positions: jax.Array, attend
     frequencies = rope_frequencies(config)
     q = rope(q, positions, frequencies) * H**-0.5  # scaled here, in float32, for all scores to come
     k = rope(k, positions, frequencies)
-    q = q.astype(x.dtype).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
+    padding = jax.tree.leaves(cache)[0].shape[-1] - H  # zeros, which change neither scores nor values
+    q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, padding))) for a in (q, k, v))
+    q = q.astype(x.dtype).reshape(B, T, K, N // K, -1).transpose(0, 2, 3, 1, 4)
     store = quantize if isinstance(cache.k, Int8) else lambda a: a.astype(cache.k.dtype)
     new = LayerCache(store(k.swapaxes(1, 2)), store(v.swapaxes(1, 2)))
     attention, cache = attend(q, new, cache)
-    attention = attention.transpose(0, 3, 1, 2, 4).reshape(B, T, N * H)
+    attention = attention.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, T, N * H)
     x = x + jax.lax.psum(linear(attention, w["o"]).astype(x.dtype), MODEL_AXES)
     if config.attention_bias:
         x = x + w["o_bias"]
@@ -517,25 +523,26 @@ def ragged_decode_attention(
     and, for the scales, a change of layout.
 
     Args: q [B, K, G, 1, H]; new and cache as in `layer`; positions int32 [B], each below S; `block` slots a grid step,
-    by default so many that a block of keys is half a MiB; `interpret` as for pallas_call.
+    by default a power of two so that a block of keys is at most half a MiB; `interpret` as for pallas_call.
     """
     B, K, G, _, H = q.shape
     values = jax.tree.leaves(cache)[0]
     S = values.shape[2]
-    block = block or math.gcd(S, max(256, 2**19 // (K * H * values.dtype.itemsize)))
+    half_mib = max(256, 2**19 // (K * H * values.dtype.itemsize))
+    block = block or math.gcd(S, 1 << (half_mib.bit_length() - 1))
     tile = math.gcd(block, 128)  # slots: the lanes of a scale tile, and whole packed tiles of any dtype
     steps = S // block if window is None else min(S // block, -(-window // block) + 1)
     rows = -(-G // 8) * 8  # a product of fewer rows than a register has sublanes may not compile
     q = jnp.pad(q[:, :, :, 0], ((0, 0), (0, 0), (0, rows - G), (0, 0)))
 
     def first_block(position):
-        return 0 if window is None else jnp.maximum(position - window + 1, 0) // block
+        return 0 if window is None else jax.lax.div(jnp.maximum(position - window + 1, 0), block)
 
     def kernel(positions, q, new, cache, out, new_cache, largest, total, acc):
         b, step = pl.program_id(0), pl.program_id(1)
         position = positions[b]
         i = first_block(position) + step
-        last = position // block
+        last = jax.lax.div(position, block)
 
         @pl.when(step == 0)
         def start():
@@ -570,11 +577,11 @@ def ragged_decode_attention(
 
         @pl.when(i == last)
         def store():
-            start = pl.multiple_of(position % block // tile * tile, tile)
+            start = pl.multiple_of((jax.lax.div(position, tile) * tile) - last * block, tile)
 
             def patch(old, new, patched):
                 shape = (1, K, tile) + (1,) * (old.ndim - 3)
-                here = jax.lax.broadcasted_iota(jnp.int32, shape, 2) == position % tile
+                here = jax.lax.broadcasted_iota(jnp.int32, shape, 2) == jax.lax.rem(position, tile)
                 patched[...] = jnp.where(here, new[...], old[:, :, pl.ds(start, tile)])
 
             jax.tree.map(patch, cache, new, new_cache)
@@ -588,14 +595,14 @@ def ragged_decode_attention(
 
     def read(x):  # the block to attend to
         def index(b, step, positions):
-            i = jnp.minimum(first_block(positions[b]) + step, positions[b] // block)
+            i = jnp.minimum(first_block(positions[b]) + step, jax.lax.div(positions[b], block))
             return (b, 0, i) + (0,) * (x.ndim - 3)
 
         return pl.BlockSpec((1, K, block, *x.shape[3:]), index)
 
     def write(x):  # the tile with the new token's slot
         def index(b, step, positions):
-            return (b, 0, positions[b] // tile) + (0,) * (x.ndim - 3)
+            return (b, 0, jax.lax.div(positions[b], tile)) + (0,) * (x.ndim - 3)
 
         return pl.BlockSpec((1, K, tile, *x.shape[3:]), index)
 

@@ -1,0 +1,94 @@
+"""Full-size decode steps compiled for machines that are not there: their collectives, copies and bytes."""
+
+import json
+import math
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import ROOT, import_folder
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+llama3 = import_folder("llama3")
+COLLECTIVE = re.compile(r"= [^=]*? (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* copy\(")
+BITS = {"bf16": 16, "f32": 32, "s32": 32, "s8": 8, "u32": 32, "pred": 8}
+
+
+def full_size(name, **changes):
+    config = json.loads((ROOT / "llama3" / "configs" / f"{name}.json").read_text())
+    return llama3.model.Config.from_dict(config | changes)
+
+
+def compile_step(config, mesh, batch, slots, int8, prefix=None):
+    """The compiled decode step."""
+    model = llama3.model
+    replicated = NamedSharding(mesh, P())
+    vector = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=replicated)
+    key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=replicated)
+    arguments = (
+        model.abstract_weights(config, mesh, jnp.bfloat16, int8),
+        model.abstract_cache(config, mesh, batch, slots, jnp.bfloat16, int8),
+        vector,
+        vector,
+        key,
+    )
+    options = {"config": config, "mesh": mesh, "prefix": prefix or slots, "sampling": model.Sampling()}
+    return model.decode_step.lower(*arguments, **options).compile()
+
+
+def tpu_mesh(topology, tp):
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    return llama3.model.make_mesh(1, 1, tp, devices=topology.devices[:tp])
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "tp", "int8", "slots", "gigabytes"),
+    [
+        ("llama-3.1-8b", "v5e:2x4", 8, False, 2048, 2.3),
+        ("llama-3.1-70b", "v5e:4x4", 16, True, 2048, 5.6),
+    ],
+)
+def test_full_size_on_tpus(name, topology, tp, int8, slots, gigabytes):
+    """Two all-reduces a layer, one for the embedding, one all-gather for the next token, and no other collective."""
+    config = full_size(name)
+    program = compile_step(config, tpu_mesh(topology, tp), 8, slots, int8)
+    text, memory = program.as_text(), program.memory_analysis()
+    counts = Counter(COLLECTIVE.findall(text))
+    assert counts == {"all-reduce": 2 * config.num_hidden_layers + 1, "all-gather": 1}
+    assert text.count('custom_call_target="tpu_custom_call"') == config.num_hidden_layers  # one kernel a layer
+    assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < gigabytes * 1e9
+    assert largest_copy(text) < 2**20
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "open-llama-3b", "mistral-7b-v0.1"])
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+def test_other_shapes_on_a_tpu(name, int8):
+    """Heads narrower than the lanes, a window: the cache is never laid out anew."""
+    program = compile_step(full_size(name, num_hidden_layers=2), tpu_mesh("v6e:2x2", 1), 4, 1280, int8)
+    assert largest_copy(program.as_text()) < 2**20
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+def test_on_a_cpu_nothing_grows_with_the_cache(int8):
+    """The step updates the cache in place: its temporaries depend on the prefix, not on what is allocated."""
+    config = full_size("llama-3.2-1b", num_hidden_layers=2, vocab_size=1024)
+    mesh = llama3.model.make_mesh(devices=jax.devices()[:1])
+    sizes = [
+        compile_step(config, mesh, 8, slots, int8, prefix=256).memory_analysis().temp_size_in_bytes
+        for slots in (512, 16384)
+    ]
+    assert sizes[1] <= sizes[0] * 1.01
+
+
+def largest_copy(text: str) -> int:
+    """Bytes of the largest copy instruction of a compiled program, outside fusions' own operands."""
+    entry = text[text.index("\nENTRY") :]
+    copies = [
+        math.prod(map(int, filter(None, dims.split(",")))) * BITS[kind] // 8 for kind, dims in COPY.findall(entry)
+    ]
+    return max(copies, default=0)

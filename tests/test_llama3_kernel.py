@@ -1,0 +1,111 @@
+"""The Pallas ragged decode kernel: numbers under the TPU interpreter, and the real compiler for TPUs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import import_folder
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+
+llama3 = import_folder("llama3")
+model = llama3.model
+
+# Uninitialized memory holds NaN, what another grid step still reads or writes is a race, a wrong block an error.
+STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+
+
+def random_arguments(B, K, G, S, H, dtype, int8):
+    keys = jax.random.split(jax.random.key(0), 5)
+    q = (jax.random.normal(keys[0], (B, K, G, 1, H)) * 3 / H**0.5).astype(dtype)
+    new, cache = (
+        model.LayerCache(*(jax.random.normal(key, (B, K, slots, H)).astype(dtype) for key in pair))
+        for slots, pair in ((1, keys[1:3]), (S, keys[3:5]))
+    )
+    if int8:
+        new, cache = (model.LayerCache(model.quantize(x.k), model.quantize(x.v)) for x in (new, cache))
+    return q, new, cache
+
+
+def reference(q, new, cache, positions, window):
+    """In numpy and float64, a row at a time."""
+    q = np.asarray(q, np.float64)[:, :, :, 0]
+
+    def floats(x):
+        values = x.values * x.scale[..., None] if isinstance(x, model.Int8) else x
+        return np.asarray(values, np.float64)
+
+    k, v = (np.array(floats(x)) for x in cache)
+    out = np.zeros(q.shape)
+    for b, position in enumerate(positions):
+        k[b, :, position], v[b, :, position] = floats(new.k)[b, :, 0], floats(new.v)[b, :, 0]
+        first = max(0, position - window + 1) if window else 0
+        seen = slice(first, position + 1)
+        scores = np.einsum("kgh,ksh->kgs", q[b], k[b, :, seen])
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out[b] = np.einsum("kgs,ksh->kgh", weights / weights.sum(-1, keepdims=True), v[b, :, seen])
+    return out[:, :, :, None]
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize(
+    ("shape", "positions", "window", "block", "dtype"),
+    [
+        ((4, 2, 4, 1024, 64), (0, 255, 256, 1023), None, 256, jnp.float32),
+        ((4, 2, 4, 1024, 64), (0, 255, 256, 1023), 100, 256, jnp.bfloat16),
+        ((2, 8, 1, 512, 128), (511, 77), 300, 128, jnp.float32),  # no groups, a window wider than a block
+        ((3, 1, 9, 768, 96), (3, 700, 127), None, None, jnp.bfloat16),  # more query heads than sublanes
+    ],
+)
+def test_against_float64(shape, positions, window, block, dtype, int8):
+    q, new, cache = random_arguments(*shape, dtype, int8)
+    at = jnp.array(positions, jnp.int32)
+
+    def kernel(q, new, cache, at):
+        return model.ragged_decode_attention(q, new, cache, at, window, block, interpret=STRICT)
+
+    def plain(q, new, cache, at):
+        return model.decode_attention(q, new, cache, at, cache_slots, window)
+
+    cache_slots = shape[3]
+    out, updated = jax.jit(kernel)(q, new, cache, at)
+    out_plain, updated_plain = jax.jit(plain)(q, new, cache, at)
+    tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
+    wanted = reference(q, new, cache, positions, window)
+    np.testing.assert_allclose(np.asarray(out, np.float64), wanted, atol=tolerance)
+    np.testing.assert_allclose(np.asarray(out_plain, np.float64), wanted, atol=tolerance)
+    jax.tree.map(np.testing.assert_array_equal, updated, updated_plain)
+    jax.tree.map(
+        lambda after, before, n: np.testing.assert_array_equal(after, np_set(before, n, positions)), updated, cache, new
+    )
+
+
+def np_set(cache, new, positions):
+    """cache with the new token's slot set, and nothing else changed."""
+    cache = np.array(cache)
+    for b, position in enumerate(positions):
+        cache[b, :, position] = np.asarray(new)[b, :, 0]
+    return cache
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (8, 1, 4, 2048, 128),  # 70B on 16 chips
+        (1, 8, 3, 256, 128),  # 3.2 3B on one chip, one row
+        (2, 32, 1, 4096, 128),  # Llama 2 7B, no groups
+        (2, 3, 5, 1280, 256),  # nothing a power of two
+    ],
+)
+def test_compiles_for_tpus(topology, int8, shape):
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    device = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    arguments = *random_arguments(*shape, jnp.bfloat16, int8), jnp.zeros(shape[0], jnp.int32)
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), arguments)
+    program = jax.jit(model.ragged_decode_attention, donate_argnums=2).lower(*abstract).compile()
+    cache_bytes = sum(x.nbytes for x in jax.tree.leaves(arguments[2]))
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < cache_bytes / 8  # no copy of the cache

@@ -1,0 +1,72 @@
+"""What bfloat16 and int8 cost on the demo: the KL divergence from float32 of the next token's distribution."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import ROOT, import_folder
+from jax.sharding import PartitionSpec as P
+from transformers import AutoTokenizer
+
+llama3 = import_folder("llama3")
+DEMO = ROOT / "llama3" / "demo"
+
+
+def conversations():
+    """The demo's prompts with the demo's answers, and text that it never saw: token ids of each."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    golden = json.loads((ROOT / "tests" / "golden_demo.json").read_text())
+    for prompt, answer in golden["llama3"].items():
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        yield tokenizer.apply_chat_template(messages, return_dict=False)
+    yield tokenizer("The quick brown fox jumps over the lazy dog while 17 bees watch the moon.")["input_ids"]
+
+
+def log_probabilities(rows, dtype, int8, int8_cache, mesh_shape=(1, 1, 1)):
+    """float32 [len(row), V] for each row of token ids: the distribution of the token after each of them."""
+    model, convert = llama3.model, llama3.convert
+    config, _ = convert.read_config(DEMO)
+    mesh = model.make_mesh(*mesh_shape, devices=jax.devices()[: int(np.prod(mesh_shape))])
+    weights = convert.load(DEMO, mesh, dtype, int8)
+    cache = model.zeros(model.abstract_cache(config, mesh, len(rows), 256, convert.DTYPES[dtype], int8_cache))
+    tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)  # padded at the end, where nothing looks
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+
+    def body(weights, cache, tokens):
+        def attend(q, new, layer_cache):
+            return model.prefill_attention(q, new, layer_cache, jnp.int32(0), None)
+
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        x, _ = model.forward(weights, tokens, positions, cache, attend, config)
+        y = model.logits(weights, x.reshape(-1, x.shape[-1]), config)
+        return jax.lax.all_gather(y, model.MODEL_AXES, axis=1, tiled=True).reshape(*tokens.shape, -1)
+
+    program = model.sharded(body, mesh, weights, config, (model.CACHE_SPEC, P()), P())
+    y = np.asarray(jax.nn.log_softmax(jax.jit(program)(weights, cache, tokens)))
+    return [y[i, : len(row)] for i, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "int8", "int8_cache", "mesh", "limit"),
+    [
+        ("bfloat16", False, False, (1, 1, 1), 2e-3),
+        ("float16", False, False, (1, 1, 1), 2e-3),
+        ("float32", True, False, (1, 1, 1), 1e-2),
+        ("bfloat16", True, False, (1, 1, 1), 1e-2),
+        ("bfloat16", False, True, (1, 1, 1), 1e-2),
+        ("bfloat16", True, True, (1, 1, 1), 2e-2),
+        ("bfloat16", True, True, (1, 2, 4), 2e-2),
+    ],
+)
+def test_mean_kl_from_float32(dtype, int8, int8_cache, mesh, limit):
+    rows = list(conversations())
+    exact = log_probabilities(rows, "float32", False, False)
+    rounded = log_probabilities(rows, dtype, int8, int8_cache, mesh)
+    divergences = [(np.exp(e) * (e - r)).sum(-1) for e, r in zip(exact, rounded, strict=True)]
+    mean = np.concatenate(divergences).mean()
+    print(f"mean KL {mean:.1e}, of unseen text {divergences[-1].mean():.1e}")
+    assert 0 < mean < limit
+    assert divergences[-1].mean() < limit
