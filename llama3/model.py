@@ -293,8 +293,8 @@ def specs(abstract) -> object:
 
 
 def cache_slots(max_seq_len: int) -> int:
-    """Slots to allocate for `max_seq_len` tokens: rounded up so that large blocks divide it, by an eighth at most."""
-    unit = max(256, 1 << (max_seq_len.bit_length() - 4))
+    """Slots to allocate for `max_seq_len` tokens: rounded up so that large blocks divide it, by a quarter at most."""
+    unit = max(256, power_of_two(max_seq_len) // 8)
     return -(-max_seq_len // unit) * unit
 
 
@@ -303,34 +303,31 @@ def cache_slots(max_seq_len: int) -> int:
 
 
 def linear(x: jax.Array, w: jax.Array | Int8, bias: jax.Array | None = None) -> jax.Array:
-    """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]. The one place where a weight meets an activation.
+    """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]. The one place where a weight meets an activation."""
 
-    A few rows are padded to the number from which the platform's compiler has a fast product: XLA's CPU and TPU
-    backends turn a single row into vector code, ten times and three times slower. On CPUs the only fast int8 product
-    is int8 with int8, so there the activations are quantized too, one scale for each row.
-    """
-
-    def product(x, w, min_rows=1, int8_activations=False):
+    def product(x, w, min_rows=1):
+        """Padded to `min_rows`: XLA's backends for CPUs and TPUs turn fewer rows than these into slow vector code."""
         rows = x.shape[0]
         x = jnp.pad(x, ((0, max(min_rows - rows, 0)), (0, 0)))
-        if int8_activations and isinstance(w, Int8):
-            xq = quantize(x)
-            y = jnp.einsum("bc,oc->bo", xq.values, w.values, preferred_element_type=jnp.int32)
-            y = y.astype(jnp.float32) * xq.scale[:, None] * w.scale
-        else:
-            values, scale = values_and_scale(w, x.dtype)
-            y = jnp.einsum("bc,oc->bo", x, values, **accumulation(x.dtype))
-            y = y if scale is None else y * scale
-        return y[:rows]
+        values, scale = values_and_scale(w, x.dtype)
+        y = jnp.einsum("bc,oc->bo", x, values, **accumulation(x.dtype))[:rows]
+        return y if scale is None else y * scale
 
-    low_precision = isinstance(w, Int8) or x.dtype != jnp.float32
-    y = jax.lax.platform_dependent(
-        x.reshape(-1, x.shape[-1]),
-        w,
-        cpu=partial(product, min_rows=4 if low_precision else 1, int8_activations=True),
-        tpu=partial(product, min_rows=8),
-        default=product,
-    )
+    def cpu_product(x, w):
+        """The fast product with int8 weights on a CPU is int8 with int8. Two int8 planes hold 15 bits of an activation,
+        a coarse one and what its rounding left: as rows of one product they cost little and lose next to nothing."""
+        if not isinstance(w, Int8):
+            return product(x, w, min_rows=1 if x.dtype == jnp.float32 else 4)
+        coarse = quantize(x)
+        fine = quantize(x - coarse.values * coarse.scale[:, None])
+        planes = jnp.concatenate([coarse.values, fine.values])
+        planes = jnp.pad(planes, ((0, max(4 - planes.shape[0], 0)), (0, 0)))
+        y = jnp.einsum("bc,oc->bo", planes, w.values, preferred_element_type=jnp.int32)
+        y_coarse, y_fine = y[: x.shape[0]], y[x.shape[0] : 2 * x.shape[0]]
+        return (y_coarse * coarse.scale[:, None] + y_fine * fine.scale[:, None]) * w.scale
+
+    rows = x.reshape(-1, x.shape[-1])
+    y = jax.lax.platform_dependent(rows, w, cpu=cpu_product, tpu=partial(product, min_rows=8), default=product)
     y = y.reshape(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 
