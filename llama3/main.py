@@ -143,9 +143,6 @@ def read_tokenizer(folder: Path):
 
 def encode(tokenizer, prompts: list[str], raw: bool) -> list[list[int]]:
     """Token ids of each prompt: as the one message of a user, or `raw` as it stands."""
-    if not raw and not tokenizer.chat_template:
-        print("note: this tokenizer has no chat template; the prompts are continued as they are", file=sys.stderr)
-        raw = True
     try:
         if raw:
             return [tokenizer(prompt)["input_ids"] for prompt in prompts]
@@ -262,7 +259,8 @@ def main() -> None:
     find_tensors(folder, config, is_int8(raw_config))  # whatever is wrong there is said before anything takes long
     stop_tokens = read_stop_tokens(folder, raw_config)
     tokenizer = read_tokenizer(folder)
-    prompt_tokens = encode(tokenizer, prompts, args.raw)
+    has_template = bool(tokenizer.chat_template)
+    prompt_tokens = encode(tokenizer, prompts, args.raw or not has_template)
     check_prompts(prompt_tokens, config, args.max_seq_len)
     dp, ep = args.dp or 1, args.ep or 1
     mesh = make_mesh(dp, ep, args.tp or max(1, jax.device_count() // (dp * ep)))
@@ -273,6 +271,8 @@ def main() -> None:
         except OSError as error:
             raise InputError(f"--profile {args.profile}: cannot be written: {one_line(error)}") from error
 
+    if not has_template and not args.raw:
+        print("note: this tokenizer has no chat template; the prompts are continued as they are", file=sys.stderr)
     begin = time.perf_counter()
     weights = jax.block_until_ready(load(folder, mesh, args.dtype, args.quantize == "int8"))
     load_s = time.perf_counter() - begin

@@ -1,0 +1,334 @@
+"""main.py from outside: the demo's golden text, JSON, streaming, a copied folder, and what bad input ends with."""
+
+import io
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from helpers import ROOT, import_folder, reference_logprobs, save_random
+from safetensors.numpy import load_file, save_file
+from test_llama3_parity import llama
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+llama3 = import_folder("llama3")
+FOLDER = ROOT / "llama3"
+DEMO = FOLDER / "demo"
+GOLDEN = json.loads((ROOT / "tests" / "golden_demo.json").read_text())["llama3"]
+
+
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """Runs main.py in this process: returns exit status, standard output, standard error."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["main.py", *map(str, arguments)])
+        capsys.readouterr()  # what came before does not count
+        status = 0
+        try:
+            llama3.convert.run(llama3.main.main)
+        except SystemExit as stop:
+            status = stop.code
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def json_rows(text):
+    lines = [json.loads(line) for line in text.splitlines()]
+    return lines[:-1], lines[-1]["stats"]
+
+
+def test_golden_text_of_a_folder_copied_alone(tmp_path):
+    """`python3 main.py` with no arguments, in a new process and far from the repository, and from another folder."""
+    shutil.copytree(FOLDER, tmp_path / "copied", ignore=shutil.ignore_patterns("__pycache__"))
+    environment = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
+    command = [sys.executable, tmp_path / "copied" / "main.py"]
+    finished = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout == "".join(f"> {prompt}\n{answer}\n" for prompt, answer in GOLDEN.items())
+    assert finished.stderr.startswith("stats: {") and finished.stderr.count("\n") == 1
+
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(FOLDER / "model.py", alone)
+    subprocess.run([sys.executable, "-c", "import model"], cwd=alone, check=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--tp", "8"],
+        ["--dp", "2", "--ep", "2", "--dtype", "float32"],
+        ["--dp", "8", "--quantize", "int8"],
+        ["--quantize", "int8", "--quantize_cache", "int8", "--dtype", "float16"],
+    ],
+    ids=" ".join,
+)
+def test_golden_text_on_every_mesh_and_dtype(main, options):
+    status, out, _ = main("--output", "json", *options)
+    rows, stats = json_rows(out)
+    assert status == 0
+    assert {row["prompt"]: row["text"] for row in rows} == GOLDEN
+    assert math.prod(stats["mesh"].values()) == stats["devices"] == 8
+
+
+def test_json(main, tmp_path):
+    """Every field of the contract; tokens and log-probabilities against the reference class and its tokenizer."""
+    (tmp_path / "prompts").write_text("What is the capital of Peru?\n\nHello!\r\nWhat is 5 plus 9?", newline="")
+    status, out, _ = main(
+        "--prompts_file", tmp_path / "prompts", "--output", "json", "--logprobs", "--dtype", "float32"
+    )
+    rows, stats = json_rows(out)
+    assert status == 0
+    reference, tokenizer = LlamaForCausalLM.from_pretrained(DEMO).float(), AutoTokenizer.from_pretrained(DEMO)
+    assert [row["prompt"] for row in rows] == ["What is the capital of Peru?", "Hello!", "What is 5 plus 9?"]
+    for row in rows:
+        message = [{"role": "user", "content": row["prompt"]}]
+        assert row["prompt_tokens"] == tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_dict=False
+        )
+        wanted = reference_logprobs(reference, row["prompt_tokens"], row["tokens"])
+        assert row["tokens"] == wanted.argmax(-1).tolist()
+        np.testing.assert_allclose(row["logprobs"], wanted.max(-1), atol=1e-3)
+        assert row["tokens"][-1] in reference.generation_config.eos_token_id and row["finish_reason"] == "stop"
+        assert row["text"] == tokenizer.decode(row["tokens"][:-1])
+    assert stats["model_type"] == "llama" and stats["platform"] == "cpu" and stats["bandwidth_utilization"] is None
+    positive = ["load_s", "compile_s", "prefill_s", "prefill_tokens_per_s", "decode_steps_per_s", "decode_tokens_per_s"]
+    assert all(stats[name] > 0 for name in [*positive, "step_bytes", "bandwidth_gb_per_s", "peak_memory_gb"])
+    tokens_a_step = sum(len(row["tokens"]) - 1 for row in rows) / max(len(row["tokens"]) - 1 for row in rows)
+    assert stats["decode_tokens_per_s"] / stats["decode_steps_per_s"] == pytest.approx(tokens_a_step)
+    assert stats["bandwidth_gb_per_s"] == pytest.approx(stats["step_bytes"] * stats["decode_steps_per_s"] / 1e9)
+
+
+def test_step_bytes(main):
+    """By hand, for a tied float32 model on one device of each of eight data-parallel rows."""
+    _, out, _ = main(
+        "--output", "json", "--dtype", "float32", "--dp", "8", "--prompt", "Hello!", "--max_new_tokens", "5"
+    )
+    (row,), stats = json_rows(out)
+    weights = sum(tensor.size for tensor in load_file(DEMO / "model.safetensors").values()) * 4 * 8
+    config = json.loads((DEMO / "config.json").read_text())
+    slot = 2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    mean_length = len(row["prompt_tokens"]) + 5 / 2
+    assert stats["step_bytes"] == int(weights + slot * mean_length)
+
+
+def test_raw_and_lengths(main):
+    """--raw adds the tokenizer's own special tokens and nothing else; max_new_tokens and max_seq_len end a row."""
+    text = "The capital of France is"
+    _, out, _ = main("--prompt", text, "--raw", "--output", "json", "--max_new_tokens", "3")
+    (row,), _ = json_rows(out)
+    assert row["prompt_tokens"] == AutoTokenizer.from_pretrained(DEMO)(text)["input_ids"]
+    assert len(row["tokens"]) == 3 and row["finish_reason"] == "length" and "logprobs" not in row
+    length = len(row["prompt_tokens"])
+    _, out, _ = main("--prompt", text, "--raw", "--output", "json", "--max_seq_len", length + 1)
+    (row,), _ = json_rows(out)
+    assert len(row["tokens"]) == 2 and row["finish_reason"] == "length"
+
+
+def test_text_as_it_comes(main, monkeypatch):
+    """One prompt prints the answer alone; words appear before the answer is complete."""
+    writes = []
+
+    class Recorder(io.StringIO):
+        def write(self, text):
+            writes.append(text)
+            return super().write(text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Recorder())
+        main("--prompt", "What are the days of the week?")
+    assert "".join(writes) == GOLDEN["What are the days of the week?"] + "\n"
+    assert len(writes) > 10
+
+
+def test_stop_tokens_and_no_chat_template(main, tmp_path):
+    """generation_config.json's ids come first, then config.json's, one or a list; without a template a note."""
+    save_random(tmp_path, *llama())
+    arguments = ["--model_path", tmp_path, "--prompt", "abc", "--output", "json", "--max_new_tokens", "12"]
+    _, out, err = main(*arguments)
+    assert "no chat template" in err
+    (row,), _ = json_rows(out)
+    free = row["tokens"]
+    assert len(free) == 12
+
+    def edit(name, **changes):
+        file = tmp_path / name
+        file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | changes))
+
+    for config_ids, generation_ids, stops_at in (
+        (free[3], None, free[3]),
+        ([330, free[4]], None, free[4]),
+        (free[3], free[5], free[5]),
+        (free[3], [free[6], 330], free[6]),
+    ):
+        edit("config.json", eos_token_id=config_ids)
+        edit("generation_config.json", eos_token_id=generation_ids)
+        (row,), _ = json_rows(main(*arguments)[1])
+        assert row["tokens"] == free[: free.index(stops_at) + 1] and row["finish_reason"] == "stop"
+
+
+def test_profile(main, tmp_path):
+    status, _, _ = main("--prompt", "Hello!", "--profile", tmp_path / "trace")
+    assert status == 0 and list((tmp_path / "trace").rglob("*.xplane.pb"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input: status 2, one line that names the thing, nothing on standard output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model_path", "/no/such/folder", "--prompt", "a"], "/no/such/folder: no such folder"),
+        (["--model_path", "no_such_folder", "--prompt", "a"], "no_such_folder: no such folder"),
+        (["--model_path", "nobody/nothing", "--prompt", "a"], "nobody/nothing: no such folder, and the hub"),
+        (["--model_path", DEMO], "--prompt"),
+        (["--prompt", "a", "--prompts_file", "b"], "not allowed with"),
+        (["--prompts_file", "/no/file"], "/no/file"),
+        (["--prompts_file", "/dev/null"], "no prompt"),
+        (["--prompts_file", "/bin/true"], "/bin/true"),
+        (["--prompt", "", "--max_seq_len", "4"], "max_seq_len 4"),
+        (["--prompt", "Hello!", "--max_seq_len", "5"], "max_seq_len 5"),
+        (["--max_new_tokens", "0"], "--max_new_tokens"),
+        (["--max_seq_len", "-3"], "--max_seq_len"),
+        (["--dtype", "int4"], "--dtype"),
+        (["--quantize", "int4"], "--quantize"),
+        (["--quantize_cache", "fp8"], "--quantize_cache"),
+        (["--tp", "3"], "devices"),
+        (["--dp", "3"], "devices"),
+        (["--dp", "16"], "devices"),
+        (["--tp", "0"], "--tp"),
+        (["--temperature", "-1"], "--temperature"),
+        (["--temperature", "nan"], "--temperature"),
+        (["--temperature", "inf"], "--temperature"),
+        (["--top_k", "-1"], "--top_k"),
+        (["--top_p", "0"], "--top_p"),
+        (["--top_p", "1.01"], "--top_p"),
+        (["--seed", "-1"], "--seed"),
+        (["--output", "yaml"], "--output"),
+        (["--coordinator", "localhost:1"], "go together"),
+        (["--profile", "/dev/null/trace"], "/dev/null/trace"),
+        (["--no_such_flag"], "--no_such_flag"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_bad_arguments(main, arguments, words):
+    assert_refused(main(*arguments), words)
+
+
+def assert_refused(result, words):
+    status, out, err = result
+    assert status == 2 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1 and words in err, err
+
+
+def edit_json(name, **changes):
+    def edit(folder):
+        file = folder / name
+        content = json.loads(file.read_text()) | changes
+        file.write_text(json.dumps({key: value for key, value in content.items() if value != "absent"}))
+
+    return edit
+
+
+def edit_tensors(change):
+    def edit(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return edit
+
+
+def truncate(name, keep):
+    def edit(folder):
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: int(len(data) * keep) if keep < 1 else len(data) - 1])
+
+    return edit
+
+
+def index_to(weight_map):
+    def edit(folder):
+        content = {"weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+        (truncate("config.json", 0.5), "config.json"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "not a JSON object"),
+        (edit_json("config.json", model_type="qwen2"), "'qwen2' is not supported"),
+        (edit_json("config.json", model_type="absent"), "model_type None"),
+        (edit_json("config.json", vocab_size="absent"), "vocab_size is missing"),
+        (edit_json("config.json", num_hidden_layers=-1), "num_hidden_layers"),
+        (edit_json("config.json", num_hidden_layers="3"), "num_hidden_layers"),
+        (edit_json("config.json", rms_norm_eps=float("nan")), "rms_norm_eps"),
+        (edit_json("config.json", num_hidden_layers=4), "layers.3."),
+        (edit_json("config.json", num_hidden_layers=2), "layers.2."),
+        (edit_json("config.json", num_key_value_heads=3), "num_key_value_heads 3"),
+        (edit_json("config.json", hidden_size=256), "config.json asks for"),
+        (edit_json("config.json", vocab_size=511), "[512, 128]"),
+        (edit_json("config.json", tie_word_embeddings=False), "lm_head.weight is missing"),
+        (edit_json("config.json", hidden_act="gelu"), "'gelu'"),
+        (edit_json("config.json", rope_parameters={"rope_type": "yarn", "factor": 4.0}), "'yarn'"),
+        (
+            edit_json("config.json", rope_parameters={"rope_type": "llama3", "factor": 4.0}),
+            "low_freq_factor is missing",
+        ),
+        (edit_json("config.json", rope_parameters=[1]), "rope"),
+        (edit_json("config.json", quantization_config={"quant_method": "awq"}), "'awq'"),
+        (edit_json("generation_config.json", eos_token_id="x"), "eos_token_id"),
+        (truncate("generation_config.json", 0.5), "generation_config.json"),
+        (truncate("model.safetensors", 0.7), "truncated or damaged"),
+        (truncate("model.safetensors", 1), "truncated or damaged"),
+        (truncate("model.safetensors", 0), "truncated or damaged"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 64), "truncated or damaged"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
+        (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "never read"),
+        (edit_tensors(lambda t: t.pop("model.norm.weight")), "model.norm.weight is missing"),
+        (edit_tensors(lambda t: t.update({"model.norm.weight": np.ones(5, np.float32)})), "shape [5]"),
+        (edit_tensors(lambda t: t.update({"model.norm.bias": np.ones(5, np.float32)})), "model.norm.bias is not"),
+        (edit_tensors(lambda t: t.update({"model.norm.weight": np.ones(128, np.int64)})), "I64"),
+        (index_to({"model.norm.weight": "other.safetensors"}), "other.safetensors: missing"),
+        (index_to({"model.norm.weight": "../demo/model.safetensors"}), "not a file of this folder"),
+        (index_to({"no.such.tensor": "model.safetensors"}), "no.such.tensor"),
+        (index_to([1]), "weight_map"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
+        (truncate("tokenizer.json", 0.5), "tokenizer"),
+        (lambda folder: (folder / "chat_template.jinja").write_text("{% if %}"), "--raw"),
+        (lambda folder: (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}"), "--raw"),
+    ],
+)
+def test_bad_checkpoints(main, tmp_path, edit, words):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(DEMO, folder)
+    edit(folder)
+    assert_refused(main("--model_path", folder, "--prompt", "Hello!"), words)
+
+
+def test_a_mesh_that_does_not_divide_the_model(main, tmp_path):
+    model_class, config = llama(num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
+    save_random(tmp_path, model_class, config)
+    arguments = ["--model_path", tmp_path, "--prompt", "a"]
+    assert_refused(main(*arguments), "does not divide num_attention_heads 6")
+    assert_refused(main(*arguments, "--dp", "2"), "does not divide num_attention_heads 6")
+    assert main(*arguments, "--dp", "4", "--max_new_tokens", "2")[0] == 0
+
+
+def test_standard_output_that_is_full():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, FOLDER / "main.py", "--tp", "8"]
+        finished = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("error: standard output") and finished.stderr.count("\n") == 1
