@@ -114,6 +114,10 @@ def start_distributed(args) -> None:
     elif os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0"):  # a TPU host, of a pod perhaps
         with contextlib.suppress(ValueError):  # not in a cluster that jax knows: this host is alone
             jax.distributed.initialize()
+    if jax.distributed.is_initialized():
+        # Libraries of jax print their connections on the process's standard output, which is for results.
+        sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
 
 
 def read_prompts(args) -> list[str]:

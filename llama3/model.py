@@ -666,13 +666,13 @@ class Sampling(NamedTuple):
     top_p: float = 1.0
 
 
-def next_token(y: jax.Array, positions: jax.Array, key: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+def next_token(y: jax.Array, positions: jax.Array, seed: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
     """Token int32 and its log-probability float32, both for the whole batch and on every device.
 
     The log-probability is that of the unmodified softmax. Sampling draws from a key of its own for each row and each
     position, so that no key is used twice.
 
-    Args: y, the sharded logits [B, V]; positions int32 [B], of the tokens that gave them; key, a jax.random key.
+    Args: y, the sharded logits [B, V]; positions int32 [B], of the tokens that gave them; seed uint32 [].
     """
     if sampling.temperature == 0:
         # Each device has a candidate: its largest logit, that token, and the sum of exp(logit - largest).
@@ -689,7 +689,8 @@ def next_token(y: jax.Array, positions: jax.Array, key: jax.Array, sampling: Sam
     else:
         y = jax.lax.all_gather(y, MODEL_AXES, axis=1, tiled=True)
         rows = jax.lax.axis_index("dp") * y.shape[0] + jnp.arange(y.shape[0])
-        keys = jax.vmap(lambda r, p: jax.random.fold_in(jax.random.fold_in(key, r), p))(rows, positions)
+        fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+        keys = jax.vmap(jax.random.fold_in)(fold_in(jax.random.key(seed), rows), positions)
         kept = keep_probable(y / sampling.temperature, sampling.top_k, sampling.top_p)
         tokens = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
         logprobs = jnp.take_along_axis(jax.nn.log_softmax(y), tokens[:, None], axis=-1)[:, 0]
@@ -767,7 +768,7 @@ def first_token(
     weights: dict,
     last: jax.Array,
     lengths: jax.Array,
-    key: jax.Array,
+    seed: jax.Array,
     *,
     config: Config,
     mesh: Mesh,
@@ -775,11 +776,11 @@ def first_token(
 ) -> tuple[jax.Array, jax.Array]:
     """The first generated token and its log-probability, [B] each, from the hidden states that prefill returns."""
 
-    def body(weights, last, lengths, key):
-        return next_token(logits(weights, last, config), lengths - 1, key, sampling)
+    def body(weights, last, lengths, seed):
+        return next_token(logits(weights, last, config), lengths - 1, seed, sampling)
 
     program = sharded(body, mesh, weights, config, (P("dp"), P("dp"), P()), P())
-    return program(weights, last, lengths, key)
+    return program(weights, last, lengths, seed)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "prefix", "sampling"), donate_argnames=("cache",))
@@ -788,7 +789,7 @@ def decode_step(
     cache: list[LayerCache],
     tokens: jax.Array,
     positions: jax.Array,
-    key: jax.Array,
+    seed: jax.Array,
     *,
     config: Config,
     mesh: Mesh,
@@ -800,15 +801,15 @@ def decode_step(
     Returns the cache (donated), the next tokens int32 [B], their log-probabilities float32 [B] and their positions.
     """
 
-    def body(weights, cache, tokens, positions, key):
+    def body(weights, cache, tokens, positions, seed):
         attend = partial(decode_attention, positions=positions, prefix=prefix, window=config.sliding_window)
         x, cache = forward(weights, tokens[:, None], positions[:, None], cache, attend, config)
-        tokens, logprobs = next_token(logits(weights, x[:, 0], config), positions, key, sampling)
+        tokens, logprobs = next_token(logits(weights, x[:, 0], config), positions, seed, sampling)
         return cache, tokens, logprobs
 
     in_specs = (CACHE_SPEC, P("dp"), P("dp"), P())
     program = sharded(body, mesh, weights, config, in_specs, (CACHE_SPEC, P(), P()))
-    cache, tokens, logprobs = program(weights, cache, tokens, positions, key)
+    cache, tokens, logprobs = program(weights, cache, tokens, positions, seed)
     # A row that is finished goes on until all are, in its last slot at most.
     slots = jax.tree.leaves(cache)[0].shape[2]
     return cache, tokens, logprobs, jnp.minimum(positions + 1, slots - 1)
@@ -877,7 +878,7 @@ def generate(
     dtype = weights["norm"].dtype
     on_mesh = partial(jax.device_put, device=NamedSharding(mesh, P()))
     lengths_padded = on_mesh(np.array(lengths + [1] * (batch - len(prompts)), np.int32))
-    key = on_mesh(jax.random.key(seed))
+    seed = on_mesh(np.uint32(seed))
     cache = zeros(abstract_cache(config, mesh, batch, slots, dtype, int8_cache))
     last = zeros(jax.ShapeDtypeStruct((batch, config.hidden_size), dtype, sharding=NamedSharding(mesh, P("dp"))))
 
@@ -890,7 +891,7 @@ def generate(
         return executable
 
     def compiled_step(prefix):
-        return compiled(decode_step, weights, cache, tokens, positions, key, prefix=prefix, sampling=sampling)
+        return compiled(decode_step, weights, cache, tokens, positions, seed, prefix=prefix, sampling=sampling)
 
     def prefix_for(position):
         has_kernel = mesh.devices.flat[0].platform == "tpu"
@@ -899,17 +900,22 @@ def generate(
     # Prefill. Everything that the first token needs is compiled before the clock starts.
     tokens, positions = lengths_padded, lengths_padded  # of the right shape, for compiling
     prefill_piece = compiled(
-        prefill, weights, cache, last, on_mesh(prompt_tokens[:, :piece]), on_mesh(0), lengths_padded
+        prefill, weights, cache, last, on_mesh(prompt_tokens[:, :piece]), on_mesh(np.int32(0)), lengths_padded
     )
-    pick_first = compiled(first_token, weights, last, lengths_padded, key, sampling=sampling)
+    pick_first = compiled(first_token, weights, last, lengths_padded, seed, sampling=sampling)
     prefix = prefix_for(longest)
     step = compiled_step(prefix) if max(limits) > 1 else None
     begin = time.perf_counter()
     for start in range(0, pieces * piece, piece):
         cache, last = prefill_piece(
-            weights, cache, last, on_mesh(prompt_tokens[:, start : start + piece]), on_mesh(start), lengths_padded
+            weights,
+            cache,
+            last,
+            on_mesh(prompt_tokens[:, start : start + piece]),
+            on_mesh(np.int32(start)),
+            lengths_padded,
         )
-    tokens, logprobs = jax.block_until_ready(pick_first(weights, last, lengths_padded, key))
+    tokens, logprobs = jax.block_until_ready(pick_first(weights, last, lengths_padded, seed))
     stats |= {"prefill_s": time.perf_counter() - begin, "prefill_tokens": sum(lengths)}
     stats |= {"decode_s": 0.0, "decode_steps": 0, "decode_tokens": 0}
 
@@ -941,7 +947,7 @@ def generate(
                 prefix = prefix_for(longest + started - 1)
                 step = compiled_step(prefix)
                 begin += time.perf_counter() - pause
-            cache, tokens, logprobs, positions = step(weights, cache, tokens, positions, key)
+            cache, tokens, logprobs, positions = step(weights, cache, tokens, positions, seed)
             tokens.copy_to_host_async()
             in_flight.append((tokens, logprobs))
             started += 1

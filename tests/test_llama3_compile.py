@@ -29,13 +29,13 @@ def compile_step(config, mesh, batch, slots, int8, prefix=None):
     model = llama3.model
     replicated = NamedSharding(mesh, P())
     vector = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=replicated)
-    key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=replicated)
+    seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=replicated)
     arguments = (
         model.abstract_weights(config, mesh, jnp.bfloat16, int8),
         model.abstract_cache(config, mesh, batch, slots, jnp.bfloat16, int8),
         vector,
         vector,
-        key,
+        seed,
     )
     options = {"config": config, "mesh": mesh, "prefix": prefix or slots, "sampling": model.Sampling()}
     return model.decode_step.lower(*arguments, **options).compile()

@@ -46,7 +46,7 @@ def test_drawn_frequencies(mesh):
     sampling = model.Sampling(0.8, 10, 0.95)
     P = jax.sharding.PartitionSpec
     program = jax.shard_map(
-        lambda y, positions: model.next_token(y, positions, jax.random.key(3), sampling),
+        lambda y, positions: model.next_token(y, positions, jnp.uint32(3), sampling),
         mesh=devices,
         in_specs=(P("dp", model.MODEL_AXES), P("dp")),
         out_specs=P(),
