@@ -36,6 +36,7 @@ DTYPES = {
     "int8": np.dtype(np.int8),
 }
 STORED = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "I8": "int8"}  # safetensors' names
+INT8 = {"quant_method": "int8_per_channel"}  # config.json's quantization_config
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
@@ -160,15 +161,16 @@ def read_config(folder: Path) -> tuple[Config, dict]:
             f"{folder}: no config.json: not a checkpoint, or a conversion that must be run again to finish"
         )
     raw = read_json(folder / "config.json")
-    method = (raw.get("quantization_config") or {}).get("quant_method")
-    if method not in (None, "int8_per_channel"):
+    quantization = raw.get("quantization_config")
+    if quantization is not None and not is_int8(raw):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise InputError(f"{folder}: quantization {method!r} is not supported; give the unquantized checkpoint")
     return Config.from_dict(raw), raw
 
 
 def is_int8(raw_config: dict) -> bool:
     """Whether convert.py wrote this checkpoint in int8."""
-    return bool(raw_config.get("quantization_config"))
+    return raw_config.get("quantization_config") == INT8
 
 
 def find_tensors(folder: Path, config: Config, int8: bool) -> tuple[dict[str, Stored], dict[str, str]]:
@@ -371,7 +373,7 @@ def convert(source: Path, output: Path, dtype: str, int8: bool) -> None:
         converted = raw | {"dtype": dtype}
         converted.pop("torch_dtype", None)
         if int8:
-            converted["quantization_config"] = {"quant_method": "int8_per_channel"}
+            converted["quantization_config"] = INT8
         write_whole(output / "config.json", json.dumps(converted, indent=2))
     except OSError as error:
         raise InputError(f"{output}: cannot be written: {one_line(error)}") from error
@@ -453,14 +455,15 @@ def write_shard(path: Path, outputs: list[Output], tensors: dict[str, Stored], b
             step = max(1, PIECE_BYTES // row_bytes)
             for first in range(0, tensor.shape[0], step):
                 rows = read_rows(tensor, o.source, slice(first, min(first + step, tensor.shape[0])))
-                if not np.isfinite(rows.astype(np.float32)).all():
-                    raise InputError(f"{tensor.file}: {o.source} holds NaN or infinite values; download it again")
+                converted = rows if o.dtype == "int8" else rows.astype(DTYPES[o.dtype])
+                if not np.isfinite(converted.astype(np.float32)).all():
+                    raise InputError(f"{tensor.file}: {o.source} has NaN or values too large for {o.dtype}")
                 if o.dtype == "int8":
                     int8 = jax.jit(quantize)(rows)
                     write(o.name, np.asarray(int8.values))
                     write(f"{o.name}_scale", np.asarray(int8.scale))
                 else:
-                    write(o.name, rows.astype(DTYPES[o.dtype]))
+                    write(o.name, converted)
         f.flush()
         os.fsync(f.fileno())
     os.replace(part, path)

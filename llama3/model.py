@@ -8,25 +8,32 @@ pass, the choice of the next token, decoding. It needs jax and numpy alone.
     config = Config.from_dict(json.load(open("config.json")))
     mesh = make_mesh(tp=jax.device_count())
     weights = ...  # a pytree as abstract_weights(config, mesh, dtype) describes it; convert.py loads one
-    for events in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):
+    for tokens in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):
         ...
 
 Parallelism. A mesh has three axes. `dp` splits the batch. `ep` and `tp` together split every layer: attention by
-heads and the MLP by columns (Shoeybi et al. 2019, "Megatron-LM"). A model without experts has no other use for `ep`.
-All device code runs under `jax.shard_map`, where arrays are the local shards and nothing is communicated but by the
-collectives written out here: one `psum` after attention and one after the MLP of each layer, one after the embedding,
-and one `all_gather` for the next token.
+heads and the MLP by columns (Shoeybi et al. 2019, "Megatron-LM"); `ep` is there for models with experts, and here only
+multiplies `tp`. All device code runs under `jax.shard_map`, where an array is this device's part and nothing is
+communicated but by the collectives written out here. A decode step has one `psum` after attention and one after the MLP
+of each layer, one after the embedding, and an `all_gather` for the next token.
 
-Dimension letters, in shapes and einsums. Under shard_map each is the size on one device.
+Some words of JAX. A pytree is nested dicts, lists and tuples of arrays; jax.tree.map applies a function to each array.
+jit compiles a function once for each set of shapes; inside, arrays are traced: they have a shape and a dtype, and no
+numbers yet. A donated argument gives its memory to the result. A mesh names the axes of a grid of devices, and a
+PartitionSpec (P) says which of them splits which dimension of an array. psum adds an array over devices, all_gather
+joins their parts.
+
+Dimension letters, in shapes and einsums. Under shard_map B, N, K, F and V are the sizes on one device.
 
     B  rows of the batch         D  hidden_size               V  vocab_size
     T  tokens of a row           N  num_attention_heads       F  intermediate_size
     S  cache slots of a row      K  num_key_value_heads       X  devices that share a layer, ep x tp
-    P  cache slots read          G  query heads a kv head     C  any contracted dimension
+                                 G  query heads a kv head     C  any contracted dimension
                                  H  head_dim                  O  any output dimension
 
-Dtypes. Weights, the residual stream and the cache have one dtype, bfloat16 unless asked otherwise, or int8 with float32
-scales. Every product accumulates in float32; norms, rotary embedding, softmax and logits are float32.
+Dtypes. Weights, residual stream and cache are bfloat16 unless asked otherwise; matrices and the cache can be int8 with
+float32 scales. Every product accumulates in float32 on its device; partial sums cross devices in the residual stream's
+dtype, which halves the traffic. Norms, rotary embedding, softmax and logits are float32.
 """
 
 import dataclasses
@@ -47,6 +54,10 @@ from jax.sharding import PartitionSpec as P
 
 MODEL_AXES = ("ep", "tp")
 
+# The score of a slot that is not attended to, the logit of a token that does not exist. Finite, so that a block with
+# nothing else gives no NaN: what it adds to a running sum of exponentials is wiped out by exp(MASKED - a score) = 0.
+MASKED = -1e30
+
 
 class InputError(ValueError):
     """What the user gave cannot be used. The message is one line that names the thing and the remedy."""
@@ -56,12 +67,20 @@ class InputError(ValueError):
 # Configuration
 
 
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+ROPE_PARAMETERS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """The numbers of config.json that inference needs, under config.json's own names.
 
     The rope fields stand flat here; config.json nests them in `rope_scaling` (transformers 4) or `rope_parameters`
-    (transformers 5).
+    (transformers 5). The last four matter to the rope types that ROPE_PARAMETERS names them for.
     """
 
     vocab_size: int
@@ -78,10 +97,10 @@ class Config:
     sliding_window: int | None = None
     rope_theta: float = 10000.0
     rope_type: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    factor: float = 0.0
+    low_freq_factor: float = 0.0
+    high_freq_factor: float = 0.0
+    original_max_position_embeddings: int = 0
 
     @classmethod
     def from_dict(cls, config: dict) -> "Config":
@@ -114,12 +133,12 @@ class Config:
         fields = {field.name: field.type for field in dataclasses.fields(cls)}
         given = {**config, **rope, "rope_type": rope_type}
         given = {name: value for name, value in given.items() if name in fields and value is not None}
+        json_types = {float: (int, float), int | None: (int,)}
         for name, value in given.items():
             kind = fields[name]
-            is_right = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (
-                kind is bool
-            )
-            if not is_right or (kind not in (bool, str) and not 0 < value < math.inf):
+            is_number = kind not in (bool, str)
+            # By type() and not isinstance(), since to Python True is an int.
+            if type(value) not in json_types.get(kind, (kind,)) or (is_number and not 0 < value < math.inf):
                 raise InputError(f"config.json: {name} cannot be {value!r}")
         for name in (*REQUIRED, *ROPE_PARAMETERS[rope_type]):
             if name not in given:
@@ -134,21 +153,15 @@ class Config:
             )
         if given["head_dim"] % 2:
             raise InputError(f"config.json: head_dim {given['head_dim']} is odd, and rotary embedding turns pairs")
+        if rope_type == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"]:
+            raise InputError("config.json: low_freq_factor must be below high_freq_factor")
         return cls(**given)
-
-
-REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-ROPE_PARAMETERS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
 
 
 def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None) -> Mesh:
     """A mesh (dp, ep, tp) over `devices`, by default all of them.
 
-    `tp` is the innermost axis: its devices are neighbours, within one host where there are several.
+    `tp` is the innermost axis: jax.make_mesh makes its devices neighbours in the network, since it communicates most.
     """
     devices = jax.devices() if devices is None else devices
     if dp * ep * tp != len(devices):
@@ -186,12 +199,16 @@ def model_shards(mesh: Mesh) -> int:
 class Int8(NamedTuple):
     """int8 `values [..., C]` times float32 `scale [...]`: one scale for each vector along the last dimension.
 
-    A weight [O, C] so has a scale for each output channel, which moves to the output side of the product; a cache
-    [B, K, S, H] has one for each token and head; an activation [B, C] one for each row.
+    A weight [O, C] so has a scale for each output channel, which moves to the output side of the product; the embedding
+    [V, D] one for each token; a cache [B, K, S, H] one for each token and head; an activation [B, C] one for each row.
     """
 
     values: jax.Array
     scale: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
 
 
 def quantize(x: jax.Array) -> Int8:
@@ -211,19 +228,27 @@ def values_and_scale(x: jax.Array | Int8, dtype: jnp.dtype) -> tuple[jax.Array, 
 # Weights and cache: shape, dtype and sharding, declared once
 
 
+CACHE_SPEC = P("dp", MODEL_AXES)  # [B, K, ..]: rows over dp, kv heads over ep x tp
+
+
 def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = False) -> dict:
-    """Every weight as a jax.ShapeDtypeStruct with its sharding; matrices as Int8 where `int8`.
+    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 where `int8`. Raises as check_mesh.
 
     Matrices are [output, input], as Hugging Face stores them: the contracted dimension comes last, so that a row is
-    read as one run of memory, and loading transposes nothing. `qkv` and `gate_up` are one product each. Their rows are
-    grouped by device: device x of X holds its query heads, its kv heads and its value heads, or its gate and its up
-    columns, one after the other. Where X exceeds the kv heads, X / K neighbours hold the same one.
+    read as one run of memory, and loading transposes nothing. Split by output, each device computes a part of the
+    outputs, and nobody else needs to know. Split by input, as `o` and `down` are, each has a partial sum of every
+    output, and a psum adds them.
+
+    `qkv` and `gate_up` are one product each. Their rows are grouped by device: device x of X holds its query heads, its
+    key heads and its value heads, or its gate rows and its up rows, one after the other. Where X exceeds the kv heads,
+    X / K neighbours hold the same one.
     """
+    check_mesh(config, mesh)
     D, H, V = config.hidden_size, config.head_dim, config.vocab_size
     X = model_shards(mesh)
     V = -(-V // X) * X  # rows that only even out the shards; their logits are masked
     NH, KH, F = config.num_attention_heads * H, max(config.num_key_value_heads, X) * H, config.intermediate_size
-    rows, columns = P(MODEL_AXES, None), P(None, MODEL_AXES)
+    by_output, by_input = P(MODEL_AXES, None), P(None, MODEL_AXES)
 
     def array(shape, spec, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -236,11 +261,11 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = 
     def layer():
         weights = {
             "attention_norm": array((D,), P()),
-            "qkv": matrix(NH + 2 * KH, D, rows),
-            "o": matrix(D, NH, columns),
+            "qkv": matrix(NH + 2 * KH, D, by_output),
+            "o": matrix(D, NH, by_input),
             "mlp_norm": array((D,), P()),
-            "gate_up": matrix(2 * F, D, rows),
-            "down": matrix(D, F, columns),
+            "gate_up": matrix(2 * F, D, by_output),
+            "down": matrix(D, F, by_input),
         }
         if config.attention_bias:
             weights |= {"qkv_bias": array((NH + 2 * KH,), P(MODEL_AXES)), "o_bias": array((D,), P())}
@@ -249,12 +274,12 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = 
         return weights
 
     weights = {
-        "embedding": matrix(V, D, rows),
+        "embedding": matrix(V, D, by_output),
         "layers": [layer() for _ in range(config.num_hidden_layers)],
-        "norm": array((D,), P()),
+        "norm": array((D,), P()),  # never Int8: its dtype is the model's
     }
     if not config.tie_word_embeddings:
-        weights["head"] = matrix(V, D, rows)
+        weights["head"] = matrix(V, D, by_output)
     return weights
 
 
@@ -268,7 +293,7 @@ class LayerCache(NamedTuple):
 def abstract_cache(
     config: Config, mesh: Mesh, batch: int, slots: int, dtype: jnp.dtype, int8: bool = False
 ) -> list[LayerCache]:
-    """The KV cache as jax.ShapeDtypeStructs: rows over dp, kv heads over ep x tp (each at least one head).
+    """The KV cache as jax.ShapeDtypeStructs, at least one kv head on each device.
 
     On CPUs a 16-bit cache is kept in float32: to update one slot XLA would convert all of it to float32 and back. On
     TPUs H is rounded up to the 128 lanes: a narrower array would have its slots innermost in memory, and be laid out
@@ -278,13 +303,13 @@ def abstract_cache(
     dtype = jnp.float32 if platform == "cpu" else dtype
     H = -(-H // 128) * 128 if platform == "tpu" else H
     shape = (batch, max(config.num_key_value_heads, model_shards(mesh)), slots, H)
-    sharding = NamedSharding(mesh, P("dp", MODEL_AXES))
+    sharding = NamedSharding(mesh, CACHE_SPEC)
     if int8:
         values = jax.ShapeDtypeStruct(shape, jnp.int8, sharding=sharding)
-        heads = Int8(values, jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=sharding))
+        side = Int8(values, jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=sharding))
     else:
-        heads = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    return [LayerCache(heads, heads) for _ in range(config.num_hidden_layers)]
+        side = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    return [LayerCache(side, side) for _ in range(config.num_hidden_layers)]
 
 
 def specs(abstract) -> object:
@@ -293,7 +318,8 @@ def specs(abstract) -> object:
 
 
 def cache_slots(max_seq_len: int) -> int:
-    """Slots to allocate for `max_seq_len` tokens: rounded up so that large blocks divide it, by a quarter at most."""
+    """Slots to allocate for `max_seq_len` tokens: some more, so that large blocks divide them (at most a quarter more
+    beyond 2,048 tokens, below that up to a multiple of 256)."""
     unit = max(256, power_of_two(max_seq_len) // 8)
     return -(-max_seq_len // unit) * unit
 
@@ -306,7 +332,7 @@ def linear(x: jax.Array, w: jax.Array | Int8, bias: jax.Array | None = None) -> 
     """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]. The one place where a weight meets an activation."""
 
     def product(x, w, min_rows=1):
-        """Padded to `min_rows`: XLA's backends for CPUs and TPUs turn fewer rows than these into slow vector code."""
+        """Padded to `min_rows`, since the CPU's and the TPU's compiler turn fewer rows into slow vector code."""
         rows = x.shape[0]
         x = jnp.pad(x, ((0, max(min_rows - rows, 0)), (0, 0)))
         values, scale = values_and_scale(w, x.dtype)
@@ -317,7 +343,7 @@ def linear(x: jax.Array, w: jax.Array | Int8, bias: jax.Array | None = None) -> 
         """The fast product with int8 weights on a CPU is int8 with int8. Two int8 planes hold 15 bits of an activation,
         a coarse one and what its rounding left: as rows of one product they cost little and lose next to nothing."""
         if not isinstance(w, Int8):
-            return product(x, w, min_rows=1 if x.dtype == jnp.float32 else 4)
+            return product(x, w, min_rows=1 if x.dtype == jnp.float32 else 4)  # float32 is fast with one row as well
         coarse = quantize(x)
         fine = quantize(x - coarse.values * coarse.scale[:, None])
         planes = jnp.concatenate([coarse.values, fine.values])
@@ -375,7 +401,7 @@ def embed(tokens: jax.Array, table: jax.Array | Int8, dtype: jnp.dtype) -> jax.A
 
     Each device looks up the tokens it holds and contributes zeros for the others; the psum puts them together.
     """
-    rows_held = jax.tree.leaves(table)[0].shape[0]
+    rows_held = table.shape[0]
     local = tokens - jax.lax.axis_index(MODEL_AXES) * rows_held
     held = (local >= 0) & (local < rows_held)
     x, scale = values_and_scale(jax.tree.map(lambda t: t[jnp.where(held, local, 0)], table), jnp.float32)
@@ -393,24 +419,27 @@ def layer(x: jax.Array, w: dict, cache: LayerCache, positions: jax.Array, attend
     B, T, _ = x.shape
     X, H = jax.lax.axis_size(MODEL_AXES), config.head_dim
     N, K = config.num_attention_heads // X, max(config.num_key_value_heads // X, 1)
+    G = N // K
 
+    # Attention
     h = rms_norm(x, w["attention_norm"], config.rms_norm_eps)
     qkv = linear(h, w["qkv"], w.get("qkv_bias")).reshape(B, T, N + 2 * K, H)
     q, k, v = jnp.split(qkv, [N, N + K], axis=2)
     frequencies = rope_frequencies(config)
     q = rope(q, positions, frequencies) * H**-0.5  # scaled here, in float32, for all scores to come
     k = rope(k, positions, frequencies)
-    padding = jax.tree.leaves(cache)[0].shape[-1] - H  # zeros, which change neither scores nor values
-    q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, padding))) for a in (q, k, v))
-    q = q.astype(x.dtype).reshape(B, T, K, N // K, -1).transpose(0, 2, 3, 1, 4)
+    # On TPUs the cache is wider than H (see abstract_cache): with zeros, which change neither scores nor values.
+    q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, cache.k.shape[-1] - H))) for a in (q, k, v))
+    q = q.astype(x.dtype).reshape(B, T, K, G, -1).transpose(0, 2, 3, 1, 4)
     store = quantize if isinstance(cache.k, Int8) else lambda a: a.astype(cache.k.dtype)
     new = LayerCache(store(k.swapaxes(1, 2)), store(v.swapaxes(1, 2)))
     attention, cache = attend(q, new, cache)
     attention = attention.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, T, N * H)
     x = x + jax.lax.psum(linear(attention, w["o"]).astype(x.dtype), MODEL_AXES)
     if config.attention_bias:
-        x = x + w["o_bias"]
+        x = x + w["o_bias"]  # after the psum: before it, every device would add it once more
 
+    # MLP
     h = rms_norm(x, w["mlp_norm"], config.rms_norm_eps)
     gate, up = jnp.split(linear(h, w["gate_up"], w.get("gate_up_bias")), 2, axis=-1)
     h = (jax.nn.silu(gate) * up).astype(x.dtype)
@@ -422,10 +451,6 @@ def layer(x: jax.Array, w: dict, cache: LayerCache, positions: jax.Array, attend
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Attention
-
-# The score of a slot that is not attended to. Finite, so that a block with no other kind gives no NaN: what it adds to
-# a running softmax is wiped out by the factor exp(MASKED - a true score) = 0.
-MASKED = -1e30
 
 
 def is_attended(slots: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
@@ -445,7 +470,7 @@ def prefill_attention(
     Args: q [B, K, G, T, H]; new, cache as in `layer`; start int32 []; window in slots.
     """
     cache = jax.tree.map(lambda c, n: jax.lax.dynamic_update_slice_in_dim(c, n, start, axis=2), cache, new)
-    T, slots = q.shape[3], jax.tree.leaves(cache)[0].shape[2]
+    T, slots = q.shape[3], cache.k.shape[2]
     block = math.gcd(slots, 512)
     positions = start + jnp.arange(T)
 
@@ -507,58 +532,68 @@ def ragged_decode_attention(
     new: LayerCache,
     cache: LayerCache,
     positions: jax.Array,
-    window: int | None = None,
+    window: int | None,
     block: int | None = None,
-    interpret: object = False,
+    interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, LayerCache]:
     """The same for TPUs, as one Pallas kernel: reads the blocks of a row up to its position and no other.
 
-    The grid is (rows, blocks of a row). A block index beyond the last needed one is mapped to the last: the same
-    block again is not fetched again. The running softmax starts with the new token, which is at hand, so the cache is
-    read only for the tokens before it. The new token then goes into its slot here too: the tile around it is patched
-    in VMEM and written back, since a single row of a packed dtype cannot be, and an update by XLA would cost launches
-    and, for the scales, a change of layout.
+    The grid is (rows of the batch, blocks of a row). A block index beyond the last needed one is mapped to the last:
+    the same block again is not fetched again. The running softmax starts with the new token, which is at hand, so the
+    cache is read only for the tokens before it.
+
+    The new token goes into its slot here too: an update by XLA would cost launches and, for the scales, a change of
+    layout. A single slot of a packed dtype cannot be written, so the tile around it is patched in VMEM and written
+    back. The cache that comes in and the one that goes out are the same memory; that is safe, since a row's tile is
+    written after the last block of the row was read, and other rows never read it.
 
     Args: q [B, K, G, 1, H]; new and cache as in `layer`; positions int32 [B], each below S; `block` slots a grid step,
-    by default a power of two so that a block of keys is at most half a MiB; `interpret` as for pallas_call.
+    by default a power of two that makes about half a MiB of keys, 128 slots at least; `interpret` for tests on a CPU.
     """
     B, K, G, _, H = q.shape
-    values = jax.tree.leaves(cache)[0]
-    S = values.shape[2]
-    half_mib = max(256, 2**19 // (K * H * values.dtype.itemsize))
-    block = block or math.gcd(S, 1 << (half_mib.bit_length() - 1))
+    S = cache.k.shape[2]
+    itemsize = jax.tree.leaves(cache)[0].dtype.itemsize
+    most_slots = max(128, 2**19 // (K * H * itemsize))
+    block = block or math.gcd(S, 1 << (most_slots.bit_length() - 1))
     tile = math.gcd(block, 128)  # slots: the lanes of a scale tile, and whole packed tiles of any dtype
-    steps = S // block if window is None else min(S // block, -(-window // block) + 1)
-    rows = -(-G // 8) * 8  # a product of fewer rows than a register has sublanes may not compile
-    q = jnp.pad(q[:, :, :, 0], ((0, 0), (0, 0), (0, rows - G), (0, 0)))
+    blocks = S // block if window is None else min(S // block, -(-window // block) + 1)
+    padded_G = -(-G // 8) * 8  # a product of fewer rows than a register has sublanes may not compile
+    q = jnp.pad(q[:, :, :, 0], ((0, 0), (0, 0), (0, padded_G - G), (0, 0)))
 
+    # Positions are not negative, so lax.div does for //, which rounds down in several instructions.
     def first_block(position):
         return 0 if window is None else jax.lax.div(jnp.maximum(position - window + 1, 0), block)
 
     def kernel(positions, q, new, cache, out, new_cache, largest, total, acc):
+        # largest and total have one number for each query head, repeated over the 128 lanes of a register: a vector
+        # of them alone would have another layout than the scores.
         b, step = pl.program_id(0), pl.program_id(1)
         position = positions[b]
         i = first_block(position) + step
         last = jax.lax.div(position, block)
 
+        def head(x, h):  # [slots, H], and the scale of each slot [1, slots]
+            if isinstance(x, Int8):
+                return x.values[0, h].astype(q.dtype), x.scale[0, h : h + 1]
+            return x[0, h].astype(q.dtype), 1.0
+
         @pl.when(step == 0)
-        def start():
+        def begin():
             for h in range(K):
-                k, v = (x.values[0, h] * x.scale[0, h] if isinstance(x, Int8) else x[0, h] for x in new)  # [1, H]
-                scores = jnp.sum(q[0, h].astype(jnp.float32) * k.astype(jnp.float32), axis=-1, keepdims=True)
+                (k, k_scale), (v, v_scale) = head(new.k, h), head(new.v, h)
+                products = q[0, h].astype(jnp.float32) * k.astype(jnp.float32)
+                scores = jnp.sum(products, axis=-1, keepdims=True) * k_scale
                 largest[h] = jnp.broadcast_to(scores, largest.shape[1:])
                 total[h] = jnp.ones(total.shape[1:], jnp.float32)
-                acc[h] = jnp.broadcast_to(v.astype(jnp.float32), acc.shape[1:])
+                acc[h] = jnp.broadcast_to(v.astype(jnp.float32) * v_scale, acc.shape[1:])
 
         @pl.when(i <= last)
         def fold():
             slots = i * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
             mask = is_attended(slots, position, window) & (slots != position)
             for h in range(K):
-                k, v = (x.values[0, h] if isinstance(x, Int8) else x[0, h] for x in cache)  # [block, H]
-                scores = jnp.einsum("gh,sh->gs", q[0, h], k.astype(q.dtype), **accumulation(q.dtype))
-                if isinstance(cache.k, Int8):
-                    scores = scores * cache.k.scale[0, h : h + 1]
+                (k, k_scale), (v, v_scale) = head(cache.k, h), head(cache.v, h)
+                scores = jnp.einsum("gh,sh->gs", q[0, h], k, **accumulation(q.dtype)) * k_scale
                 scores = jnp.where(mask, scores, MASKED)
                 old_largest = largest[h][:, :1]
                 new_largest = jnp.maximum(old_largest, jnp.max(scores, axis=-1, keepdims=True))
@@ -566,11 +601,8 @@ def ragged_decode_attention(
                 weights = jnp.exp(scores - new_largest)
                 largest[h] = jnp.broadcast_to(new_largest, largest.shape[1:])
                 total[h] = total[h] * shrink + jnp.sum(weights, axis=-1, keepdims=True)
-                if isinstance(cache.v, Int8):
-                    weights = weights * cache.v.scale[0, h : h + 1]
-                acc[h] = acc[h] * shrink + jnp.einsum(
-                    "gs,sh->gh", weights.astype(q.dtype), v.astype(q.dtype), **accumulation(q.dtype)
-                )
+                weights = (weights * v_scale).astype(q.dtype)
+                acc[h] = acc[h] * shrink + jnp.einsum("gs,sh->gh", weights, v, **accumulation(q.dtype))
 
         @pl.when(i == last)
         def store():
@@ -583,7 +615,7 @@ def ragged_decode_attention(
 
             jax.tree.map(patch, cache, new, new_cache)
 
-        @pl.when(step == steps - 1)
+        @pl.when(step == blocks - 1)
         def finish():
             out[0] = (acc[...] / total[...][:, :, :1]).astype(out.dtype)
 
@@ -614,13 +646,13 @@ def ragged_decode_attention(
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(B, steps),
+            grid=(B, blocks),
             in_specs=[of_row(q.shape), jax.tree.map(lambda x: of_row(x.shape), new), jax.tree.map(read, cache)],
             out_specs=(of_row(q.shape), jax.tree.map(write, cache)),
             scratch_shapes=[
-                pltpu.VMEM((K, rows, 128), jnp.float32),
-                pltpu.VMEM((K, rows, 128), jnp.float32),
-                pltpu.VMEM((K, rows, H), jnp.float32),
+                pltpu.VMEM((K, padded_G, 128), jnp.float32),
+                pltpu.VMEM((K, padded_G, 128), jnp.float32),
+                pltpu.VMEM((K, padded_G, H), jnp.float32),
             ],
         ),
         input_output_aliases={first_cache_argument + i: 1 + i for i in range(len(jax.tree.leaves(cache)))},
@@ -638,7 +670,11 @@ def ragged_decode_attention(
 def forward(
     weights: dict, tokens: jax.Array, positions: jax.Array, cache: list[LayerCache], attend, config: Config
 ) -> tuple[jax.Array, list[LayerCache]]:
-    """The layers over tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the cache."""
+    """The layers over tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the cache.
+
+    A Python loop and not a scan over stacked layers: so the compiler fetches the next layer's weights ahead, and copies
+    neither weights nor cache, at the price of a longer compilation.
+    """
     x = embed(tokens, weights["embedding"], weights["norm"].dtype)
     cache = list(cache)
     for i, w in enumerate(weights["layers"]):
@@ -651,7 +687,7 @@ def logits(weights: dict, x: jax.Array, config: Config) -> jax.Array:
     x = rms_norm(x, weights["norm"], config.rms_norm_eps)
     y = linear(x, weights.get("head", weights["embedding"]))
     ids = jax.lax.axis_index(MODEL_AXES) * y.shape[1] + jnp.arange(y.shape[1])
-    return jnp.where(ids < config.vocab_size, y, -jnp.inf)
+    return jnp.where(ids < config.vocab_size, y, MASKED)
 
 
 class Sampling(NamedTuple):
@@ -667,12 +703,12 @@ class Sampling(NamedTuple):
 
 
 def next_token(y: jax.Array, positions: jax.Array, seed: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """Token int32 and its log-probability float32, both for the whole batch and on every device.
+    """Tokens int32 and their log-probabilities float32, [B] each: of the whole batch, and on every device.
 
     The log-probability is that of the unmodified softmax. Sampling draws from a key of its own for each row and each
     position, so that no key is used twice.
 
-    Args: y, the sharded logits [B, V]; positions int32 [B], of the tokens that gave them; seed uint32 [].
+    Args: y, the local logits [B, V]; positions int32 [B], of the tokens that gave them; seed uint32 [].
     """
     if sampling.temperature == 0:
         # Each device has a candidate: its largest logit, that token, and the sum of exp(logit - largest).
@@ -683,8 +719,7 @@ def next_token(y: jax.Array, positions: jax.Array, seed: jax.Array, sampling: Sa
         candidates = jnp.stack([largest, total, ids.astype(jnp.float32)])
         largest, total, ids = jax.lax.all_gather(candidates, MODEL_AXES, axis=1)  # [X, B] each
         winner = jnp.argmax(largest, axis=0)[None]
-        best = jnp.take_along_axis(largest, winner, axis=0)
-        logprobs = -jnp.log(jnp.sum(total * jnp.exp(largest - best), axis=0))
+        logprobs = -jnp.log(jnp.sum(total * jnp.exp(largest - jnp.max(largest, axis=0)), axis=0))
         tokens = jnp.take_along_axis(ids, winner, axis=0)[0].astype(jnp.int32)
     else:
         y = jax.lax.all_gather(y, MODEL_AXES, axis=1, tiled=True)
@@ -694,6 +729,7 @@ def next_token(y: jax.Array, positions: jax.Array, seed: jax.Array, sampling: Sa
         kept = keep_probable(y / sampling.temperature, sampling.top_k, sampling.top_p)
         tokens = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
         logprobs = jnp.take_along_axis(jax.nn.log_softmax(y), tokens[:, None], axis=-1)[:, 0]
+    # Every host needs the tokens of all rows, to look for stop tokens.
     return jax.lax.all_gather((tokens, logprobs), "dp", tiled=True)
 
 
@@ -707,13 +743,16 @@ def keep_probable(y: jax.Array, top_k: int, top_p: float) -> jax.Array:
         probabilities = jax.nn.softmax(descending, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
         kept = jnp.sum(before < top_p, axis=-1, keepdims=True)
-        smallest = jnp.take_along_axis(descending, jnp.maximum(kept - 1, 0), axis=-1)
+        smallest = jnp.take_along_axis(descending, kept - 1, axis=-1)
         y = jnp.where(y < smallest, -jnp.inf, y)
     return y
 
 
 def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, out_specs: object):
-    """`body(weights, ..)` under shard_map: from here on arrays are local and communication is explicit."""
+    """`body(weights, ..)` under shard_map: from here on arrays are local and communication is explicit.
+
+    The weights' specs come from their declaration, since traced arrays do not tell theirs.
+    """
     int8 = isinstance(weights["embedding"], Int8)
     weight_specs = specs(abstract_weights(config, mesh, weights["norm"].dtype, int8))
     return jax.shard_map(
@@ -723,9 +762,6 @@ def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, ou
         out_specs=out_specs,
         check_vma=False,  # the kernel's outputs do not say which axes they vary over
     )
-
-
-CACHE_SPEC = P("dp", MODEL_AXES)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache", "last"))
@@ -805,20 +841,18 @@ def decode_step(
         attend = partial(decode_attention, positions=positions, prefix=prefix, window=config.sliding_window)
         x, cache = forward(weights, tokens[:, None], positions[:, None], cache, attend, config)
         tokens, logprobs = next_token(logits(weights, x[:, 0], config), positions, seed, sampling)
-        return cache, tokens, logprobs
+        # A row that is finished goes on until all are, in its last slot at most.
+        return cache, tokens, logprobs, jnp.minimum(positions + 1, cache[0].k.shape[2] - 1)
 
     in_specs = (CACHE_SPEC, P("dp"), P("dp"), P())
-    program = sharded(body, mesh, weights, config, in_specs, (CACHE_SPEC, P(), P()))
-    cache, tokens, logprobs = program(weights, cache, tokens, positions, seed)
-    # A row that is finished goes on until all are, in its last slot at most.
-    slots = jax.tree.leaves(cache)[0].shape[2]
-    return cache, tokens, logprobs, jnp.minimum(positions + 1, slots - 1)
+    program = sharded(body, mesh, weights, config, in_specs, (CACHE_SPEC, P(), P(), P("dp")))
+    return program(weights, cache, tokens, positions, seed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Decoding
 
-PREFILL_TOKENS = 4096  # of all rows of a device, in one piece: bounds the memory of prefill
+PREFILL_TOKENS = 4096  # of all rows of a device in one piece: bounds the memory of prefill
 PREFILL_PIECE = 1024  # of one row: from here on a larger piece makes no product faster
 LOOKAHEAD = 2  # decode steps that the device may be ahead of the host's look at their tokens
 
@@ -849,40 +883,41 @@ def generate(
     """Decodes all prompts as one batch and yields, step by step, the new tokens of the rows that are not finished.
 
     A row ends with the first of `stop_tokens`, after `max_new_tokens`, or when it has filled `max_seq_len` slots (by
-    default as many as all this needs). What it generates does not depend on the other rows.
+    default as many as all this needs). What it generates greedily does not depend on the other rows.
 
-    The device never waits for the host: a step takes its tokens from the step before on the device, and the host looks
-    for stop tokens LOOKAHEAD steps behind. Wherever attention is plain XLA, a step is compiled for a prefix of the
+    The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
+    looks for stop tokens LOOKAHEAD steps behind. Where attention is plain XLA, a step is compiled for a prefix of the
     cache that doubles as it fills, so that it reads what is filled and not what is allocated.
 
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
-    and step_bytes, what all devices together read from memory in a decode step of mean length.
-    Raises InputError as check_prompts does.
+    and step_bytes of a decode step of mean length. With the first token: raises InputError as check_prompts does.
     """
     stats = {} if stats is None else stats
-    lengths = [len(prompt) for prompt in prompts]
-    longest = max(lengths)
-    max_seq_len = max_seq_len or longest + max_new_tokens
     check_prompts(prompts, config, max_seq_len)
+    lengths = [len(prompt) for prompt in prompts]
+    max_seq_len = max_seq_len or max(lengths) + max_new_tokens
     limits = [min(max_new_tokens, max_seq_len - length + 1) for length in lengths]  # the last token needs no slot
 
     dp = mesh.shape["dp"]
     batch = -(-len(prompts) // dp) * dp  # the rows that fill up the last device have one token and are never looked at
-    piece = min(PREFILL_PIECE, power_of_two(longest), max(16, PREFILL_TOKENS // power_of_two(batch // dp)))
-    pieces = -(-longest // piece)
+    piece = min(PREFILL_PIECE, power_of_two(max(lengths)), max(1, PREFILL_TOKENS // power_of_two(batch // dp)))
+    pieces = -(-max(lengths) // piece)
     slots = cache_slots(max(max_seq_len, pieces * piece))
     prompt_tokens = np.zeros((batch, pieces * piece), np.int32)
     for row, prompt in enumerate(prompts):
         prompt_tokens[row, : len(prompt)] = prompt
+    prompt_lengths = np.array(lengths + [1] * (batch - len(prompts)), np.int32)
+
+    def on_mesh(array, spec=P()):
+        return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
 
     dtype = weights["norm"].dtype
-    on_mesh = partial(jax.device_put, device=NamedSharding(mesh, P()))
-    lengths_padded = on_mesh(np.array(lengths + [1] * (batch - len(prompts)), np.int32))
-    seed = on_mesh(np.uint32(seed))
     cache = zeros(abstract_cache(config, mesh, batch, slots, dtype, int8_cache))
     last = zeros(jax.ShapeDtypeStruct((batch, config.hidden_size), dtype, sharding=NamedSharding(mesh, P("dp"))))
+    positions = on_mesh(prompt_lengths, P("dp"))  # of the next token of each row; for prefill, the prompts' lengths
+    seed = on_mesh(np.uint32(seed))
 
-    stats["compile_s"] = 0.0
+    stats |= {"compile_s": 0.0, "decode_s": 0.0, "decode_steps": 0, "decode_tokens": 0}
 
     def compiled(program, *arguments, **options):
         begin = time.perf_counter()
@@ -890,72 +925,64 @@ def generate(
         stats["compile_s"] += time.perf_counter() - begin
         return executable
 
-    def compiled_step(prefix):
-        return compiled(decode_step, weights, cache, tokens, positions, seed, prefix=prefix, sampling=sampling)
-
     def prefix_for(position):
-        has_kernel = mesh.devices.flat[0].platform == "tpu"
-        return slots if has_kernel else min(slots, max(256, power_of_two(position + 1)))
+        if mesh.devices.flat[0].platform == "tpu":  # decode_attention takes the kernel there
+            return slots
+        return min(slots, max(256, power_of_two(position + 1)))
 
-    # Prefill. Everything that the first token needs is compiled before the clock starts.
-    tokens, positions = lengths_padded, lengths_padded  # of the right shape, for compiling
-    prefill_piece = compiled(
-        prefill, weights, cache, last, on_mesh(prompt_tokens[:, :piece]), on_mesh(np.int32(0)), lengths_padded
-    )
-    pick_first = compiled(first_token, weights, last, lengths_padded, seed, sampling=sampling)
-    prefix = prefix_for(longest)
-    step = compiled_step(prefix) if max(limits) > 1 else None
+    # Prefill. All that it and the first decode step need is compiled before the clock starts.
+    tokens = on_mesh(prompt_tokens[:, :piece])
+    prefill_piece = compiled(prefill, weights, cache, last, tokens, on_mesh(np.int32(0)), positions)
+    pick_first = compiled(first_token, weights, last, positions, seed, sampling=sampling)
+    prefix = prefix_for(max(lengths))
+    fed = on_mesh(prompt_lengths)  # in the place of tokens
+    step = compiled(decode_step, weights, cache, fed, positions, seed, prefix=prefix, sampling=sampling)
     begin = time.perf_counter()
     for start in range(0, pieces * piece, piece):
-        cache, last = prefill_piece(
-            weights,
-            cache,
-            last,
-            on_mesh(prompt_tokens[:, start : start + piece]),
-            on_mesh(np.int32(start)),
-            lengths_padded,
-        )
-    tokens, logprobs = jax.block_until_ready(pick_first(weights, last, lengths_padded, seed))
+        tokens = on_mesh(prompt_tokens[:, start : start + piece])
+        cache, last = prefill_piece(weights, cache, last, tokens, on_mesh(np.int32(start)), positions)
+    tokens, logprobs = jax.block_until_ready(pick_first(weights, last, positions, seed))
     stats |= {"prefill_s": time.perf_counter() - begin, "prefill_tokens": sum(lengths)}
-    stats |= {"decode_s": 0.0, "decode_steps": 0, "decode_tokens": 0}
 
-    # Decode. `in_flight` are the steps whose tokens the host has not seen.
+    # Decode. `in_flight` are tokens that the host has not seen. `started` and `seen` count tokens of a row.
     in_flight = deque([(tokens, logprobs)])
-    started = generated = 1
+    started, seen = 1, 0
     live = set(range(len(prompts)))
     begin = time.perf_counter()
-    while True:
-        tokens_seen, logprobs_seen = map(np.asarray, in_flight.popleft())
-        events = []
-        for row in sorted(live):
-            is_stop = int(tokens_seen[row]) in stop_tokens
-            reason = "stop" if is_stop else "length" if generated == limits[row] else None
-            events.append(Token(row, int(tokens_seen[row]), float(logprobs_seen[row]), reason))
-        live -= {event.row for event in events if event.finish_reason}
-        if generated > 1:
-            stats["decode_steps"] += 1
-            stats["decode_tokens"] += len(events)
-            stats["decode_s"] = time.perf_counter() - begin
-            stats["step_bytes"] = step_bytes(weights, cache, [n + generated / 2 for n in lengths], config)
-        yield events
-        if not live:
-            return
-        while started < max(limits[row] for row in live) and len(in_flight) < LOOKAHEAD:
-            if prefix_for(longest + started - 1) > prefix:
+    while live:
+        while started < max(limits[row] for row in live) and len(in_flight) <= LOOKAHEAD:
+            needed = prefix_for(max(lengths[row] for row in live) + started - 1)
+            if needed > prefix:
                 jax.block_until_ready(tokens)
                 pause = time.perf_counter()
-                prefix = prefix_for(longest + started - 1)
-                step = compiled_step(prefix)
+                prefix = needed
+                step = compiled(decode_step, weights, cache, tokens, positions, seed, prefix=prefix, sampling=sampling)
                 begin += time.perf_counter() - pause
             cache, tokens, logprobs, positions = step(weights, cache, tokens, positions, seed)
             tokens.copy_to_host_async()
             in_flight.append((tokens, logprobs))
             started += 1
-        generated += 1
+
+        ids, logs = map(np.asarray, in_flight.popleft())
+        seen += 1
+        new = []
+        for row in sorted(live):
+            is_stop = int(ids[row]) in stop_tokens
+            reason = "stop" if is_stop else "length" if seen == limits[row] else None
+            new.append(Token(row, int(ids[row]), float(logs[row]), reason))
+        live -= {token.row for token in new if token.finish_reason}
+        if seen > 1:  # the first token is prefill's
+            stats["decode_s"] = time.perf_counter() - begin
+            stats["decode_steps"] += 1
+            stats["decode_tokens"] += len(new)
+        yield new
+    stats["step_bytes"] = step_bytes(weights, cache, [length + seen / 2 for length in lengths], config)
 
 
 def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None) -> None:
-    """Raises InputError for a prompt that is empty, longer than `max_seq_len`, or outside the vocabulary."""
+    """Raises InputError for no prompt, and one that is empty, longer than `max_seq_len` or outside the vocabulary."""
+    if not prompts:
+        raise InputError("there is no prompt")
     for row, prompt in enumerate(prompts, 1):
         if not prompt:
             raise InputError(f"prompt {row} is empty: it has no tokens")
@@ -977,7 +1004,7 @@ def zeros(abstract) -> object:
 
 
 def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config) -> int:
-    """Bytes that a decode step reads on all devices: every weight but the embedding, and `lengths` slots of the rows.
+    """Bytes that a decode step has to read on all devices: all weights but the embedding, `lengths` slots of the rows.
 
     A tied embedding is the output head too, and counts. A weight counts on every device that holds it.
     """
@@ -990,6 +1017,6 @@ def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], con
 
     if "head" in weights:
         weights = {name: value for name, value in weights.items() if name != "embedding"}
-    batch, _, slots = jax.tree.leaves(cache)[0].shape[:3]
+    batch, _, slots, _ = cache[0].k.shape
     read = sum(min(length, config.sliding_window or slots) for length in lengths)
     return int(stored(weights) + stored(cache) * read / (batch * slots))

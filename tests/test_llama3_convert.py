@@ -152,7 +152,7 @@ def test_left_out_on_purpose_or_refused(checkpoint, tmp_path, capsys):
         (missing, "model.norm.weight is missing"),
         (tensors | {"model.norm.weight": torch.ones(63)}, r"shape \[63\], and config.json asks for \[64\]"),
         (tensors | {"model.norm.weight": torch.ones(64, dtype=torch.int32)}, "dtype I32"),
-        (tensors | {"model.layers.1.mlp.up_proj.weight": bad}, "up_proj.weight holds NaN"),
+        (tensors | {"model.layers.1.mlp.up_proj.weight": bad}, "up_proj.weight has NaN"),
     ):
         save_file(content, tmp_path / "model.safetensors")
         with pytest.raises(llama3.model.InputError, match=words):
