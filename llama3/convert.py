@@ -12,11 +12,12 @@ taken for a complete one, and the same command goes on where it stopped.
 """
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -131,7 +132,7 @@ class Stored(NamedTuple):
 def find_checkpoint(path: str) -> Path:
     """The folder `path`, or the downloaded snapshot of the hub id `path`."""
     folder = Path(path)
-    if folder.is_dir():
+    if path and folder.is_dir():
         return folder
     if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
         raise InputError(f"{path}: no such folder; give a checkpoint folder or a hub id such as org/name")
@@ -202,6 +203,8 @@ def find_tensors(folder: Path, config: Config, int8: bool) -> tuple[dict[str, St
         if tensor not in found or found[tensor].file.name != name:
             raise InputError(f"{folder}: {name} has no tensor {tensor}, where the index puts it; download it again")
 
+    if config.num_hidden_layers > len(found):
+        raise InputError(f"{folder}: {len(found)} tensors cannot be {config.num_hidden_layers} layers, see config.json")
     expected = expected_shapes(config)
     if int8:
         matrices = [name for name, shape in expected.items() if len(shape) == 2]
@@ -230,26 +233,33 @@ def read_header(file: Path) -> dict[str, Stored]:
     """What a safetensors file holds."""
     if not file.is_file():
         raise InputError(f"{file}: missing; download the checkpoint again")
-    try:
-        with safe_open(file, framework="np") as f:
-            slices = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (it is no dict)
-            return {
-                name: Stored(file, STORED.get(s.get_dtype(), s.get_dtype()), tuple(s.get_shape()))
-                for name, s in slices.items()
-            }
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{file}: truncated or damaged ({one_line(error)}); download it again") from error
+    with opened(file) as f:
+        slices = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (it is no dict)
+        return {
+            name: Stored(file, STORED.get(s.get_dtype(), s.get_dtype()), tuple(s.get_shape()))
+            for name, s in slices.items()
+        }
 
 
 def read_rows(tensor: Stored, name: str, *index: slice) -> np.ndarray:
     """A part of a tensor. The file is mapped for this call alone: what was read does not stay in memory."""
-    with safe_open(tensor.file, framework="np") as f:
+    with opened(tensor.file) as f:
         return f.get_slice(name)[index]
 
 
+@contextlib.contextmanager
+def opened(file: Path):
+    """safetensors' view of a file."""
+    try:
+        with safe_open(file, framework="np") as f:
+            yield f
+    except SafetensorError as error:
+        raise InputError(f"{file}: truncated or damaged ({one_line(error)}); download it again") from error
+
+
 def one_line(error: Exception) -> str:
-    """The first line of an exception's message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    """The beginning of an exception's message."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -352,65 +362,76 @@ def convert(source: Path, output: Path, dtype: str, int8: bool) -> None:
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
 
     provenance = {
-        "source": fingerprint(source, raw, tensors),
+        "source": fingerprint(raw, tensors),
         "dtype": dtype,
         "quantize": "int8" if int8 else None,
         "left_out": skipped,
     }
+    weight_map = {o.name: name for name, shard in zip(names, shards, strict=True) for o in shard}
+    total = sum(o.nbytes for shard in shards for o in shard)
+    converted = {**raw, "dtype": dtype}
+    converted.pop("torch_dtype", None)
+    if int8:
+        converted["quantization_config"] = INT8
     try:
-        claim(output, source, provenance)
-        total = sum(o.nbytes for shard in shards for o in shard)
-        with tqdm(total=total, desc="converting", unit="B", unit_scale=True, disable=None) as bar:
-            for name, shard in zip(names, shards, strict=True):
-                write_shard(output / name, shard, tensors, bar)
-        weight_map = {o.name: name for name, shard in zip(names, shards, strict=True) for o in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_whole(output / "model.safetensors.index.json", json.dumps(index, indent=2))
-        for pattern in (*TOKENIZER_FILES, "generation_config.json"):
-            for file in sorted(source.glob(pattern)):
-                if file.is_file():
-                    shutil.copyfile(file, output / file.name)
-        converted = raw | {"dtype": dtype}
-        converted.pop("torch_dtype", None)
-        if int8:
-            converted["quantization_config"] = INT8
-        write_whole(output / "config.json", json.dumps(converted, indent=2))
+        with claimed(output, source, provenance):
+            with tqdm(total=total, desc="converting", unit="B", unit_scale=True, disable=None) as bar:
+                for name, shard in zip(names, shards, strict=True):
+                    write_shard(output / name, shard, tensors, bar)
+            for pattern in (*TOKENIZER_FILES, "generation_config.json"):
+                for file in sorted(source.glob(pattern)):
+                    if file.is_file():
+                        write_whole(output / file.name, file.read_bytes())
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            write_whole(output / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+            write_whole(output / "config.json", json.dumps(converted, indent=2).encode())
     except OSError as error:
         raise InputError(f"{output}: cannot be written: {one_line(error)}") from error
     for name, reason in skipped.items():
         print(f"left out {name}: {reason}", file=sys.stderr)
 
 
-def fingerprint(source: Path, raw_config: dict, tensors: dict[str, Stored]) -> str:
-    """Tells checkpoints apart by all but the numbers: the configuration and every file's size and header."""
+def fingerprint(raw_config: dict, tensors: dict[str, Stored]) -> str:
+    """Tells checkpoints apart without reading them whole: the configuration, and of every tensor its place, dtype and
+    shape and a sample of its numbers."""
     digest = hashlib.sha256(json.dumps(raw_config, sort_keys=True).encode())
-    for file in sorted({tensor.file for tensor in tensors.values()}):
-        with open(file, "rb") as f:
-            header = int.from_bytes(f.read(8), "little")
-            digest.update(f"{file.name} {file.stat().st_size} ".encode() + f.read(header))
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.file.name} {tensor.dtype} {tensor.shape} ".encode())
+        digest.update(read_rows(tensor, name, slice(0, 1)).tobytes())
+        digest.update(read_rows(tensor, name, slice(tensor.shape[0] - 1, tensor.shape[0])).tobytes())
     return digest.hexdigest()
 
 
-def claim(output: Path, source: Path, provenance: dict) -> None:
-    """Makes the output folder, or finds that it holds a part or the whole of this very conversion."""
-    if output.resolve() == source.resolve():
+@contextlib.contextmanager
+def claimed(output: Path, source: Path, provenance: dict):
+    """Makes the output folder, or finds that it holds a part or the whole of this very conversion; locks it."""
+    if os.path.realpath(output) == os.path.realpath(source):
         raise InputError(f"{output}: is the source; choose another --output")
     output.mkdir(parents=True, exist_ok=True)
-    record = output / "conversion.json"
-    if record.exists():
-        if read_json(record) != provenance:
-            raise InputError(f"{output}: holds a conversion of another checkpoint or with other options; remove it")
-    elif strangers := [file.name for file in output.iterdir() if file.name != "conversion.json.part"]:
-        raise InputError(f"{output}: is not empty (it has {strangers[0]}); choose another --output")
-    else:
-        write_whole(record, json.dumps(provenance, indent=2))
+    lock = os.open(output, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"{output}: another conversion is writing here; wait for it or choose another") from error
+        record = output / "conversion.json"
+        if record.exists():
+            if read_json(record) != provenance:
+                raise InputError(f"{output}: holds a conversion of another checkpoint or with other options; remove it")
+        elif strangers := [file.name for file in output.iterdir() if file.name != "conversion.json.part"]:
+            raise InputError(f"{output}: is not empty (it has {strangers[0]}); choose another --output")
+        else:
+            write_whole(record, json.dumps(provenance, indent=2).encode())
+        yield
+    finally:
+        os.close(lock)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """A file that is either there with all of `text` or not there."""
+def write_whole(path: Path, content: bytes) -> None:
+    """A file that is either there with all of `content` or not there."""
     part = path.with_name(path.name + ".part")
-    with open(part, "w", encoding="utf-8") as f:
-        f.write(text)
+    with open(part, "wb") as f:
+        f.write(content)
         f.flush()
         os.fsync(f.fileno())
     os.replace(part, path)
@@ -481,12 +502,15 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def run(main) -> None:
-    """Calls main(); what the user can mend ends with one line on standard error and status 2."""
+    """Calls main(). What the user can mend ends with one line on standard error and status 2, an interrupt with 130."""
     try:
         main()
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (InputError, OSError) as error:  # an OSError names the file
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def main() -> None:

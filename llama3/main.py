@@ -11,15 +11,16 @@ import contextlib
 import json
 import math
 import os
+import re
 import resource
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would advise against running without torch
 
 import jax
-import numpy as np
 from convert import (
     DTYPES,
     ArgumentParser,
@@ -33,7 +34,7 @@ from convert import (
     run,
 )
 from model import InputError, Sampling, check_mesh, check_prompts, generate, make_mesh
-from transformers import AutoTokenizer, TextStreamer
+from transformers import AutoTokenizer
 
 DEMO = Path(__file__).resolve().parent / "demo"
 
@@ -74,18 +75,27 @@ def parse_arguments():
         parse.__name__ += "" if high == math.inf else f" to {high}"
         return parse
 
-    add("--model_path", help="a Hugging Face checkpoint folder, one that convert.py wrote, or a hub id (the demo)")
+    def path(text):
+        if not text:
+            raise ValueError
+        return text
+
+    add(
+        "--model_path",
+        type=path,
+        help="a Hugging Face checkpoint folder, one that convert.py wrote, or a hub id (the demo)",
+    )
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", nargs="+", help="prompts, decoded as one batch (the demo's)")
-    prompts.add_argument("--prompts_file", help="one prompt a line, - for standard input")
+    prompts.add_argument("--prompts_file", type=path, help="one prompt a line, - for standard input")
     add("--raw", action="store_true", help="continue the prompt as it is, no chat template")
-    add("--max_new_tokens", type=number(int, 1), default=128, help="(128)")
-    add("--max_seq_len", type=number(int, 1), help="cache slots for a sequence (what is needed)")
+    add("--max_new_tokens", type=number(int, 1, 2**30), default=128, help="(128)")
+    add("--max_seq_len", type=number(int, 1, 2**30), help="cache slots for a sequence (what is needed)")
     add("--dtype", choices=[d for d in DTYPES if d != "int8"], default="bfloat16", help="(bfloat16)")
     add("--quantize", choices=["int8"], help="weights in int8, one scale for each output channel")
     add("--quantize_cache", choices=["int8"], help="KV cache in int8, one scale for each token and head")
-    for axis, purpose in {"dp": "rows", "ep": "experts", "tp": "heads and columns"}.items():
-        add(f"--{axis}", type=number(int, 1), help=f"devices that share the {purpose}")
+    for axis, split in {"dp": "batch", "ep": "experts", "tp": "heads and columns"}.items():
+        add(f"--{axis}", type=number(int, 1), help=f"parts that the {split} are split into")
     add("--temperature", type=number(float, 0), default=0.0, help="0 takes the most probable token (0)")
     add("--top_k", type=number(int, 0), default=0, help="sample from the K most probable, 0: all (0)")
     add("--top_p", type=number(float, 0, 1, open_low=True), default=1.0, help="sample from the top P probability (1)")
@@ -97,11 +107,18 @@ def parse_arguments():
     )
     add("--num_processes", type=number(int, 1))
     add("--process_id", type=number(int, 0))
-    add("--profile", metavar="DIR", help="write a jax.profiler trace of the decode loop")
+    add("--profile", type=path, metavar="DIR", help="write a jax.profiler trace of the decode loop")
     args = parser.parse_args()
+    if args.temperature and not 1e-6 <= args.temperature <= 1e6:
+        raise InputError(f"--temperature {args.temperature} is neither 0 nor from 1e-6 to 1e6")
     distributed = (args.coordinator, args.num_processes, args.process_id)
     if any(value is not None for value in distributed) and None in distributed:
         raise InputError("--coordinator, --num_processes and --process_id go together")
+    if args.coordinator:
+        if not re.fullmatch(r".+:\d+", args.coordinator):
+            raise InputError(f"--coordinator {args.coordinator!r} is not HOST:PORT")
+        if args.process_id >= args.num_processes:
+            raise InputError(f"--process_id {args.process_id} is not below --num_processes {args.num_processes}")
     return args
 
 
@@ -109,7 +126,7 @@ def start_distributed(args) -> None:
     """Joins the other hosts: as the flags say, or as a TPU pod, Slurm or Open MPI tells jax."""
     if args.coordinator:
         jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
-    elif any(int(os.environ.get(name, "1")) > 1 for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")):
+    elif any(os.environ.get(name, "1") != "1" for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")):
         jax.distributed.initialize()
     elif os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0"):  # a TPU host, of a pod perhaps
         with contextlib.suppress(ValueError):  # not in a cluster that jax knows: this host is alone
@@ -128,7 +145,8 @@ def read_prompts(args) -> list[str]:
         raise InputError("no prompt; give --prompt or --prompts_file")
     file = args.prompts_file or DEMO / "prompts.txt"
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        with open(0 if file == "-" else file, encoding="utf-8-sig", closefd=file != "-") as f:
+            text = f.read()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file}: cannot be read: {one_line(error)}") from error
     prompts = [line for line in text.split("\n") if line.strip()]
@@ -138,11 +156,11 @@ def read_prompts(args) -> list[str]:
 
 
 def read_tokenizer(folder: Path):
-    """The checkpoint's own tokenizer. Never runs code from the checkpoint."""
+    """The checkpoint's own tokenizer; transformers reads config.json for it too. Runs no code of the checkpoint."""
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a damaged file shows as almost any exception
-        raise InputError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
+        raise InputError(f"{folder}: the tokenizer and config.json cannot be loaded: {one_line(error)}") from error
 
 
 def encode(tokenizer, prompts: list[str], raw: bool) -> list[list[int]]:
@@ -157,7 +175,8 @@ def encode(tokenizer, prompts: list[str], raw: bool) -> list[list[int]]:
             for prompt in prompts
         ]
     except Exception as error:  # jinja's, or the template's own
-        raise InputError(f"the prompt cannot be encoded: {one_line(error)}; --raw leaves the template out") from error
+        remedy = "" if raw else "; --raw leaves the template out"
+        raise InputError(f"the prompt cannot be encoded: {one_line(error)}{remedy}") from error
 
 
 def read_stop_tokens(folder: Path, raw_config: dict) -> tuple[int, ...]:
@@ -166,7 +185,7 @@ def read_stop_tokens(folder: Path, raw_config: dict) -> tuple[int, ...]:
     stop = read_json(file).get("eos_token_id") if file.exists() else None
     stop = raw_config.get("eos_token_id") if stop is None else stop
     stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
-    if not all(isinstance(token, int) for token in stop):
+    if not all(type(token) is int and token >= 0 for token in stop):
         raise InputError(f"{folder}: eos_token_id {stop!r} is neither a token id nor a list of them")
     return tuple(stop)
 
@@ -178,51 +197,64 @@ class Results:
         self.args, self.tokenizer, self.prompts, self.prompt_tokens = args, tokenizer, prompts, prompt_tokens
         self.rows = [[] for _ in prompts]
         self.current = 0  # the row being printed
-        self.streamer = None
-        self.streamed = 0  # how many of its tokens were handed to the streamer
+        self.is_new = True  # nothing of it is printed
+        self.printed = 0  # how many of its tokens are
+        self.context = 0  # where the last of them that were printed together begin
 
     def add(self, tokens) -> None:
         """Takes the tokens of one step, prints what can be printed."""
         for token in tokens:
+            if not math.isfinite(token.logprob):
+                raise InputError("the model's numbers are not finite: damaged weights, or try --dtype float32")
             self.rows[token.row].append(token)
-        if jax.process_index() != 0:
-            return
-        try:
-            while self.current < len(self.rows) and self.print_row(self.current):
-                self.current, self.streamer, self.streamed = self.current + 1, None, 0
-            sys.stdout.flush()
-        except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or closing it would fail once more
-            raise InputError(f"standard output cannot be written: {one_line(error)}") from error
+        while self.current < len(self.rows) and self.rows[self.current]:
+            tokens = self.rows[self.current]
+            is_finished = tokens[-1].finish_reason is not None
+            if self.args.output == "text":
+                self.print_text([token.id for token in tokens], is_finished)
+            elif is_finished:
+                self.print_json(tokens)
+            if not is_finished:
+                break
+            self.current, self.is_new, self.printed, self.context = self.current + 1, True, 0, 0
 
-    def print_row(self, i: int) -> bool:
-        """Prints what there is of row i; returns whether that was all of it."""
-        tokens = self.rows[i]
-        is_finished = bool(tokens) and tokens[-1].finish_reason is not None
-        if self.args.output == "text":
-            if self.streamer is None:
-                self.streamer = TextStreamer(self.tokenizer, skip_special_tokens=True)
-                if len(self.prompts) > 1:
-                    print(f"> {self.prompts[i]}")
-            for token in tokens[self.streamed :]:
-                self.streamer.put(np.array([token.id]))
-            self.streamed = len(tokens)
-            if is_finished:
-                self.streamer.end()
-        elif is_finished:
-            ids = [token.id for token in tokens]
-            row = {
-                "prompt": self.prompts[i],
-                "text": self.tokenizer.decode(ids, skip_special_tokens=True),
-                "prompt_tokens": self.prompt_tokens[i],
-                "tokens": ids,
-                "logprobs": [token.logprob for token in tokens],
-                "finish_reason": tokens[-1].finish_reason,
-            }
-            if not self.args.logprobs:
-                del row["logprobs"]
-            print(json.dumps(row))
-        return is_finished
+    def print_text(self, ids, is_finished) -> None:
+        """What the new tokens add to the text. They are decoded together with those before, on which their spaces may
+        depend; an incomplete character waits for its other tokens."""
+        if self.is_new and len(self.prompts) > 1:
+            write(f"> {self.prompts[self.current]}\n")
+        self.is_new = False
+        before = self.tokenizer.decode(ids[self.context : self.printed], skip_special_tokens=True)
+        text = self.tokenizer.decode(ids[self.context :], skip_special_tokens=True)
+        if is_finished or not text.endswith("\ufffd"):
+            write(text[len(before) :] + "\n" * is_finished)
+            self.context, self.printed = self.printed, len(ids)
+
+    def print_json(self, tokens) -> None:
+        """A finished row."""
+        ids = [token.id for token in tokens]
+        row = {
+            "prompt": self.prompts[self.current],
+            "text": self.tokenizer.decode(ids, skip_special_tokens=True),
+            "prompt_tokens": self.prompt_tokens[self.current],
+            "tokens": ids,
+            "logprobs": [token.logprob for token in tokens],
+            "finish_reason": tokens[-1].finish_reason,
+        }
+        if not self.args.logprobs:
+            del row["logprobs"]
+        write(json.dumps(row) + "\n")
+
+
+def write(text: str) -> None:
+    """To standard output at once, from process 0 alone."""
+    if jax.process_index() != 0:
+        return
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or closing it would fail once more
+        raise InputError(f"standard output cannot be written: {one_line(error)}") from error
 
 
 def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
@@ -256,6 +288,8 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
 
 def main() -> None:
     args = parse_arguments()
+    if sys.stdout is None:
+        raise InputError("standard output is closed")
     start_distributed(args)
     prompts = read_prompts(args)
     folder = find_checkpoint(args.model_path or str(DEMO))
@@ -272,6 +306,7 @@ def main() -> None:
     if args.profile:
         try:
             Path(args.profile).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=args.profile).close()
         except OSError as error:
             raise InputError(f"--profile {args.profile}: cannot be written: {one_line(error)}") from error
 
@@ -303,14 +338,15 @@ def main() -> None:
     if args.profile:
         jax.profiler.stop_trace()
 
-    if jax.process_index() == 0:
-        stats = statistics(raw_config, mesh, load_s, measured)
-        if args.output == "json":
-            print(json.dumps({"stats": stats}), flush=True)
-        else:
-            rounded = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in stats.items()}
-            print(f"stats: {json.dumps(rounded)}", file=sys.stderr)
+    stats = statistics(raw_config, mesh, load_s, measured)
+    if args.output == "json":
+        write(json.dumps({"stats": stats}) + "\n")
+    elif jax.process_index() == 0:
+        rounded = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in stats.items()}
+        print(f"stats: {json.dumps(rounded)}", file=sys.stderr)
 
 
 if __name__ == "__main__":
+    if sys.stdout is not None:  # closed by the shell
+        sys.stdout.reconfigure(errors="backslashreplace")  # whatever the terminal's encoding, an answer appears
     run(main)

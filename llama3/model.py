@@ -109,15 +109,16 @@ class Config:
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
         model_type = config.get("model_type")
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if not isinstance(rope, dict):
             raise InputError(f"config.json: the rope parameters must be a table, not {rope!r}")
         rope_type = rope.get("rope_type") or rope.get("type") or "default"
+        rotary = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
         for name, value, supported in (
             ("model_type", model_type, ("llama", "mistral")),
             ("rope_type", rope_type, tuple(ROPE_PARAMETERS)),
             ("hidden_act", config.get("hidden_act", "silu"), ("silu", "swish")),
-            ("partial_rotary_factor", rope.get("partial_rotary_factor", 1), (1,)),
+            ("partial_rotary_factor", rotary, (1,)),
         ):
             if value not in supported:
                 raise InputError(
@@ -130,16 +131,21 @@ class Config:
             config = {**defaults, **config, "attention_bias": False, "mlp_bias": False}
         else:
             config = {**config, "sliding_window": None}
+        # The same precedence as in transformers: the table's own values, but for the context before scaling.
+        rope = {name: rope[name] for name in ("rope_theta", *ROPE_PARAMETERS[rope_type]) if name in rope}
+        context = "original_max_position_embeddings"
+        context = config.get(context) or rope.get(context) or config.get("max_position_embeddings")
+        given = {**config, **rope, "rope_type": rope_type, "original_max_position_embeddings": context}
         fields = {field.name: field.type for field in dataclasses.fields(cls)}
-        given = {**config, **rope, "rope_type": rope_type}
         given = {name: value for name, value in given.items() if name in fields and value is not None}
         json_types = {float: (int, float), int | None: (int,)}
         for name, value in given.items():
             kind = fields[name]
-            is_number = kind not in (bool, str)
+            limit = 1e30 if kind is float else 2**31
             # By type() and not isinstance(), since to Python True is an int.
-            if type(value) not in json_types.get(kind, (kind,)) or (is_number and not 0 < value < math.inf):
-                raise InputError(f"config.json: {name} cannot be {value!r}")
+            is_right = type(value) in json_types.get(kind, (kind,)) and (kind in (bool, str) or 0 < value < limit)
+            if not is_right:
+                raise InputError(f"config.json: {name} cannot be {value!r:.40}")
         for name in (*REQUIRED, *ROPE_PARAMETERS[rope_type]):
             if name not in given:
                 raise InputError(f"config.json: {name} is missing")
@@ -151,8 +157,8 @@ class Config:
             raise InputError(
                 f"config.json: num_key_value_heads {given['num_key_value_heads']} does not divide {heads} heads"
             )
-        if given["head_dim"] % 2:
-            raise InputError(f"config.json: head_dim {given['head_dim']} is odd, and rotary embedding turns pairs")
+        if given["head_dim"] % 2 or not given["head_dim"]:
+            raise InputError(f"config.json: head_dim {given['head_dim']} must be even: rotary embedding turns pairs")
         if rope_type == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"]:
             raise InputError("config.json: low_freq_factor must be below high_freq_factor")
         return cls(**given)
@@ -902,7 +908,8 @@ def generate(
     batch = -(-len(prompts) // dp) * dp  # the rows that fill up the last device have one token and are never looked at
     piece = min(PREFILL_PIECE, power_of_two(max(lengths)), max(1, PREFILL_TOKENS // power_of_two(batch // dp)))
     pieces = -(-max(lengths) // piece)
-    slots = cache_slots(max(max_seq_len, pieces * piece))
+    needed = max(length + limit - 1 for length, limit in zip(lengths, limits, strict=True))
+    slots = cache_slots(max(needed, pieces * piece))
     prompt_tokens = np.zeros((batch, pieces * piece), np.int32)
     for row, prompt in enumerate(prompts):
         prompt_tokens[row, : len(prompt)] = prompt
@@ -912,7 +919,12 @@ def generate(
         return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
 
     dtype = weights["norm"].dtype
-    cache = zeros(abstract_cache(config, mesh, batch, slots, dtype, int8_cache))
+    try:
+        cache = jax.block_until_ready(zeros(abstract_cache(config, mesh, batch, slots, dtype, int8_cache)))
+    except jax.errors.JaxRuntimeError as error:
+        raise InputError(
+            f"no memory for a cache of {batch} x {slots} slots; lower max_new_tokens or max_seq_len"
+        ) from error
     last = zeros(jax.ShapeDtypeStruct((batch, config.hidden_size), dtype, sharding=NamedSharding(mesh, P("dp"))))
     positions = on_mesh(prompt_lengths, P("dp"))  # of the next token of each row; for prefill, the prompts' lengths
     seed = on_mesh(np.uint32(seed))
@@ -976,6 +988,7 @@ def generate(
             stats["decode_steps"] += 1
             stats["decode_tokens"] += len(new)
         yield new
+    jax.block_until_ready(cache)  # steps still in flight: no process may leave while others wait for it in a collective
     stats["step_bytes"] = step_bytes(weights, cache, [length + seen / 2 for length in lengths], config)
 
 

@@ -1,5 +1,7 @@
 """convert.py: what it writes, that it streams, resumes and accounts for every tensor; and what load refuses."""
 
+import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -173,6 +175,24 @@ def test_another_conversion_is_not_touched(checkpoint, tmp_path):
         with pytest.raises(llama3.model.InputError, match=words):
             llama3.convert.convert(path, output, dtype, int8=False)
     assert files(tmp_path / "out") == before
+
+
+def test_a_changed_source_and_a_second_conversion(checkpoint, tmp_path):
+    """The same headers with other numbers are another checkpoint; two at once do not write one folder."""
+    path, reference = checkpoint
+    source = shutil.copytree(path, tmp_path / "source")
+    output = tmp_path / "out"
+    llama3.convert.convert(source, output, "float32", int8=False)
+    record = json.loads((output / "conversion.json").read_text())
+    busy = pytest.raises(llama3.model.InputError, match="another conversion is writing here")
+    with llama3.convert.claimed(output, source, record), busy:
+        llama3.convert.convert(source, output, "float32", int8=False)
+    with torch.no_grad():
+        reference.model.norm.weight *= 3
+        reference.save_pretrained(source, max_shard_size="100KB")
+        reference.model.norm.weight /= 3
+    with pytest.raises(llama3.model.InputError, match="conversion of another checkpoint"):
+        llama3.convert.convert(source, output, "float32", int8=False)
 
 
 def test_each_device_reads_its_own_slices(checkpoint, monkeypatch):

@@ -208,12 +208,19 @@ def test_profile(main, tmp_path):
         (["--temperature", "-1"], "--temperature"),
         (["--temperature", "nan"], "--temperature"),
         (["--temperature", "inf"], "--temperature"),
+        (["--temperature", "1e-50"], "--temperature"),
         (["--top_k", "-1"], "--top_k"),
         (["--top_p", "0"], "--top_p"),
         (["--top_p", "1.01"], "--top_p"),
         (["--seed", "-1"], "--seed"),
         (["--output", "yaml"], "--output"),
         (["--coordinator", "localhost:1"], "go together"),
+        (["--coordinator", "here", "--num_processes", "2", "--process_id", "0"], "HOST:PORT"),
+        (["--coordinator", "a:1", "--num_processes", "2", "--process_id", "2"], "--process_id 2"),
+        (["--model_path", "", "--prompt", "a"], "--model_path"),
+        (["--model_path", "a" * 5000, "--prompt", "a"], "File name too long"),
+        (["--prompt", "Hello!", "--max_new_tokens", str(10**9)], "lower max_new_tokens"),
+        (["--prompt", "Hello!", "--max_new_tokens", str(10**12)], "--max_new_tokens"),
         (["--profile", "/dev/null/trace"], "/dev/null/trace"),
         (["--no_such_flag"], "--no_such_flag"),
     ],
@@ -288,8 +295,12 @@ def index_to(weight_map):
             "low_freq_factor is missing",
         ),
         (edit_json("config.json", rope_parameters=[1]), "rope"),
+        (edit_json("config.json", rope_parameters={"rope_theta": 10**400}), "rope_theta"),
+        (edit_json("config.json", num_hidden_layers=10**8), "tensors cannot be"),
+        (edit_json("config.json", quantization_config=[1]), "quantization"),
         (edit_json("config.json", quantization_config={"quant_method": "awq"}), "'awq'"),
         (edit_json("generation_config.json", eos_token_id="x"), "eos_token_id"),
+        (edit_json("generation_config.json", eos_token_id=True), "eos_token_id"),
         (truncate("generation_config.json", 0.5), "generation_config.json"),
         (truncate("model.safetensors", 0.7), "truncated or damaged"),
         (truncate("model.safetensors", 1), "truncated or damaged"),
@@ -301,10 +312,12 @@ def index_to(weight_map):
         (edit_tensors(lambda t: t.update({"model.norm.weight": np.ones(5, np.float32)})), "shape [5]"),
         (edit_tensors(lambda t: t.update({"model.norm.bias": np.ones(5, np.float32)})), "model.norm.bias is not"),
         (edit_tensors(lambda t: t.update({"model.norm.weight": np.ones(128, np.int64)})), "I64"),
+        (edit_tensors(lambda t: t["model.norm.weight"].fill(np.nan)), "not finite"),
         (index_to({"model.norm.weight": "other.safetensors"}), "other.safetensors: missing"),
         (index_to({"model.norm.weight": "../demo/model.safetensors"}), "not a file of this folder"),
         (index_to({"no.such.tensor": "model.safetensors"}), "no.such.tensor"),
         (index_to([1]), "weight_map"),
+        (index_to({"model.norm.weight": "a\nb.safetensors"}), "missing"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
         (truncate("tokenizer.json", 0.5), "tokenizer"),
         (lambda folder: (folder / "chat_template.jinja").write_text("{% if %}"), "--raw"),
@@ -325,6 +338,21 @@ def test_a_mesh_that_does_not_divide_the_model(main, tmp_path):
     assert_refused(main(*arguments), "does not divide num_attention_heads 6")
     assert_refused(main(*arguments, "--dp", "2"), "does not divide num_attention_heads 6")
     assert main(*arguments, "--dp", "4", "--max_new_tokens", "2")[0] == 0
+
+
+def test_streamed_text_is_the_decoded_text(main, tmp_path):
+    """Also where a token is a part of a character, and where decoding strips the spaces at its beginning."""
+    save_random(tmp_path, *llama(vocab_size=256))
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    tokenizer["decoder"] = {"type": "Sequence", "decoders": [tokenizer["decoder"], {"type": "Fuse"}, strip]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for prompts in (["ab"], ["ab", "c"]):
+        arguments = ["--model_path", tmp_path, "--prompt", *prompts, "--max_new_tokens", "64", "--temperature", "1"]
+        rows, _ = json_rows(main(*arguments, "--output", "json")[1])
+        _, out, _ = main(*arguments)
+        heading = "> {prompt}\n" if len(prompts) > 1 else ""
+        assert out == "".join(heading.format(**row) + row["text"] + "\n" for row in rows)
 
 
 def test_standard_output_that_is_full():

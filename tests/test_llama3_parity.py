@@ -110,6 +110,32 @@ def test_pieces_of_prefill_change_nothing(checkpoints, monkeypatch, int8_cache):
         np.testing.assert_allclose([t.logprob for t in row], [t.logprob for t in other], atol=1e-4)
 
 
+def test_more_devices_than_tokens_in_the_vocabulary(tmp_path):
+    """Some devices hold nothing but padding."""
+    reference = save_random(tmp_path, *llama(vocab_size=9))
+    prompts = [[0, 8, 3], [5]]
+    assert_matches(reference, prompts, decode(llama3, tmp_path, prompts, (1, 1, 8), max_new_tokens=6))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": {"type": "linear", "factor": 4.0}},  # beside rope_parameters, as some tools leave it
+        {"rope_parameters": LLAMA3_ROPE, "original_max_position_embeddings": 300},
+        {
+            "rope_parameters": {k: v for k, v in LLAMA3_ROPE.items() if not k.startswith("original")},
+            "max_position_embeddings": 128,
+        },
+        {"sliding_window": None, "rope_theta": 77.0, "rope_parameters": None},
+    ],
+)
+def test_config_json_is_read_as_transformers_reads_it(tmp_path, changes):
+    save_random(tmp_path, *llama(), rewrite=lambda config: config | changes)
+    reference = LlamaForCausalLM.from_pretrained(tmp_path)
+    prompts = random_prompts(200)
+    assert_matches(reference, prompts, decode(llama3, tmp_path, prompts, max_new_tokens=4))
+
+
 def test_checkpoints_in_other_forms(tmp_path):
     """config.json of transformers 4, head_dim null, shards with an index, bfloat16 on disk, stray buffers."""
     model_class, config = llama(rope_parameters=LLAMA3_ROPE)
