@@ -49,62 +49,64 @@ HUB_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "model*.safet
 
 
 class Part(NamedTuple):
-    """A tensor of the checkpoint, [units * n, ..]: each device takes whole units of its rows, at least one."""
+    """A tensor of which each device takes whole units of rows: a unit is a head, or one row."""
 
     name: str
     units: int
 
 
 def sources(config: Config) -> dict:
-    """abstract_weights' tree, with the list of the checkpoint's tensors in the place of each weight.
+    """abstract_weights' tree, with the name of the checkpoint's tensor in the place of each weight.
 
-    Several tensors are laid one under the other, separately for each device.
+    Where a weight is fused of several tensors, a list of Parts: they lie one under the other, separately for each
+    device.
     """
+    heads, kv_heads, columns = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
+    qkv = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
+    gate_up = {"gate_proj": columns, "up_proj": columns}
 
     def layer(i):
-        def parts(*names_and_units):
-            return [Part(f"model.layers.{i}.{name}", units) for name, units in names_and_units]
+        prefix = f"model.layers.{i}"
 
-        heads, kv_heads, columns = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
-        qkv = [("self_attn.q_proj", heads), ("self_attn.k_proj", kv_heads), ("self_attn.v_proj", kv_heads)]
-        gate_up = [("mlp.gate_proj", columns), ("mlp.up_proj", columns)]
+        def fused(module, parts, kind):
+            return [Part(f"{prefix}.{module}.{name}.{kind}", units) for name, units in parts.items()]
+
         tensors = {
-            "attention_norm": parts(("input_layernorm.weight", 1)),
-            "qkv": parts(*((f"{name}.weight", units) for name, units in qkv)),
-            "o": parts(("self_attn.o_proj.weight", 1)),
-            "mlp_norm": parts(("post_attention_layernorm.weight", 1)),
-            "gate_up": parts(*((f"{name}.weight", units) for name, units in gate_up)),
-            "down": parts(("mlp.down_proj.weight", 1)),
+            "attention_norm": f"{prefix}.input_layernorm.weight",
+            "qkv": fused("self_attn", qkv, "weight"),
+            "o": f"{prefix}.self_attn.o_proj.weight",
+            "mlp_norm": f"{prefix}.post_attention_layernorm.weight",
+            "gate_up": fused("mlp", gate_up, "weight"),
+            "down": f"{prefix}.mlp.down_proj.weight",
         }
         if config.attention_bias:
-            tensors["qkv_bias"] = parts(*((f"{name}.bias", units) for name, units in qkv))
-            tensors["o_bias"] = parts(("self_attn.o_proj.bias", 1))
+            tensors |= {"qkv_bias": fused("self_attn", qkv, "bias"), "o_bias": f"{prefix}.self_attn.o_proj.bias"}
         if config.mlp_bias:
-            tensors["gate_up_bias"] = parts(*((f"{name}.bias", units) for name, units in gate_up))
-            tensors["down_bias"] = parts(("mlp.down_proj.bias", 1))
+            tensors |= {"gate_up_bias": fused("mlp", gate_up, "bias"), "down_bias": f"{prefix}.mlp.down_proj.bias"}
         return tensors
 
     tensors = {
-        "embedding": [Part("model.embed_tokens.weight", config.vocab_size)],
+        "embedding": "model.embed_tokens.weight",
         "layers": [layer(i) for i in range(config.num_hidden_layers)],
-        "norm": [Part("model.norm.weight", 1)],
+        "norm": "model.norm.weight",
     }
     if not config.tie_word_embeddings:
-        tensors["head"] = [Part("lm_head.weight", config.vocab_size)]
+        tensors["head"] = "lm_head.weight"
     return tensors
 
 
 def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor that the checkpoint must have, by name."""
     D, H, F, V = config.hidden_size, config.head_dim, config.intermediate_size, config.vocab_size
-    rows = {"q_proj": config.num_attention_heads * H, "gate_proj": F, "up_proj": F, "embed_tokens": V, "lm_head": V}
-    rows |= dict.fromkeys(("k_proj", "v_proj"), config.num_key_value_heads * H)
-    columns = {"o_proj": config.num_attention_heads * H, "down_proj": F}
+    outputs = {"q_proj": config.num_attention_heads * H, "gate_proj": F, "up_proj": F, "embed_tokens": V, "lm_head": V}
+    outputs |= dict.fromkeys(("k_proj", "v_proj"), config.num_key_value_heads * H)
+    inputs = {"o_proj": config.num_attention_heads * H, "down_proj": F}
     shapes = {}
-    for part in jax.tree.leaves(sources(config), is_leaf=lambda x: isinstance(x, Part)):
-        module, kind = part.name.split(".")[-2:]
+    for source in jax.tree.leaves(sources(config), is_leaf=lambda x: isinstance(x, Part)):
+        name = source.name if isinstance(source, Part) else source
+        module, kind = name.split(".")[-2:]
         is_vector = kind == "bias" or "norm" in module
-        shapes[part.name] = (rows.get(module, D),) if is_vector else (rows.get(module, D), columns.get(module, D))
+        shapes[name] = (outputs.get(module, D),) if is_vector else (outputs.get(module, D), inputs.get(module, D))
     return shapes
 
 
@@ -125,8 +127,19 @@ class Stored(NamedTuple):
     """A tensor on disk."""
 
     file: Path
-    dtype: str  # a key of DTYPES
+    dtype: str  # a key of DTYPES, or safetensors' name of another
     shape: tuple[int, ...]
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint folder whose tensors are all there, in the shapes that config.json asks for."""
+
+    folder: Path
+    config: Config
+    raw_config: dict  # the whole of config.json
+    int8: bool  # whether convert.py wrote it in int8
+    tensors: dict[str, Stored]  # those the model needs, by name
+    left_out: dict[str, str]  # those it does not, with the reason
 
 
 def find_checkpoint(path: str) -> Path:
@@ -155,62 +168,58 @@ def read_json(path: Path) -> dict:
     return value
 
 
-def read_config(folder: Path) -> tuple[Config, dict]:
-    """The model's Config and the whole of config.json."""
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Reads config.json and the headers of all shards, and no tensor yet. Raises InputError for all that is wrong."""
     if not (folder / "config.json").is_file():
-        raise InputError(
-            f"{folder}: no config.json: not a checkpoint, or a conversion that must be run again to finish"
-        )
-    raw = read_json(folder / "config.json")
-    quantization = raw.get("quantization_config")
-    if quantization is not None and not is_int8(raw):
+        raise InputError(f"{folder}: no config.json: no checkpoint, or a conversion to be run again until it finishes")
+    raw_config = read_json(folder / "config.json")
+    quantization = raw_config.get("quantization_config")
+    if quantization not in (None, INT8):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise InputError(f"{folder}: quantization {method!r} is not supported; give the unquantized checkpoint")
-    return Config.from_dict(raw), raw
+    config, int8 = Config.from_dict(raw_config), quantization == INT8
+    return Checkpoint(folder, config, raw_config, int8, *check_tensors(folder, stored_tensors(folder), config, int8))
 
 
-def is_int8(raw_config: dict) -> bool:
-    """Whether convert.py wrote this checkpoint in int8."""
-    return raw_config.get("quantization_config") == INT8
-
-
-def find_tensors(folder: Path, config: Config, int8: bool) -> tuple[dict[str, Stored], dict[str, str]]:
-    """The tensors that `config` needs, by name, and those that are left out on purpose, with the reason.
-
-    Reads the headers of all shards. Raises InputError with all that is missing, of a wrong shape or dtype, or unknown.
-    """
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """The tensors of all shards, by name."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise InputError(f"{index}: has no weight_map from tensor to file")
-        names = sorted(set(weight_map.values()))
     elif (folder / "model.safetensors").exists():
-        weight_map, names = None, ["model.safetensors"]
+        weight_map = dict.fromkeys(read_header(folder / "model.safetensors"), "model.safetensors")
     else:
         pickles = list(folder.glob("*.bin")) + list(folder.glob("*.pt*"))
         pickled = "; pickled weights are never read: save them as safetensors" if pickles else ""
         raise InputError(f"{folder}: neither model.safetensors nor model.safetensors.index.json{pickled}")
     found: dict[str, Stored] = {}
-    for name in names:
-        if Path(name).name != name:
-            raise InputError(f"{index}: the shard {name!r} is not a file of this folder")
-        for tensor, stored in read_header(folder / name).items():
-            if tensor in found:
-                raise InputError(f"{folder}: {tensor} is both in {found[tensor].file.name} and in {name}")
-            found[tensor] = stored
-    for tensor, name in (weight_map or {}).items():
-        if tensor not in found or found[tensor].file.name != name:
-            raise InputError(f"{folder}: {name} has no tensor {tensor}, where the index puts it; download it again")
+    for shard in sorted(set(weight_map.values())):
+        if Path(shard).name != shard:
+            raise InputError(f"{index}: the shard {shard!r} is not a file of this folder")
+        for name, stored in read_header(folder / shard).items():
+            if name in found:
+                raise InputError(f"{folder}: {name} is both in {found[name].file.name} and in {shard}")
+            found[name] = stored
+    for name, shard in weight_map.items():
+        if name not in found or found[name].file.name != shard:
+            raise InputError(f"{folder}: {shard} has no tensor {name}, where the index puts it; download it again")
+    return found
 
+
+def check_tensors(
+    folder: Path, found: dict[str, Stored], config: Config, int8: bool
+) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Of the tensors found, those that `config` needs, and those left out on purpose, with the reason.
+
+    Raises InputError with all that is missing, of a wrong shape or dtype, or unknown.
+    """
     if config.num_hidden_layers > len(found):
         raise InputError(f"{folder}: {len(found)} tensors cannot be {config.num_hidden_layers} layers, see config.json")
     expected = expected_shapes(config)
-    if int8:
-        matrices = [name for name, shape in expected.items() if len(shape) == 2]
-        expected |= {f"{name}_scale": expected[name][:1] for name in matrices}
-    else:
-        matrices = []
+    matrices = [name for name, shape in expected.items() if len(shape) == 2] if int8 else []
+    expected |= {f"{name}_scale": expected[name][:1] for name in matrices}
     problems = [f"{name} is missing" for name in expected if name not in found]
     skipped = {}
     for name, stored in found.items():
@@ -266,61 +275,76 @@ def one_line(error: Exception) -> str:
 # Loading
 
 
-def load(folder: Path, mesh: Mesh, dtype: str = "bfloat16", int8: bool = False) -> dict:
-    """The weights of a checkpoint folder on the devices of `mesh`, as model.abstract_weights declares them.
+def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool = False) -> dict:
+    """The weights of a checkpoint on the devices of `mesh`, as model.abstract_weights declares them.
 
     Matrices of a checkpoint in int8 stay int8. With `int8` others become it on the devices, a matrix at a time, from
     the dtype on disk; a scale needs the whole row, which may lie on several devices, so a reduction over them happens
     there, and the result is the same on every mesh.
     """
-    config, raw = read_config(folder)
-    stored_int8 = is_int8(raw)
-    tensors, _ = find_tensors(folder, config, stored_int8)
-    target = abstract_weights(config, mesh, DTYPES[dtype], int8 or stored_int8)
+    target = abstract_weights(checkpoint.config, mesh, DTYPES[dtype], int8 or checkpoint.int8)
 
-    def read(abstract, parts, suffix="", dtype=None):
+    def read(abstract, source, dtype=None):
         """One array, from the rows that each device holds."""
-        dtype = dtype or abstract.dtype
 
         def block(index):
-            return assemble(tensors, [Part(p.name + suffix, p.units) for p in parts], index, abstract.shape, dtype)
+            return assemble(checkpoint.tensors, source, index, abstract.shape, dtype or abstract.dtype)
 
         return jax.make_array_from_callback(abstract.shape, abstract.sharding, block)
 
-    def fill(abstract, parts):
+    def fill(abstract, source):
         if not isinstance(abstract, Int8):
-            return read(abstract, parts)
-        if stored_int8:
-            return Int8(read(abstract.values, parts), read(abstract.scale, parts, "_scale"))
+            return read(abstract, source)
+        if checkpoint.int8:
+            return Int8(read(abstract.values, source), read(abstract.scale, scales(source)))
+        first = source if isinstance(source, str) else source[0].name
+        floats = read(abstract.values, source, DTYPES[checkpoint.tensors[first].dtype])
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
-        floats = read(abstract.values, parts, dtype=DTYPES[tensors[parts[0].name].dtype])
         return jax.block_until_ready(jax.jit(quantize, out_shardings=shardings)(floats))
 
+    def is_source(x):
+        return isinstance(x, str) or (isinstance(x, list) and isinstance(x[0], Part))
+
     leaves, tree = jax.tree.flatten(target, is_leaf=lambda x: isinstance(x, Int8))
-    parts = jax.tree.leaves(sources(config), is_leaf=lambda x: isinstance(x, list) and isinstance(x[0], Part))
-    bar = tqdm(zip(leaves, parts, strict=True), total=len(leaves), desc="loading", unit="weights", disable=None)
-    return jax.tree.unflatten(tree, [fill(leaf, part) for leaf, part in bar])
+    names = jax.tree.leaves(sources(checkpoint.config), is_leaf=is_source)
+    bar = tqdm(zip(leaves, names, strict=True), total=len(leaves), desc="loading", unit="weights", disable=None)
+    return jax.tree.unflatten(tree, [fill(leaf, source) for leaf, source in bar])
+
+
+def scales(source: str | list[Part]) -> str | list[Part]:
+    """The source of an int8 matrix's scales."""
+    if isinstance(source, str):
+        return f"{source}_scale"
+    return [Part(f"{part.name}_scale", part.units) for part in source]
 
 
 def assemble(
-    tensors: dict[str, Stored], parts: list[Part], index: tuple[slice, ...], shape: tuple[int, ...], dtype: np.dtype
+    tensors: dict[str, Stored],
+    source: str | list[Part],
+    index: tuple[slice, ...],
+    shape: tuple[int, ...],
+    dtype: np.dtype,
 ) -> np.ndarray:
-    """One device's block of a weight of global `shape`: of every part this device's units of rows, in order.
+    """One device's block `index` of a weight of global `shape`.
 
-    Rows past the end of a part, which even out the shards of the vocabulary, are zeros.
+    Of a single tensor these are the same rows and columns; rows past its end, which even out the shards of the
+    vocabulary, are zeros. Of fused parts they are this device's units of each part, in order; where there are more
+    devices than units, neighbours read the same one.
     """
     bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
     (first, last), columns = bounds[0], tuple(slice(*b) for b in bounds[1:])
-    shards, shard = shape[0] // (last - first), first // (last - first)
+    if isinstance(source, str):
+        rows = tensors[source].shape[0]
+        ranges = [(source, min(first, rows), min(last, rows))]
+    else:
+        shards, shard = shape[0] // (last - first), first // (last - first)
+        ranges = []
+        for name, units in source:
+            unit, first_unit = tensors[name].shape[0] // units, shard * units // shards
+            ranges.append((name, unit * first_unit, unit * (first_unit + max(units // shards, 1))))
     block = np.zeros([stop - start for start, stop in bounds], dtype)
     filled = 0
-    for name, units in parts:
-        rows = tensors[name].shape[0]
-        if len(parts) == 1:
-            start, stop = min(first, rows), min(last, rows)
-        else:
-            unit, start = rows // units, shard * units // shards
-            start, stop = unit * start, unit * (start + max(units // shards, 1))
+    for name, start, stop in ranges:
         if stop > start:
             block[filled : filled + stop - start] = read_rows(tensors[name], name, slice(start, stop), *columns)
         filled += stop - start
@@ -332,12 +356,11 @@ def assemble(
 
 
 class Output(NamedTuple):
-    """A tensor to write: `name`, its dtype and shape, and the tensor of the source that it is computed from."""
+    """A tensor to write."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    source: str
 
     @property
     def nbytes(self) -> int:
@@ -346,56 +369,56 @@ class Output(NamedTuple):
 
 def convert(source: Path, output: Path, dtype: str, int8: bool) -> None:
     """Writes the checkpoint `source` to `output`, matrices in int8 where `int8` and all else in `dtype`."""
-    config, raw = read_config(source)
-    if is_int8(raw):
+    checkpoint = open_checkpoint(source)
+    if checkpoint.int8:
         raise InputError(f"{source}: is in int8 already; convert the original checkpoint")
-    tensors, skipped = find_tensors(source, config, int8=False)
-    shards: list[list[Output]] = [[]]
-    for name, tensor in tensors.items():
-        is_matrix = int8 and len(tensor.shape) == 2
-        outputs = [Output(name, "int8" if is_matrix else dtype, tensor.shape, name)]
-        if is_matrix:
-            outputs.append(Output(f"{name}_scale", "float32", tensor.shape[:1], name))
-        if shards[-1] and sum(o.nbytes for o in shards[-1] + outputs) > SHARD_BYTES:
+    # A shard is a list of groups: a tensor, or an int8 matrix and its scales.
+    shards: list[list[list[Output]]] = [[]]
+    shard_bytes = 0
+    for name, tensor in checkpoint.tensors.items():
+        group = [Output(name, dtype, tensor.shape)]
+        if int8 and len(tensor.shape) == 2:
+            group = [Output(name, "int8", tensor.shape), Output(f"{name}_scale", "float32", tensor.shape[:1])]
+        group_bytes = sum(o.nbytes for o in group)
+        if shards[-1] and shard_bytes + group_bytes > SHARD_BYTES:
             shards.append([])
-        shards[-1] += outputs
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+            shard_bytes = 0
+        shards[-1].append(group)
+        shard_bytes += group_bytes
+    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
 
     provenance = {
-        "source": fingerprint(raw, tensors),
+        "source": fingerprint(checkpoint),
         "dtype": dtype,
         "quantize": "int8" if int8 else None,
-        "left_out": skipped,
+        "left_out": checkpoint.left_out,
     }
-    weight_map = {o.name: name for name, shard in zip(names, shards, strict=True) for o in shard}
-    total = sum(o.nbytes for shard in shards for o in shard)
-    converted = {**raw, "dtype": dtype}
-    converted.pop("torch_dtype", None)
+    weight_map = {o.name: file for file, shard in zip(files, shards, strict=True) for group in shard for o in group}
+    total = sum(o.nbytes for shard in shards for group in shard for o in group)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    config = {**checkpoint.raw_config, "dtype": dtype}
+    config.pop("torch_dtype", None)
     if int8:
-        converted["quantization_config"] = INT8
-    try:
-        with claimed(output, source, provenance):
-            with tqdm(total=total, desc="converting", unit="B", unit_scale=True, disable=None) as bar:
-                for name, shard in zip(names, shards, strict=True):
-                    write_shard(output / name, shard, tensors, bar)
-            for pattern in (*TOKENIZER_FILES, "generation_config.json"):
-                for file in sorted(source.glob(pattern)):
-                    if file.is_file():
-                        write_whole(output / file.name, file.read_bytes())
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            write_whole(output / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
-            write_whole(output / "config.json", json.dumps(converted, indent=2).encode())
-    except OSError as error:
-        raise InputError(f"{output}: cannot be written: {one_line(error)}") from error
-    for name, reason in skipped.items():
+        config["quantization_config"] = INT8
+    with claimed(output, source, provenance):
+        with tqdm(total=total, desc="converting", unit="B", unit_scale=True, disable=None) as bar:
+            for file, shard in zip(files, shards, strict=True):
+                write_shard(output / file, shard, checkpoint.tensors, bar)
+        for pattern in (*TOKENIZER_FILES, "generation_config.json"):
+            for file in sorted(source.glob(pattern)):
+                if file.is_file():
+                    write_whole(output / file.name, file.read_bytes())
+        write_whole(output / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+        write_whole(output / "config.json", json.dumps(config, indent=2).encode())
+    for name, reason in checkpoint.left_out.items():
         print(f"left out {name}: {reason}", file=sys.stderr)
 
 
-def fingerprint(raw_config: dict, tensors: dict[str, Stored]) -> str:
+def fingerprint(checkpoint: Checkpoint) -> str:
     """Tells checkpoints apart without reading them whole: the configuration, and of every tensor its place, dtype and
     shape and a sample of its numbers."""
-    digest = hashlib.sha256(json.dumps(raw_config, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
+    digest = hashlib.sha256(json.dumps(checkpoint.raw_config, sort_keys=True).encode())
+    for name, tensor in sorted(checkpoint.tensors.items()):
         digest.update(f"{name} {tensor.file.name} {tensor.dtype} {tensor.shape} ".encode())
         digest.update(read_rows(tensor, name, slice(0, 1)).tobytes())
         digest.update(read_rows(tensor, name, slice(tensor.shape[0] - 1, tensor.shape[0])).tobytes())
@@ -410,10 +433,7 @@ def claimed(output: Path, source: Path, provenance: dict):
     output.mkdir(parents=True, exist_ok=True)
     lock = os.open(output, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(f"{output}: another conversion is writing here; wait for it or choose another") from error
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         record = output / "conversion.json"
         if record.exists():
             if read_json(record) != provenance:
@@ -423,6 +443,8 @@ def claimed(output: Path, source: Path, provenance: dict):
         else:
             write_whole(record, json.dumps(provenance, indent=2).encode())
         yield
+    except BlockingIOError as error:
+        raise InputError(f"{output}: another conversion is writing here; wait for it or choose another") from error
     finally:
         os.close(lock)
 
@@ -437,13 +459,14 @@ def write_whole(path: Path, content: bytes) -> None:
     os.replace(part, path)
 
 
-def write_shard(path: Path, outputs: list[Output], tensors: dict[str, Stored], bar: tqdm) -> None:
+def write_shard(path: Path, groups: list[list[Output]], tensors: dict[str, Stored], bar: tqdm) -> None:
     """One safetensors file, written in pieces of rows: its size and header are known before its contents.
 
-    safetensors' own writer takes whole tensors in memory. As it does, wide dtypes come first, which aligns them all.
+    safetensors' own writer takes whole tensors in memory. Like that writer, this puts wide dtypes first, which aligns
+    all of them.
     """
     header, end = {}, 0
-    for o in sorted(outputs, key=lambda o: -DTYPES[o.dtype].itemsize):
+    for o in sorted((o for group in groups for o in group), key=lambda o: -DTYPES[o.dtype].itemsize):
         stored = next(short for short, dtype in STORED.items() if dtype == o.dtype)
         header[o.name] = {"dtype": stored, "shape": list(o.shape), "data_offsets": [end, end + o.nbytes]}
         end += o.nbytes
@@ -459,35 +482,27 @@ def write_shard(path: Path, outputs: list[Output], tensors: dict[str, Stored], b
     part = path.with_name(path.name + ".part")
     with open(part, "wb") as f:
         f.write(head)
-        f.truncate(len(head) + end)
         written = {name: len(head) + entry["data_offsets"][0] for name, entry in header.items()}
-
-        def write(name, array):
-            f.seek(written[name])
-            f.write(array.tobytes())
-            written[name] += array.nbytes
-            bar.update(array.nbytes)
-
-        for o in outputs:
-            if o.name != o.source:
-                continue  # a scale, written together with its matrix
-            tensor = tensors[o.source]
+        for group in groups:
+            name, tensor = group[0].name, tensors[group[0].name]
             row_bytes = max(1, int(np.prod(tensor.shape[1:]))) * DTYPES[tensor.dtype].itemsize
             step = max(1, PIECE_BYTES // row_bytes)
             for first in range(0, tensor.shape[0], step):
-                rows = read_rows(tensor, o.source, slice(first, min(first + step, tensor.shape[0])))
-                converted = rows if o.dtype == "int8" else rows.astype(DTYPES[o.dtype])
-                if not np.isfinite(converted.astype(np.float32)).all():
-                    raise InputError(f"{tensor.file}: {o.source} has NaN or values too large for {o.dtype}")
-                if o.dtype == "int8":
-                    int8 = jax.jit(quantize)(rows)
-                    write(o.name, np.asarray(int8.values))
-                    write(f"{o.name}_scale", np.asarray(int8.scale))
-                else:
-                    write(o.name, converted)
+                rows = read_rows(tensor, name, slice(first, min(first + step, tensor.shape[0])))
+                arrays = quantize_on_device(rows) if len(group) == 2 else [rows.astype(DTYPES[group[0].dtype])]
+                if not all(np.isfinite(array).all() for array in (rows, *arrays)):
+                    raise InputError(f"{tensor.file}: {name} has NaN or values too large for {group[0].dtype}")
+                for o, array in zip(group, map(np.asarray, arrays), strict=True):
+                    f.seek(written[o.name])
+                    f.write(array.tobytes())
+                    written[o.name] += array.nbytes
+                    bar.update(array.nbytes)
         f.flush()
         os.fsync(f.fileno())
     os.replace(part, path)
+
+
+quantize_on_device = jax.jit(quantize)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

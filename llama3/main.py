@@ -7,6 +7,7 @@
 Results go to standard output, from process 0 alone; progress and statistics to standard error.
 """
 
+import argparse
 import contextlib
 import json
 import math
@@ -21,18 +22,7 @@ from pathlib import Path
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would advise against running without torch
 
 import jax
-from convert import (
-    DTYPES,
-    ArgumentParser,
-    find_checkpoint,
-    find_tensors,
-    is_int8,
-    load,
-    one_line,
-    read_config,
-    read_json,
-    run,
-)
+from convert import DTYPES, ArgumentParser, Checkpoint, find_checkpoint, load, one_line, open_checkpoint, read_json, run
 from model import InputError, Sampling, check_mesh, check_prompts, generate, make_mesh
 from transformers import AutoTokenizer
 
@@ -64,53 +54,52 @@ def parse_arguments():
     parser = ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
 
-    def number(kind, low, high=math.inf, open_low=False):
+    def number(kind, low, high):
         def parse(text):
-            value = kind(text)
-            if not (low < value if open_low else low <= value) or not value <= high or math.isinf(value):
-                raise ValueError
+            try:
+                value = kind(text)
+            except ValueError:
+                value = math.nan
+            if not low <= value <= high:
+                raise argparse.ArgumentTypeError(f"{text!r} is not a number ({kind.__name__}) from {low} to {high}")
             return value
 
-        parse.__name__ = f"{kind.__name__} {'above' if open_low else 'from'} {low}"
-        parse.__name__ += "" if high == math.inf else f" to {high}"
         return parse
 
     def path(text):
         if not text:
-            raise ValueError
+            raise argparse.ArgumentTypeError("is empty")
         return text
 
-    add(
-        "--model_path",
-        type=path,
-        help="a Hugging Face checkpoint folder, one that convert.py wrote, or a hub id (the demo)",
-    )
+    count = number(int, 1, 2**30)
+    add("--model_path", type=path, help="a Hugging Face checkpoint folder, one that convert.py wrote, or a hub id")
     prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument("--prompt", nargs="+", help="prompts, decoded as one batch (the demo's)")
+    prompts.add_argument("--prompt", nargs="+", help="prompts, decoded as one batch")
     prompts.add_argument("--prompts_file", type=path, help="one prompt a line, - for standard input")
     add("--raw", action="store_true", help="continue the prompt as it is, no chat template")
-    add("--max_new_tokens", type=number(int, 1, 2**30), default=128, help="(128)")
-    add("--max_seq_len", type=number(int, 1, 2**30), help="cache slots for a sequence (what is needed)")
-    add("--dtype", choices=[d for d in DTYPES if d != "int8"], default="bfloat16", help="(bfloat16)")
+    add("--max_new_tokens", type=count, default=128, help="default 128")
+    add("--max_seq_len", type=count, help="cache slots for a sequence, default what prompts and max_new_tokens need")
+    add("--dtype", choices=[d for d in DTYPES if d != "int8"], default="bfloat16", help="default bfloat16")
     add("--quantize", choices=["int8"], help="weights in int8, one scale for each output channel")
     add("--quantize_cache", choices=["int8"], help="KV cache in int8, one scale for each token and head")
-    for axis, split in {"dp": "batch", "ep": "experts", "tp": "heads and columns"}.items():
-        add(f"--{axis}", type=number(int, 1), help=f"parts that the {split} are split into")
-    add("--temperature", type=number(float, 0), default=0.0, help="0 takes the most probable token (0)")
-    add("--top_k", type=number(int, 0), default=0, help="sample from the K most probable, 0: all (0)")
-    add("--top_p", type=number(float, 0, 1, open_low=True), default=1.0, help="sample from the top P probability (1)")
-    add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of the sampling (0)")
-    add("--output", choices=["text", "json"], default="text", help="(text)")
+    for axis, split in {"dp": "the batch", "ep": "experts", "tp": "heads and columns"}.items():
+        default = "all devices" if axis == "tp" else 1
+        add(f"--{axis}", type=count, help=f"split {split} into this many parts, default {default}")
+    add("--temperature", type=number(float, 0, 1e6), default=0.0, help="0, the default, takes the most probable token")
+    add("--top_k", type=number(int, 0, math.inf), default=0, help="sample from the K most probable tokens, 0: from all")
+    add("--top_p", type=number(float, 1e-6, 1), default=1.0, help="sample from the top P probability, default 1")
+    add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of the sampling, default 0")
+    add("--output", choices=["text", "json"], default="text", help="default text")
     add("--logprobs", action="store_true", help="JSON rows carry the log-probability of every generated token")
     add(
         "--coordinator", metavar="HOST:PORT", help="several hosts, where the cluster does not tell: process 0's address"
     )
-    add("--num_processes", type=number(int, 1))
-    add("--process_id", type=number(int, 0))
+    add("--num_processes", type=count, help="how many there are")
+    add("--process_id", type=number(int, 0, 2**30), help="which of them this is, from 0")
     add("--profile", type=path, metavar="DIR", help="write a jax.profiler trace of the decode loop")
     args = parser.parse_args()
-    if args.temperature and not 1e-6 <= args.temperature <= 1e6:
-        raise InputError(f"--temperature {args.temperature} is neither 0 nor from 1e-6 to 1e6")
+    if 0 < args.temperature < 1e-6:
+        raise InputError(f"--temperature {args.temperature} is neither 0 nor at least 1e-6")
     distributed = (args.coordinator, args.num_processes, args.process_id)
     if any(value is not None for value in distributed) and None in distributed:
         raise InputError("--coordinator, --num_processes and --process_id go together")
@@ -133,7 +122,7 @@ def start_distributed(args) -> None:
             jax.distributed.initialize()
     if jax.distributed.is_initialized():
         # Libraries of jax print their connections on the process's standard output, which is for results.
-        sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
         os.dup2(2, 1)
 
 
@@ -141,8 +130,6 @@ def read_prompts(args) -> list[str]:
     """The prompts of the command line, of the file, or of the demo."""
     if args.prompt:
         return args.prompt
-    if args.prompts_file is None and args.model_path is not None:
-        raise InputError("no prompt; give --prompt or --prompts_file")
     file = args.prompts_file or DEMO / "prompts.txt"
     try:
         with open(0 if file == "-" else file, encoding="utf-8-sig", closefd=file != "-") as f:
@@ -179,14 +166,14 @@ def encode(tokenizer, prompts: list[str], raw: bool) -> list[list[int]]:
         raise InputError(f"the prompt cannot be encoded: {one_line(error)}{remedy}") from error
 
 
-def read_stop_tokens(folder: Path, raw_config: dict) -> tuple[int, ...]:
+def read_stop_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
     """eos_token_id of generation_config.json, else of config.json: one id or a list."""
-    file = folder / "generation_config.json"
+    file = checkpoint.folder / "generation_config.json"
     stop = read_json(file).get("eos_token_id") if file.exists() else None
-    stop = raw_config.get("eos_token_id") if stop is None else stop
+    stop = checkpoint.raw_config.get("eos_token_id") if stop is None else stop
     stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
     if not all(type(token) is int and token >= 0 for token in stop):
-        raise InputError(f"{folder}: eos_token_id {stop!r} is neither a token id nor a list of them")
+        raise InputError(f"{checkpoint.folder}: eos_token_id {stop!r} is neither a token id nor a list of them")
     return tuple(stop)
 
 
@@ -196,10 +183,15 @@ class Results:
     def __init__(self, args, tokenizer, prompts, prompt_tokens):
         self.args, self.tokenizer, self.prompts, self.prompt_tokens = args, tokenizer, prompts, prompt_tokens
         self.rows = [[] for _ in prompts]
-        self.current = 0  # the row being printed
-        self.is_new = True  # nothing of it is printed
-        self.printed = 0  # how many of its tokens are
-        self.context = 0  # where the last of them that were printed together begin
+        self.current = -1  # the row being printed
+        self.next_row()
+
+    def next_row(self) -> None:
+        self.current += 1
+        self.printed = 0  # tokens of it
+        self.context = 0  # the first of those that were printed last
+        if self.args.output == "text" and 1 < len(self.rows) > self.current:
+            write(f"> {self.prompts[self.current]}\n")
 
     def add(self, tokens) -> None:
         """Takes the tokens of one step, prints what can be printed."""
@@ -207,23 +199,20 @@ class Results:
             if not math.isfinite(token.logprob):
                 raise InputError("the model's numbers are not finite: damaged weights, or try --dtype float32")
             self.rows[token.row].append(token)
-        while self.current < len(self.rows) and self.rows[self.current]:
-            tokens = self.rows[self.current]
-            is_finished = tokens[-1].finish_reason is not None
+        is_finished = True
+        while is_finished and self.current < len(self.rows):
+            row = self.rows[self.current]
+            is_finished = row[-1].finish_reason is not None
             if self.args.output == "text":
-                self.print_text([token.id for token in tokens], is_finished)
+                self.print_text([token.id for token in row], is_finished)
             elif is_finished:
-                self.print_json(tokens)
-            if not is_finished:
-                break
-            self.current, self.is_new, self.printed, self.context = self.current + 1, True, 0, 0
+                self.print_json(row)
+            if is_finished:
+                self.next_row()
 
     def print_text(self, ids, is_finished) -> None:
-        """What the new tokens add to the text. They are decoded together with those before, on which their spaces may
-        depend; an incomplete character waits for its other tokens."""
-        if self.is_new and len(self.prompts) > 1:
-            write(f"> {self.prompts[self.current]}\n")
-        self.is_new = False
+        """What the new tokens add to the text. They are decoded together with those printed last, on which their
+        spaces may depend; an incomplete character waits for its other tokens."""
         before = self.tokenizer.decode(ids[self.context : self.printed], skip_special_tokens=True)
         text = self.tokenizer.decode(ids[self.context :], skip_special_tokens=True)
         if is_finished or not text.endswith("\ufffd"):
@@ -258,7 +247,10 @@ def write(text: str) -> None:
 
 
 def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
-    """The line of statistics. Rates leave compilation out; null where nothing was decoded or a peak is unknown."""
+    """The line of statistics; null where nothing was decoded or a peak is unknown.
+
+    Rates leave compilation out. (`load_s` with --quantize has that of the rounding to int8, some tenths of a second.)
+    """
     device = mesh.devices.flat[0]
     steps_per_s = measured["decode_steps"] / measured["decode_s"] if measured["decode_steps"] else None
     bandwidth = steps_per_s and measured["step_bytes"] * steps_per_s / 1e9
@@ -279,7 +271,7 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
         "prefill_tokens_per_s": measured["prefill_tokens"] / measured["prefill_s"],
         "decode_steps_per_s": steps_per_s,
         "decode_tokens_per_s": steps_per_s and measured["decode_tokens"] / measured["decode_s"],
-        "step_bytes": measured.get("step_bytes"),
+        "step_bytes": measured["step_bytes"],
         "bandwidth_gb_per_s": bandwidth,
         "bandwidth_utilization": bandwidth and peak and bandwidth / peak,
         "peak_memory_gb": peak_bytes / 1e9,
@@ -292,11 +284,11 @@ def main() -> None:
         raise InputError("standard output is closed")
     start_distributed(args)
     prompts = read_prompts(args)
-    folder = find_checkpoint(args.model_path or str(DEMO))
-    config, raw_config = read_config(folder)
-    find_tensors(folder, config, is_int8(raw_config))  # whatever is wrong there is said before anything takes long
-    stop_tokens = read_stop_tokens(folder, raw_config)
-    tokenizer = read_tokenizer(folder)
+    # Whatever is wrong is said before anything takes long.
+    checkpoint = open_checkpoint(find_checkpoint(args.model_path or str(DEMO)))
+    config = checkpoint.config
+    stop_tokens = read_stop_tokens(checkpoint)
+    tokenizer = read_tokenizer(checkpoint.folder)
     has_template = bool(tokenizer.chat_template)
     prompt_tokens = encode(tokenizer, prompts, args.raw or not has_template)
     check_prompts(prompt_tokens, config, args.max_seq_len)
@@ -313,11 +305,10 @@ def main() -> None:
     if not has_template and not args.raw:
         print("note: this tokenizer has no chat template; the prompts are continued as they are", file=sys.stderr)
     begin = time.perf_counter()
-    weights = jax.block_until_ready(load(folder, mesh, args.dtype, args.quantize == "int8"))
+    weights = jax.block_until_ready(load(checkpoint, mesh, args.dtype, args.quantize == "int8"))
     load_s = time.perf_counter() - begin
 
     measured = {}
-    results = Results(args, tokenizer, prompts, prompt_tokens)
     steps = generate(
         weights,
         prompt_tokens,
@@ -331,14 +322,13 @@ def main() -> None:
         int8_cache=args.quantize_cache == "int8",
         stats=measured,
     )
-    for i, tokens in enumerate(steps):
-        results.add(tokens)
-        if i == 0 and args.profile:  # prefill and compilation lie behind
-            jax.profiler.start_trace(args.profile)
-    if args.profile:
-        jax.profiler.stop_trace()
+    results = Results(args, tokenizer, prompts, prompt_tokens)
+    results.add(next(steps))  # the first token is prefill's, what follows is the decode loop
+    with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
+        for tokens in steps:
+            results.add(tokens)
 
-    stats = statistics(raw_config, mesh, load_s, measured)
+    stats = statistics(checkpoint.raw_config, mesh, load_s, measured)
     if args.output == "json":
         write(json.dumps({"stats": stats}) + "\n")
     elif jax.process_index() == 0:

@@ -15,7 +15,8 @@ Parallelism. A mesh has three axes. `dp` splits the batch. `ep` and `tp` togethe
 heads and the MLP by columns (Shoeybi et al. 2019, "Megatron-LM"); `ep` is there for models with experts, and here only
 multiplies `tp`. All device code runs under `jax.shard_map`, where an array is this device's part and nothing is
 communicated but by the collectives written out here. A decode step has one `psum` after attention and one after the MLP
-of each layer, one after the embedding, and an `all_gather` for the next token.
+of each layer, one after the embedding, and at its end an `all_gather` over ep x tp for the next token and one over dp,
+so that every host sees all rows.
 
 Some words of JAX. A pytree is nested dicts, lists and tuples of arrays; jax.tree.map applies a function to each array.
 jit compiles a function once for each set of shapes; inside, arrays are traced: they have a shape and a dtype, and no
@@ -28,12 +29,13 @@ Dimension letters, in shapes and einsums. Under shard_map B, N, K, F and V are t
     B  rows of the batch         D  hidden_size               V  vocab_size
     T  tokens of a row           N  num_attention_heads       F  intermediate_size
     S  cache slots of a row      K  num_key_value_heads       X  devices that share a layer, ep x tp
-                                 G  query heads a kv head     C  any contracted dimension
+                                 G  query heads per kv head   C  any contracted dimension
                                  H  head_dim                  O  any output dimension
 
 Dtypes. Weights, residual stream and cache are bfloat16 unless asked otherwise; matrices and the cache can be int8 with
-float32 scales. Every product accumulates in float32 on its device; partial sums cross devices in the residual stream's
-dtype, which halves the traffic. Norms, rotary embedding, softmax and logits are float32.
+float32 scales (CPUs differ in two ways: see abstract_cache and cpu_product). Every product accumulates in float32 on
+its device; partial sums cross devices in the residual stream's dtype, which halves the traffic. Norms, rotary
+embedding, softmax and logits are float32.
 """
 
 import dataclasses
@@ -55,7 +57,7 @@ from jax.sharding import PartitionSpec as P
 MODEL_AXES = ("ep", "tp")
 
 # The score of a slot that is not attended to, the logit of a token that does not exist. Finite, so that a block with
-# nothing else gives no NaN: what it adds to a running sum of exponentials is wiped out by exp(MASKED - a score) = 0.
+# nothing else gives no NaN: once a real score arrives, what the block added is multiplied by exp(MASKED - score) = 0.
 MASKED = -1e30
 
 
@@ -64,7 +66,7 @@ class InputError(ValueError):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Configuration
+# Configuration and mesh
 
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -108,12 +110,12 @@ class Config:
 
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
+        rope_table = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        if not isinstance(rope_table, dict):
+            raise InputError(f"config.json: the rope parameters must be a table, not {rope_table!r}")
         model_type = config.get("model_type")
-        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        if not isinstance(rope, dict):
-            raise InputError(f"config.json: the rope parameters must be a table, not {rope!r}")
-        rope_type = rope.get("rope_type") or rope.get("type") or "default"
-        rotary = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
+        rope_type = rope_table.get("rope_type") or rope_table.get("type") or "default"
+        rotary = rope_table.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
         for name, value, supported in (
             ("model_type", model_type, ("llama", "mistral")),
             ("rope_type", rope_type, tuple(ROPE_PARAMETERS)),
@@ -121,53 +123,63 @@ class Config:
             ("partial_rotary_factor", rotary, (1,)),
         ):
             if value not in supported:
-                raise InputError(
-                    f"config.json: {name} {value!r} is not supported, only {', '.join(map(str, supported))}"
-                )
+                names = ", ".join(map(str, supported))
+                raise InputError(f"config.json: {name} {value!r} is not supported, only {names}")
 
-        # transformers' MistralForCausalLM has no biases; LlamaForCausalLM has no window.
-        if model_type == "mistral":
-            defaults = {"num_key_value_heads": 8, "sliding_window": 4096}
-            config = {**defaults, **config, "attention_bias": False, "mlp_bias": False}
-        else:
-            config = {**config, "sliding_window": None}
-        # The same precedence as in transformers: the table's own values, but for the context before scaling.
-        rope = {name: rope[name] for name in ("rope_theta", *ROPE_PARAMETERS[rope_type]) if name in rope}
-        context = "original_max_position_embeddings"
-        context = config.get(context) or rope.get(context) or config.get("max_position_embeddings")
-        given = {**config, **rope, "rope_type": rope_type, "original_max_position_embeddings": context}
-        fields = {field.name: field.type for field in dataclasses.fields(cls)}
-        given = {name: value for name, value in given.items() if name in fields and value is not None}
-        json_types = {float: (int, float), int | None: (int,)}
+        # transformers' MistralForCausalLM has no biases, LlamaForCausalLM no window; where they have defaults that
+        # config.json may leave out, these are theirs.
+        is_mistral = model_type == "mistral"
+        defaults = {"num_key_value_heads": 8, "sliding_window": 4096} if is_mistral else {}
+        overrides = {"attention_bias": False, "mlp_bias": False} if is_mistral else {"sliding_window": None}
+        rope = {name: rope_table[name] for name in ("rope_theta", *ROPE_PARAMETERS[rope_type]) if name in rope_table}
+        overrides["rope_type"] = rope_type
+        if rope_type == "llama3":  # as in transformers, here the top level wins over the table
+            overrides["original_max_position_embeddings"] = (
+                config.get("original_max_position_embeddings")
+                or rope.get("original_max_position_embeddings")
+                or config.get("max_position_embeddings")
+            )
+        given = {**defaults, **config, **rope, **overrides}
+        kinds = {field.name: field.type for field in dataclasses.fields(cls)}
+        given = {name: value for name, value in given.items() if name in kinds and value is not None}
         for name, value in given.items():
-            kind = fields[name]
-            limit = 1e30 if kind is float else 2**31
-            # By type() and not isinstance(), since to Python True is an int.
-            is_right = type(value) in json_types.get(kind, (kind,)) and (kind in (bool, str) or 0 < value < limit)
-            if not is_right:
+            if not is_valid(value, kinds[name]):
                 raise InputError(f"config.json: {name} cannot be {value!r:.40}")
         for name in (*REQUIRED, *ROPE_PARAMETERS[rope_type]):
             if name not in given:
                 raise InputError(f"config.json: {name} is missing")
+        given.setdefault("num_key_value_heads", given["num_attention_heads"])
+        given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
+        result = cls(**given)
+        result.check()
+        return result
 
-        heads = given["num_attention_heads"]
-        given.setdefault("num_key_value_heads", heads)
-        given.setdefault("head_dim", given["hidden_size"] // heads)
-        if heads % given["num_key_value_heads"]:
-            raise InputError(
-                f"config.json: num_key_value_heads {given['num_key_value_heads']} does not divide {heads} heads"
-            )
-        if given["head_dim"] % 2 or not given["head_dim"]:
-            raise InputError(f"config.json: head_dim {given['head_dim']} must be even: rotary embedding turns pairs")
-        if rope_type == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"]:
+    def check(self) -> None:
+        """Raises InputError for numbers that do not go together."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if heads % kv_heads:
+            raise InputError(f"config.json: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
+        if self.head_dim % 2 or not self.head_dim:
+            raise InputError(f"config.json: head_dim {self.head_dim} must be even: rotary embedding turns pairs")
+        if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise InputError("config.json: low_freq_factor must be below high_freq_factor")
-        return cls(**given)
+
+
+def is_valid(value: object, kind: type) -> bool:
+    """Whether a value of a JSON file can be a field of type `kind`. Numbers are positive and bounded."""
+    if kind in (bool, str):
+        return isinstance(value, kind)
+    if isinstance(value, bool):  # an int to Python
+        return False
+    if kind is float:
+        return isinstance(value, (int, float)) and 0 < value < 1e30
+    return isinstance(value, int) and 0 < value < 2**31
 
 
 def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None) -> Mesh:
     """A mesh (dp, ep, tp) over `devices`, by default all of them.
 
-    `tp` is the innermost axis: jax.make_mesh makes its devices neighbours in the network, since it communicates most.
+    The innermost axes communicate in every layer: jax.make_mesh places their devices next to each other.
     """
     devices = jax.devices() if devices is None else devices
     if dp * ep * tp != len(devices):
@@ -177,6 +189,11 @@ def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None
         )
     axis_types = (jax.sharding.AxisType.Auto,) * 3
     return jax.make_mesh((dp, ep, tp), ("dp", *MODEL_AXES), axis_types=axis_types, devices=devices)
+
+
+def model_shards(mesh: Mesh) -> int:
+    """X, the number of devices that share each layer."""
+    return mesh.shape["ep"] * mesh.shape["tp"]
 
 
 def check_mesh(config: Config, mesh: Mesh) -> None:
@@ -193,11 +210,6 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
         raise InputError(f"ep x tp = {shards} is neither a divisor nor a multiple of num_key_value_heads {kv_heads}")
 
 
-def model_shards(mesh: Mesh) -> int:
-    """X, the number of devices that share each layer."""
-    return mesh.shape["ep"] * mesh.shape["tp"]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Int8
 
@@ -205,7 +217,7 @@ def model_shards(mesh: Mesh) -> int:
 class Int8(NamedTuple):
     """int8 `values [..., C]` times float32 `scale [...]`: one scale for each vector along the last dimension.
 
-    A weight [O, C] so has a scale for each output channel, which moves to the output side of the product; the embedding
+    A weight [O, C] has a scale for each output channel, which moves to the output side of the product; the embedding
     [V, D] one for each token; a cache [B, K, S, H] one for each token and head; an activation [B, C] one for each row.
     """
 
@@ -242,7 +254,7 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = 
 
     Matrices are [output, input], as Hugging Face stores them: the contracted dimension comes last, so that a row is
     read as one run of memory, and loading transposes nothing. Split by output, each device computes a part of the
-    outputs, and nobody else needs to know. Split by input, as `o` and `down` are, each has a partial sum of every
+    outputs, without communication. Split by input, as `o` and `down` are, each has a partial sum of every
     output, and a psum adds them.
 
     `qkv` and `gate_up` are one product each. Their rows are grouped by device: device x of X holds its query heads, its
@@ -264,7 +276,7 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = 
             return Int8(array((O, C), spec, jnp.int8), array((O,), P(spec[0]), jnp.float32))
         return array((O, C), spec)
 
-    def layer():
+    def layer_weights():
         weights = {
             "attention_norm": array((D,), P()),
             "qkv": matrix(NH + 2 * KH, D, by_output),
@@ -281,7 +293,7 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = 
 
     weights = {
         "embedding": matrix(V, D, by_output),
-        "layers": [layer() for _ in range(config.num_hidden_layers)],
+        "layers": [layer_weights() for _ in range(config.num_hidden_layers)],
         "norm": array((D,), P()),  # never Int8: its dtype is the model's
     }
     if not config.tie_word_embeddings:
@@ -323,6 +335,11 @@ def specs(abstract) -> object:
     return jax.tree.map(lambda x: x.sharding.spec, abstract)
 
 
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
 def cache_slots(max_seq_len: int) -> int:
     """Slots to allocate for `max_seq_len` tokens: some more, so that large blocks divide them (at most a quarter more
     beyond 2,048 tokens, below that up to a multiple of 256)."""
@@ -334,40 +351,49 @@ def cache_slots(max_seq_len: int) -> int:
 # Layers
 
 
+def einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """jnp.einsum with float32 sums, and without bf16 or tf32 passes where the operands are float32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
 def linear(x: jax.Array, w: jax.Array | Int8, bias: jax.Array | None = None) -> jax.Array:
     """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]. The one place where a weight meets an activation."""
-
-    def product(x, w, min_rows=1):
-        """Padded to `min_rows`, since the CPU's and the TPU's compiler turn fewer rows into slow vector code."""
-        rows = x.shape[0]
-        x = jnp.pad(x, ((0, max(min_rows - rows, 0)), (0, 0)))
-        values, scale = values_and_scale(w, x.dtype)
-        y = jnp.einsum("bc,oc->bo", x, values, **accumulation(x.dtype))[:rows]
-        return y if scale is None else y * scale
-
-    def cpu_product(x, w):
-        """The fast product with int8 weights on a CPU is int8 with int8. Two int8 planes hold 15 bits of an activation,
-        a coarse one and what its rounding left: as rows of one product they cost little and lose next to nothing."""
-        if not isinstance(w, Int8):
-            return product(x, w, min_rows=1 if x.dtype == jnp.float32 else 4)  # float32 is fast with one row as well
-        coarse = quantize(x)
-        fine = quantize(x - coarse.values * coarse.scale[:, None])
-        planes = jnp.concatenate([coarse.values, fine.values])
-        planes = jnp.pad(planes, ((0, max(4 - planes.shape[0], 0)), (0, 0)))
-        y = jnp.einsum("bc,oc->bo", planes, w.values, preferred_element_type=jnp.int32)
-        y_coarse, y_fine = y[: x.shape[0]], y[x.shape[0] : 2 * x.shape[0]]
-        return (y_coarse * coarse.scale[:, None] + y_fine * fine.scale[:, None]) * w.scale
-
-    rows = x.reshape(-1, x.shape[-1])
-    y = jax.lax.platform_dependent(rows, w, cpu=cpu_product, tpu=partial(product, min_rows=8), default=product)
+    flat = x.reshape(-1, x.shape[-1])
+    y = jax.lax.platform_dependent(flat, w, cpu=cpu_product, tpu=partial(product, min_rows=8), default=product)
     y = y.reshape(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 
 
-def accumulation(dtype: jnp.dtype) -> dict:
-    """The einsum arguments of every product: float32 sums, and no bf16 or tf32 passes for float32 operands."""
-    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    return {"preferred_element_type": jnp.float32, "precision": precision}
+def product(x: jax.Array, w: jax.Array | Int8, min_rows: int = 1) -> jax.Array:
+    """x [B, C] times w [O, C]: float32 [B, O].
+
+    Padded to `min_rows`, since the compilers for CPUs and TPUs turn fewer rows into slow vector code.
+    """
+    values, scale = values_and_scale(w, x.dtype)
+    y = einsum("bc,oc->bo", pad_rows(x, min_rows), values)[: x.shape[0]]
+    return y if scale is None else y * scale
+
+
+def cpu_product(x: jax.Array, w: jax.Array | Int8) -> jax.Array:
+    """The same on a CPU, where the fast product with int8 weights is int8 with int8.
+
+    Two int8 planes hold 15 bits of an activation: a coarse one, and a fine one of what its rounding left. As rows of
+    one product they cost little and lose next to nothing.
+    """
+    if not isinstance(w, Int8):
+        return product(x, w, min_rows=1 if x.dtype == jnp.float32 else 4)  # float32 is fast with one row as well
+    B = x.shape[0]
+    coarse = quantize(x)
+    fine = quantize(x - coarse.values * coarse.scale[:, None])
+    planes = pad_rows(jnp.concatenate([coarse.values, fine.values]), 4)
+    y = jnp.einsum("bc,oc->bo", planes, w.values, preferred_element_type=jnp.int32)
+    return (y[:B] * coarse.scale[:, None] + y[B : 2 * B] * fine.scale[:, None]) * w.scale
+
+
+def pad_rows(x: jax.Array, rows: int) -> jax.Array:
+    """x [B, C] with zeros up to `rows` rows."""
+    return jnp.pad(x, ((0, max(rows - x.shape[0], 0)), (0, 0)))
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -407,13 +433,12 @@ def embed(tokens: jax.Array, table: jax.Array | Int8, dtype: jnp.dtype) -> jax.A
 
     Each device looks up the tokens it holds and contributes zeros for the others; the psum puts them together.
     """
-    rows_held = table.shape[0]
-    local = tokens - jax.lax.axis_index(MODEL_AXES) * rows_held
-    held = (local >= 0) & (local < rows_held)
-    x, scale = values_and_scale(jax.tree.map(lambda t: t[jnp.where(held, local, 0)], table), jnp.float32)
-    if scale is not None:
-        x = x * scale[..., None]
-    return jax.lax.psum(jnp.where(held[..., None], x, 0).astype(dtype), MODEL_AXES)
+    local = tokens - jax.lax.axis_index(MODEL_AXES) * table.shape[0]
+    is_here = (local >= 0) & (local < table.shape[0])
+    index = jnp.where(is_here, local, 0)
+    x, scale = values_and_scale(jax.tree.map(lambda t: t[index], table), jnp.float32)
+    x = x if scale is None else x * scale[..., None]
+    return jax.lax.psum(jnp.where(is_here[..., None], x, 0).astype(dtype), MODEL_AXES)
 
 
 def layer(x: jax.Array, w: dict, cache: LayerCache, positions: jax.Array, attend, config: Config):
@@ -487,9 +512,9 @@ def prefill_attention(
         scores = attention_scores(q, k, mask)
         new_largest = jnp.maximum(largest, jnp.max(scores, axis=-1))
         shrink = jnp.exp(largest - new_largest)
-        weights = jnp.exp(scores - new_largest[..., None])
-        total = total * shrink + jnp.sum(weights, axis=-1)
-        return new_largest, total, out * shrink[..., None] + weighted_values(weights, v, q.dtype)
+        exps = jnp.exp(scores - new_largest[..., None])
+        total = total * shrink + jnp.sum(exps, axis=-1)
+        return new_largest, total, out * shrink[..., None] + weighted_sum(exps, v, q.dtype)
 
     shape = q.shape[:-1]
     state = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q.shape, jnp.float32))
@@ -501,16 +526,16 @@ def prefill_attention(
 def attention_scores(q: jax.Array, k: jax.Array | Int8, mask: jax.Array) -> jax.Array:
     """q [B, K, G, T, H], k [B, K, S, H], mask [.., T, S]: float32 [B, K, G, T, S]."""
     keys, scale = values_and_scale(k, q.dtype)
-    scores = jnp.einsum("bkgth,bksh->bkgts", q.astype(keys.dtype), keys, **accumulation(keys.dtype))
+    scores = einsum("bkgth,bksh->bkgts", q.astype(keys.dtype), keys)
     scores = scores if scale is None else scores * scale[:, :, None, None]
     return jnp.where(mask, scores, MASKED)
 
 
-def weighted_values(weights: jax.Array, v: jax.Array | Int8, dtype: jnp.dtype) -> jax.Array:
-    """weights [B, K, G, T, S], v [B, K, S, H]: float32 [B, K, G, T, H]. `dtype` is for the product with int8 values."""
+def weighted_sum(p: jax.Array, v: jax.Array | Int8, dtype: jnp.dtype) -> jax.Array:
+    """p [B, K, G, T, S], v [B, K, S, H]: float32 [B, K, G, T, H]. `dtype` is for the product with int8 values."""
     values, scale = values_and_scale(v, dtype)
-    weights = weights if scale is None else weights * scale[:, :, None, None]
-    return jnp.einsum("bkgts,bksh->bkgth", weights.astype(values.dtype), values, **accumulation(values.dtype))
+    p = p if scale is None else p * scale[:, :, None, None]
+    return einsum("bkgts,bksh->bkgth", p.astype(values.dtype), values)
 
 
 def decode_attention(
@@ -518,7 +543,8 @@ def decode_attention(
 ) -> tuple[jax.Array, LayerCache]:
     """Attention of one token a row, at positions [B], over the slots up to its own: q [B, K, G, 1, H].
 
-    On TPUs by the kernel below, elsewhere by plain XLA over the first `prefix` slots, which all positions are below.
+    On TPUs by the kernel below, elsewhere by plain XLA over the first `prefix` slots. The positions of unfinished rows
+    are below `prefix`; what a finished row computes is dropped.
     """
 
     def plain(q, new, cache, positions):
@@ -526,8 +552,8 @@ def decode_attention(
         cache = jax.tree.map(lambda c, n: c.at[rows, :, positions].set(n[:, :, 0]), cache, new)
         k, v = jax.tree.map(lambda c: c[:, :, :prefix], cache)
         mask = is_attended(jnp.arange(prefix), positions[:, None], window)
-        weights = jax.nn.softmax(attention_scores(q, k, mask[:, None, None, None]), axis=-1)
-        return weighted_values(weights, v, q.dtype).astype(q.dtype), cache
+        probabilities = jax.nn.softmax(attention_scores(q, k, mask[:, None, None, None]), axis=-1)
+        return weighted_sum(probabilities, v, q.dtype).astype(q.dtype), cache
 
     kernel = partial(ragged_decode_attention, window=window)
     return jax.lax.platform_dependent(q, new, cache, positions, tpu=kernel, default=plain)
@@ -542,7 +568,7 @@ def ragged_decode_attention(
     block: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, LayerCache]:
-    """The same for TPUs, as one Pallas kernel: reads the blocks of a row up to its position and no other.
+    """decode_attention for TPUs, as one Pallas kernel: reads the blocks of a row up to its position and no other.
 
     The grid is (rows of the batch, blocks of a row). A block index beyond the last needed one is mapped to the last:
     the same block again is not fetched again. The running softmax starts with the new token, which is at hand, so the
@@ -553,8 +579,9 @@ def ragged_decode_attention(
     back. The cache that comes in and the one that goes out are the same memory; that is safe, since a row's tile is
     written after the last block of the row was read, and other rows never read it.
 
-    Args: q [B, K, G, 1, H]; new and cache as in `layer`; positions int32 [B], each below S; `block` slots a grid step,
-    by default a power of two that makes about half a MiB of keys, 128 slots at least; `interpret` for tests on a CPU.
+    Args: q [B, K, G, 1, H]; new and cache as in `layer`; positions int32 [B], each below S; `window` in slots; `block`
+    slots a grid step, by default a power of two that makes at most half a MiB of keys, or 128; `interpret` for tests
+    on a CPU.
     """
     B, K, G, _, H = q.shape
     S = cache.k.shape[2]
@@ -566,7 +593,7 @@ def ragged_decode_attention(
     padded_G = -(-G // 8) * 8  # a product of fewer rows than a register has sublanes may not compile
     q = jnp.pad(q[:, :, :, 0], ((0, 0), (0, 0), (0, padded_G - G), (0, 0)))
 
-    # Positions are not negative, so lax.div does for //, which rounds down in several instructions.
+    # Positions are never negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
     def first_block(position):
         return 0 if window is None else jax.lax.div(jnp.maximum(position - window + 1, 0), block)
 
@@ -599,16 +626,15 @@ def ragged_decode_attention(
             mask = is_attended(slots, position, window) & (slots != position)
             for h in range(K):
                 (k, k_scale), (v, v_scale) = head(cache.k, h), head(cache.v, h)
-                scores = jnp.einsum("gh,sh->gs", q[0, h], k, **accumulation(q.dtype)) * k_scale
+                scores = einsum("gh,sh->gs", q[0, h], k) * k_scale
                 scores = jnp.where(mask, scores, MASKED)
                 old_largest = largest[h][:, :1]
                 new_largest = jnp.maximum(old_largest, jnp.max(scores, axis=-1, keepdims=True))
                 shrink = jnp.exp(old_largest - new_largest)
-                weights = jnp.exp(scores - new_largest)
+                exps = jnp.exp(scores - new_largest)
                 largest[h] = jnp.broadcast_to(new_largest, largest.shape[1:])
-                total[h] = total[h] * shrink + jnp.sum(weights, axis=-1, keepdims=True)
-                weights = (weights * v_scale).astype(q.dtype)
-                acc[h] = acc[h] * shrink + jnp.einsum("gs,sh->gh", weights, v, **accumulation(q.dtype))
+                total[h] = total[h] * shrink + jnp.sum(exps, axis=-1, keepdims=True)
+                acc[h] = acc[h] * shrink + einsum("gs,sh->gh", (exps * v_scale).astype(q.dtype), v)
 
         @pl.when(i == last)
         def store():
@@ -688,7 +714,7 @@ def forward(
     return x, cache
 
 
-def logits(weights: dict, x: jax.Array, config: Config) -> jax.Array:
+def output_logits(weights: dict, x: jax.Array, config: Config) -> jax.Array:
     """This device's part of the vocabulary, float32 [B, V], for hidden states x [B, D]."""
     x = rms_norm(x, weights["norm"], config.rms_norm_eps)
     y = linear(x, weights.get("head", weights["embedding"]))
@@ -708,19 +734,21 @@ class Sampling(NamedTuple):
     top_p: float = 1.0
 
 
-def next_token(y: jax.Array, positions: jax.Array, seed: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+def next_token(
+    logits: jax.Array, positions: jax.Array, seed: jax.Array, sampling: Sampling
+) -> tuple[jax.Array, jax.Array]:
     """Tokens int32 and their log-probabilities float32, [B] each: of the whole batch, and on every device.
 
     The log-probability is that of the unmodified softmax. Sampling draws from a key of its own for each row and each
     position, so that no key is used twice.
 
-    Args: y, the local logits [B, V]; positions int32 [B], of the tokens that gave them; seed uint32 [].
+    Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seed uint32 [].
     """
     if sampling.temperature == 0:
         # Each device has a candidate: its largest logit, that token, and the sum of exp(logit - largest).
-        largest, local = jnp.max(y, axis=-1), jnp.argmax(y, axis=-1)
-        ids = local + jax.lax.axis_index(MODEL_AXES) * y.shape[1]
-        total = jnp.sum(jnp.exp(y - largest[:, None]), axis=-1)
+        largest, local = jnp.max(logits, axis=-1), jnp.argmax(logits, axis=-1)
+        ids = local + jax.lax.axis_index(MODEL_AXES) * logits.shape[1]
+        total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
         # One collective for all of it; float32 holds every id below 2**24 exactly.
         candidates = jnp.stack([largest, total, ids.astype(jnp.float32)])
         largest, total, ids = jax.lax.all_gather(candidates, MODEL_AXES, axis=1)  # [X, B] each
@@ -728,37 +756,43 @@ def next_token(y: jax.Array, positions: jax.Array, seed: jax.Array, sampling: Sa
         logprobs = -jnp.log(jnp.sum(total * jnp.exp(largest - jnp.max(largest, axis=0)), axis=0))
         tokens = jnp.take_along_axis(ids, winner, axis=0)[0].astype(jnp.int32)
     else:
-        y = jax.lax.all_gather(y, MODEL_AXES, axis=1, tiled=True)
-        rows = jax.lax.axis_index("dp") * y.shape[0] + jnp.arange(y.shape[0])
+        logits = jax.lax.all_gather(logits, MODEL_AXES, axis=1, tiled=True)
+        rows = jax.lax.axis_index("dp") * logits.shape[0] + jnp.arange(logits.shape[0])
         fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
         keys = jax.vmap(jax.random.fold_in)(fold_in(jax.random.key(seed), rows), positions)
-        kept = keep_probable(y / sampling.temperature, sampling.top_k, sampling.top_p)
+        kept = keep_probable(logits / sampling.temperature, sampling.top_k, sampling.top_p)
         tokens = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
-        logprobs = jnp.take_along_axis(jax.nn.log_softmax(y), tokens[:, None], axis=-1)[:, 0]
+        logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)[:, 0]
     # Every host needs the tokens of all rows, to look for stop tokens.
-    return jax.lax.all_gather((tokens, logprobs), "dp", tiled=True)
+    chosen = jnp.stack([tokens.astype(jnp.float32), logprobs])
+    tokens, logprobs = jax.lax.all_gather(chosen, "dp", axis=1, tiled=True)
+    return tokens.astype(jnp.int32), logprobs
 
 
-def keep_probable(y: jax.Array, top_k: int, top_p: float) -> jax.Array:
-    """Logits y [B, V] with -inf for all that `top_k` and then `top_p` leave out; the most probable token stays."""
+def keep_probable(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
+    """Logits [B, V] with -inf for all that `top_k` and then `top_p` leave out; the most probable token stays."""
     if top_k:
-        smallest = jax.lax.top_k(y, min(top_k, y.shape[-1]))[0][:, -1:]
-        y = jnp.where(y < smallest, -jnp.inf, y)
+        smallest = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
     if top_p < 1:
-        descending = jnp.sort(y, axis=-1, descending=True)
+        descending = jnp.sort(logits, axis=-1, descending=True)
         probabilities = jax.nn.softmax(descending, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
         kept = jnp.sum(before < top_p, axis=-1, keepdims=True)
         smallest = jnp.take_along_axis(descending, kept - 1, axis=-1)
-        y = jnp.where(y < smallest, -jnp.inf, y)
-    return y
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    return logits
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The three programs: prefill, first_token, decode_step
+#
+# Here jit and shard_map begin: outside, an array is the whole one, spread over the mesh; inside `body` it is this
+# device's part.
 
 
 def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, out_specs: object):
-    """`body(weights, ..)` under shard_map: from here on arrays are local and communication is explicit.
-
-    The weights' specs come from their declaration, since traced arrays do not tell theirs.
-    """
+    """`body(weights, ..)` under shard_map. The weights' specs come from their declaration: traced arrays have none."""
     int8 = isinstance(weights["embedding"], Int8)
     weight_specs = specs(abstract_weights(config, mesh, weights["norm"].dtype, int8))
     return jax.shard_map(
@@ -770,11 +804,11 @@ def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, ou
     )
 
 
-@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache", "last"))
+@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache", "last_hidden"))
 def prefill(
     weights: dict,
     cache: list[LayerCache],
-    last: jax.Array,
+    last_hidden: jax.Array,
     tokens: jax.Array,
     start: jax.Array,
     lengths: jax.Array,
@@ -784,13 +818,15 @@ def prefill(
 ) -> tuple[list[LayerCache], jax.Array]:
     """One piece of the prompts, T tokens of each row, into slots start to start + T.
 
-    Rows are padded at the end; what is computed there is never attended to, and its slots are overwritten later.
+    Rows are padded at the end. What is computed there is not attended to: each of its slots is overwritten before a
+    later token could.
 
-    Args: cache and last [B, D] are donated; tokens int32 [B, T]; start int32 []; lengths int32 [B], of the prompts.
-    Returns the cache, and `last` with the hidden state of each prompt's last token where it stands in this piece.
+    Args: cache and last_hidden [B, D] are donated; tokens int32 [B, T]; start int32 []; lengths int32 [B], of the
+    prompts. Returns the cache, and `last_hidden` with the hidden state of each prompt's last token where that stands
+    in this piece.
     """
 
-    def body(weights, cache, last, tokens, start, lengths):
+    def body(weights, cache, last_hidden, tokens, start, lengths):
         T = tokens.shape[1]
         positions = jnp.broadcast_to(start + jnp.arange(T), tokens.shape)
         attend = partial(prefill_attention, start=start, window=config.sliding_window)
@@ -798,17 +834,17 @@ def prefill(
         index = lengths - 1 - start
         is_here = (index >= 0) & (index < T)
         hidden = jnp.take_along_axis(x, jnp.clip(index, 0, T - 1)[:, None, None], axis=1)[:, 0]
-        return cache, jnp.where(is_here[:, None], hidden, last)
+        return cache, jnp.where(is_here[:, None], hidden, last_hidden)
 
     in_specs = (CACHE_SPEC, P("dp"), P("dp"), P(), P("dp"))
     program = sharded(body, mesh, weights, config, in_specs, (CACHE_SPEC, P("dp")))
-    return program(weights, cache, last, tokens, start, lengths)
+    return program(weights, cache, last_hidden, tokens, start, lengths)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "sampling"))
 def first_token(
     weights: dict,
-    last: jax.Array,
+    last_hidden: jax.Array,
     lengths: jax.Array,
     seed: jax.Array,
     *,
@@ -818,11 +854,11 @@ def first_token(
 ) -> tuple[jax.Array, jax.Array]:
     """The first generated token and its log-probability, [B] each, from the hidden states that prefill returns."""
 
-    def body(weights, last, lengths, seed):
-        return next_token(logits(weights, last, config), lengths - 1, seed, sampling)
+    def body(weights, last_hidden, lengths, seed):
+        return next_token(output_logits(weights, last_hidden, config), lengths - 1, seed, sampling)
 
     program = sharded(body, mesh, weights, config, (P("dp"), P("dp"), P()), P())
-    return program(weights, last, lengths, seed)
+    return program(weights, last_hidden, lengths, seed)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "prefix", "sampling"), donate_argnames=("cache",))
@@ -838,7 +874,7 @@ def decode_step(
     prefix: int,
     sampling: Sampling,
 ) -> tuple[list[LayerCache], jax.Array, jax.Array, jax.Array]:
-    """One token for every row: feeds tokens [B] at positions [B], all below `prefix`.
+    """One token for every row: feeds tokens [B] at positions [B], for which see decode_attention.
 
     Returns the cache (donated), the next tokens int32 [B], their log-probabilities float32 [B] and their positions.
     """
@@ -846,7 +882,7 @@ def decode_step(
     def body(weights, cache, tokens, positions, seed):
         attend = partial(decode_attention, positions=positions, prefix=prefix, window=config.sliding_window)
         x, cache = forward(weights, tokens[:, None], positions[:, None], cache, attend, config)
-        tokens, logprobs = next_token(logits(weights, x[:, 0], config), positions, seed, sampling)
+        tokens, logprobs = next_token(output_logits(weights, x[:, 0], config), positions, seed, sampling)
         # A row that is finished goes on until all are, in its last slot at most.
         return cache, tokens, logprobs, jnp.minimum(positions + 1, cache[0].k.shape[2] - 1)
 
@@ -896,20 +932,21 @@ def generate(
     cache that doubles as it fills, so that it reads what is filled and not what is allocated.
 
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
-    and step_bytes of a decode step of mean length. With the first token: raises InputError as check_prompts does.
+    and at the end step_bytes of a decode step of mean length. As a generator, it raises InputError (for prompts that
+    check_prompts refuses, or a cache that does not fit) when its first item is asked for.
     """
     stats = {} if stats is None else stats
+    stats |= {"compile_s": 0.0, "decode_s": 0.0, "decode_steps": 0, "decode_tokens": 0}
     check_prompts(prompts, config, max_seq_len)
     lengths = [len(prompt) for prompt in prompts]
-    max_seq_len = max_seq_len or max(lengths) + max_new_tokens
-    limits = [min(max_new_tokens, max_seq_len - length + 1) for length in lengths]  # the last token needs no slot
+    max_seq_len = max_seq_len or max(lengths) + max_new_tokens - 1  # the last token needs no slot
+    limits = [min(max_new_tokens, max_seq_len - length + 1) for length in lengths]
 
+    # The prompts in one array, padded at the end of each row, and with rows of one token so that dp divides them.
     dp = mesh.shape["dp"]
-    batch = -(-len(prompts) // dp) * dp  # the rows that fill up the last device have one token and are never looked at
+    batch = -(-len(prompts) // dp) * dp
     piece = min(PREFILL_PIECE, power_of_two(max(lengths)), max(1, PREFILL_TOKENS // power_of_two(batch // dp)))
     pieces = -(-max(lengths) // piece)
-    needed = max(length + limit - 1 for length, limit in zip(lengths, limits, strict=True))
-    slots = cache_slots(max(needed, pieces * piece))
     prompt_tokens = np.zeros((batch, pieces * piece), np.int32)
     for row, prompt in enumerate(prompts):
         prompt_tokens[row, : len(prompt)] = prompt
@@ -918,18 +955,16 @@ def generate(
     def on_mesh(array, spec=P()):
         return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
 
-    dtype = weights["norm"].dtype
+    dtype, slots = weights["norm"].dtype, cache_slots(max(max_seq_len, pieces * piece))
     try:
         cache = jax.block_until_ready(zeros(abstract_cache(config, mesh, batch, slots, dtype, int8_cache)))
     except jax.errors.JaxRuntimeError as error:
-        raise InputError(
-            f"no memory for a cache of {batch} x {slots} slots; lower max_new_tokens or max_seq_len"
-        ) from error
-    last = zeros(jax.ShapeDtypeStruct((batch, config.hidden_size), dtype, sharding=NamedSharding(mesh, P("dp"))))
+        message = f"no memory for a cache of {batch} x {slots} slots; lower max_new_tokens or max_seq_len"
+        raise InputError(message) from error
+    hidden = jax.ShapeDtypeStruct((batch, config.hidden_size), dtype, sharding=NamedSharding(mesh, P("dp")))
+    last_hidden = zeros(hidden)
     positions = on_mesh(prompt_lengths, P("dp"))  # of the next token of each row; for prefill, the prompts' lengths
     seed = on_mesh(np.uint32(seed))
-
-    stats |= {"compile_s": 0.0, "decode_s": 0.0, "decode_steps": 0, "decode_tokens": 0}
 
     def compiled(program, *arguments, **options):
         begin = time.perf_counter()
@@ -944,28 +979,45 @@ def generate(
 
     # Prefill. All that it and the first decode step need is compiled before the clock starts.
     tokens = on_mesh(prompt_tokens[:, :piece])
-    prefill_piece = compiled(prefill, weights, cache, last, tokens, on_mesh(np.int32(0)), positions)
-    pick_first = compiled(first_token, weights, last, positions, seed, sampling=sampling)
+    prefill_piece = compiled(prefill, weights, cache, last_hidden, tokens, on_mesh(np.int32(0)), positions)
+    pick_first = compiled(first_token, weights, last_hidden, positions, seed, sampling=sampling)
     prefix = prefix_for(max(lengths))
-    fed = on_mesh(prompt_lengths)  # in the place of tokens
-    step = compiled(decode_step, weights, cache, fed, positions, seed, prefix=prefix, sampling=sampling)
+    tokens = on_mesh(prompt_lengths)  # of the shape and sharding of a step's tokens
+    step = compiled(decode_step, weights, cache, tokens, positions, seed, prefix=prefix, sampling=sampling)
     begin = time.perf_counter()
     for start in range(0, pieces * piece, piece):
         tokens = on_mesh(prompt_tokens[:, start : start + piece])
-        cache, last = prefill_piece(weights, cache, last, tokens, on_mesh(np.int32(start)), positions)
-    tokens, logprobs = jax.block_until_ready(pick_first(weights, last, positions, seed))
+        cache, last_hidden = prefill_piece(weights, cache, last_hidden, tokens, on_mesh(np.int32(start)), positions)
+    tokens, logprobs = jax.block_until_ready(pick_first(weights, last_hidden, positions, seed))
     stats |= {"prefill_s": time.perf_counter() - begin, "prefill_tokens": sum(lengths)}
 
-    # Decode. `in_flight` are tokens that the host has not seen. `started` and `seen` count tokens of a row.
-    in_flight = deque([(tokens, logprobs)])
-    started, seen = 1, 0
-    live = set(range(len(prompts)))
+    live = set(range(len(prompts)))  # the rows that are not finished
+    seen = 0  # tokens of a row that the host has looked at
+
+    def look(tokens, logprobs):
+        """Fetches the tokens of a step, and takes the rows that end with them out of `live`."""
+        nonlocal seen
+        seen += 1
+        ids, logs = np.asarray(tokens), np.asarray(logprobs)
+        new = []
+        for row in sorted(live):
+            is_stop = int(ids[row]) in stop_tokens
+            reason = "stop" if is_stop else "length" if seen == limits[row] else None
+            new.append(Token(row, int(ids[row]), float(logs[row]), reason))
+        live.difference_update(token.row for token in new if token.finish_reason)
+        return new
+
+    yield look(tokens, logprobs)
+
+    # Decode.
+    in_flight = deque()  # the tokens of steps that the host has not looked at
+    started = 1  # tokens of a row, in flight or seen
     begin = time.perf_counter()
     while live:
         while started < max(limits[row] for row in live) and len(in_flight) <= LOOKAHEAD:
             needed = prefix_for(max(lengths[row] for row in live) + started - 1)
             if needed > prefix:
-                jax.block_until_ready(tokens)
+                jax.block_until_ready(tokens)  # no step runs while the clock stands still
                 pause = time.perf_counter()
                 prefix = needed
                 step = compiled(decode_step, weights, cache, tokens, positions, seed, prefix=prefix, sampling=sampling)
@@ -974,19 +1026,10 @@ def generate(
             tokens.copy_to_host_async()
             in_flight.append((tokens, logprobs))
             started += 1
-
-        ids, logs = map(np.asarray, in_flight.popleft())
-        seen += 1
-        new = []
-        for row in sorted(live):
-            is_stop = int(ids[row]) in stop_tokens
-            reason = "stop" if is_stop else "length" if seen == limits[row] else None
-            new.append(Token(row, int(ids[row]), float(logs[row]), reason))
-        live -= {token.row for token in new if token.finish_reason}
-        if seen > 1:  # the first token is prefill's
-            stats["decode_s"] = time.perf_counter() - begin
-            stats["decode_steps"] += 1
-            stats["decode_tokens"] += len(new)
+        new = look(*in_flight.popleft())
+        stats["decode_s"] = time.perf_counter() - begin
+        stats["decode_steps"] += 1
+        stats["decode_tokens"] += len(new)
         yield new
     jax.block_until_ready(cache)  # steps still in flight: no process may leave while others wait for it in a collective
     stats["step_bytes"] = step_bytes(weights, cache, [length + seen / 2 for length in lengths], config)
@@ -1003,11 +1046,6 @@ def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | N
             raise InputError(f"prompt {row} has {len(prompt)} tokens, more than max_seq_len {max_seq_len}; raise it")
         if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
             raise InputError(f"prompt {row} has a token outside the model's vocabulary of {config.vocab_size}")
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
 
 
 def zeros(abstract) -> object:

@@ -74,10 +74,11 @@ def decode(folder, path: Path, prompts: list[list[int]], mesh=(1, 1, 1), dtype="
     """Loads a checkpoint and decodes: the tokens of each row, in order."""
     import jax
 
-    config, _ = folder.convert.read_config(path)
+    checkpoint = folder.convert.open_checkpoint(path)
+    config = checkpoint.config
     mesh = folder.model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
     folder.model.check_mesh(config, mesh)
-    weights = folder.convert.load(path, mesh, dtype, int8)
+    weights = folder.convert.load(checkpoint, mesh, dtype, int8)
     rows = [[] for _ in prompts]
     for tokens in folder.model.generate(weights, prompts, config, mesh, **options):
         for token in tokens:

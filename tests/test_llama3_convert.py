@@ -96,7 +96,7 @@ def test_killed_and_run_again(checkpoint, tmp_path, monkeypatch):
         killed = process.wait() == -signal.SIGKILL
         if killed and not (output / "config.json").exists():
             with pytest.raises(llama3.model.InputError):
-                llama3.convert.read_config(output)
+                llama3.convert.open_checkpoint(output)
         if not killed:
             break
     finished = subprocess.run(command, capture_output=True, text=True)
@@ -208,7 +208,7 @@ def test_each_device_reads_its_own_slices(checkpoint, monkeypatch):
 
     monkeypatch.setattr(llama3.convert, "read_rows", counting)
     mesh = llama3.model.make_mesh(1, 1, 8)
-    llama3.convert.load(path, mesh, "float32")
+    llama3.convert.load(llama3.convert.open_checkpoint(path), mesh, "float32")
     for name, tensor in reference.state_dict().items():
         if tensor.ndim == 2:
             copies = 4 if "k_proj" in name or "v_proj" in name else 1  # 8 devices, 2 kv heads

@@ -189,7 +189,6 @@ def test_profile(main, tmp_path):
         (["--model_path", "/no/such/folder", "--prompt", "a"], "/no/such/folder: no such folder"),
         (["--model_path", "no_such_folder", "--prompt", "a"], "no_such_folder: no such folder"),
         (["--model_path", "nobody/nothing", "--prompt", "a"], "nobody/nothing: no such folder, and the hub"),
-        (["--model_path", DEMO], "--prompt"),
         (["--prompt", "a", "--prompts_file", "b"], "not allowed with"),
         (["--prompts_file", "/no/file"], "/no/file"),
         (["--prompts_file", "/dev/null"], "no prompt"),

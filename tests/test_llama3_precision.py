@@ -27,9 +27,10 @@ def conversations():
 def log_probabilities(rows, dtype, int8, int8_cache, mesh_shape=(1, 1, 1)):
     """float32 [len(row), V] for each row of token ids: the distribution of the token after each of them."""
     model, convert = llama3.model, llama3.convert
-    config, _ = convert.read_config(DEMO)
+    checkpoint = convert.open_checkpoint(DEMO)
+    config = checkpoint.config
     mesh = model.make_mesh(*mesh_shape, devices=jax.devices()[: int(np.prod(mesh_shape))])
-    weights = convert.load(DEMO, mesh, dtype, int8)
+    weights = convert.load(checkpoint, mesh, dtype, int8)
     cache = model.zeros(model.abstract_cache(config, mesh, len(rows), 256, convert.DTYPES[dtype], int8_cache))
     tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)  # padded at the end, where nothing looks
     for i, row in enumerate(rows):
@@ -41,7 +42,7 @@ def log_probabilities(rows, dtype, int8, int8_cache, mesh_shape=(1, 1, 1)):
 
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x, _ = model.forward(weights, tokens, positions, cache, attend, config)
-        y = model.logits(weights, x.reshape(-1, x.shape[-1]), config)
+        y = model.output_logits(weights, x.reshape(-1, x.shape[-1]), config)
         return jax.lax.all_gather(y, model.MODEL_AXES, axis=1, tiled=True).reshape(*tokens.shape, -1)
 
     program = model.sharded(body, mesh, weights, config, (model.CACHE_SPEC, P()), P())
