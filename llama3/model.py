@@ -131,7 +131,8 @@ class Config:
         is_mistral = model_type == "mistral"
         defaults = {"num_key_value_heads": 8, "sliding_window": 4096} if is_mistral else {}
         overrides = {"attention_bias": False, "mlp_bias": False} if is_mistral else {"sliding_window": None}
-        rope = {name: rope_table[name] for name in ("rope_theta", *ROPE_PARAMETERS[rope_type]) if name in rope_table}
+        rope = {name: rope_table.get(name) for name in ("rope_theta", *ROPE_PARAMETERS[rope_type])}
+        rope = {name: value for name, value in rope.items() if value is not None}
         overrides["rope_type"] = rope_type
         if rope_type == "llama3":  # as in transformers, here the top level wins over the table
             overrides["original_max_position_embeddings"] = (

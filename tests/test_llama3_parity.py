@@ -126,7 +126,7 @@ def test_more_devices_than_tokens_in_the_vocabulary(tmp_path):
             "rope_parameters": {k: v for k, v in LLAMA3_ROPE.items() if not k.startswith("original")},
             "max_position_embeddings": 128,
         },
-        {"sliding_window": None, "rope_theta": 77.0, "rope_parameters": None},
+        {"rope_theta": 77.0, "rope_parameters": None},
     ],
 )
 def test_config_json_is_read_as_transformers_reads_it(tmp_path, changes):
