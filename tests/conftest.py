@@ -8,5 +8,6 @@ os.environ.update(
     TPU_SKIP_MDS_QUERY="1",
     TPU_ACCELERATOR_TYPE="v5litepod-16",
     TPU_WORKER_HOSTNAMES="localhost",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # or a second compilation on this machine would find it locked
     HF_HUB_OFFLINE="1",
 )

@@ -1,0 +1,240 @@
+"""Compiles a model's real step for a machine that is not there, and reads off the program what a step costs.
+
+    python3 benchmarks/plan.py llama3 --config llama-3.1-70b --target v5e:4x4 --batch 8 --max_seq_len 2048 \
+        --quantize int8 --quantize_cache int8
+
+The target is a TPU slice (v5e:4x4, v6e:2x4, v5p:2x2x4, v4:2x2x4) or a GPU (h100, h200). No weights are needed, and no
+memory: the shapes of a released size are in FOLDER/configs.
+
+What a step is expected to take is core_ms + collective_ms, an estimate:
+
+core_ms is the larger of two times. One is the compiler's own count of cycles for all that XLA compiled, over the clock;
+weights that it fetches ahead cost it nothing there. The other is all bytes that a device reads, every weight but the
+embedding and the whole cache, over the memory bandwidth. Of kernels (Pallas) the compiler counts no cycles, so for the
+attention the bytes stand alone; of GPUs it counts none at all.
+
+collective_ms takes for each collective a microsecond to start and 2 (n - 1) / n of an all-reduce's bytes, (n - 1) / n
+of an all-gather's, over all of a chip's links. Both constants are held against one published measurement:
+jax-llm-examples' Llama 3.1 70B int8 step (v5e:4x4, batch 8, cache 2048) has 5.91 ms of bytes and 160 all-reduces of
+128 KiB, and took 6.29 ms by its README; this model says 6.27.
+"""
+
+import argparse
+import importlib
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+# Before jax is imported: nothing of this machine's own accelerators, and libtpu told that it only compiles, for as many
+# chips as the target has, whatever else on this machine uses it.
+CHIPS_ASKED = [math.prod(map(int, m[1].split("x"))) for m in (re.fullmatch(r"v\w+:([\dx]+)", a) for a in sys.argv) if m]
+os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": f"v5litepod-{max([4, *CHIPS_ASKED])}",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+ROOT = Path(__file__).resolve().parent.parent
+
+COLLECTIVE_START_S = 1e-6
+
+
+class Chip(NamedTuple):
+    """Published figures of a device: memory in bytes, its bandwidth and that of all links together in bytes/s.
+
+    `clock_hz`, which turns the compiler's cycles into time, is the published bf16 peak over what the matrix units do in
+    a cycle (v5e: 197e12 / (2 x 4 x 128 x 128)). Sources: Google Cloud's page of each TPU version, NVIDIA's data sheets.
+    """
+
+    memory: float
+    bandwidth: float
+    links: float
+    clock_hz: float
+
+
+CHIPS = {
+    "v4": Chip(32 * 2**30, 1228e9, 300e9, 1.05e9),
+    "v5e": Chip(16 * 2**30, 819e9, 200e9, 1.5e9),
+    "v5p": Chip(95 * 2**30, 2765e9, 600e9, 1.75e9),
+    "v6e": Chip(32 * 2**30, 1640e9, 448e9, 1.75e9),
+    "h100": Chip(80e9, 3352e9, 450e9, 1.98e9),
+    "h200": Chip(141e9, 4800e9, 450e9, 1.98e9),
+}
+
+# What the compiler wants to know of a GPU that is not there: the text form of its device description.
+GPU = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth:.0f} l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: {memory:.0f}
+  shared_memory_per_block_optin: 232448 cuda_compute_capability {{ major: 9 minor: 0 }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA" dnn_version_info {{ major: 9 }} device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+COLLECTIVE = re.compile(
+    r"= (?P<shapes>[^=]*?) (?P<kind>all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(-start)?\("
+)
+COPY = re.compile(r"= (?P<shapes>\w+\[[\d,]*\])\S* copy\(")
+KERNEL = re.compile(r"= [^=]*? (fusion|custom-call|copy|all-reduce|all-gather|all-reduce-start|all-gather-start)\(")
+SHAPE = re.compile(r"(pred|[subf]\w*?(\d+))\[([\d,]*)\]")
+
+
+def devices_of(target: str) -> list:
+    """The devices of a machine that is not there, as jax.experimental.topologies describes them."""
+    chip, _, shape = target.partition(":")
+    if chip in ("h100", "h200"):
+        text = GPU.format(bandwidth=CHIPS[chip].bandwidth, memory=CHIPS[chip].memory)
+        options = {"platform": "cuda", "topology_name": "h100", "topology": "1x1x1", "target_config": text}
+        extra = "plan_gpu"
+    else:
+        options, extra = {"platform": "tpu", "topology_name": target}, "tpu"
+        if math.prod(map(int, re.findall(r"\d+", shape))) < 4:  # a part of a host
+            bounds = [*map(int, re.findall(r"\d+", shape)), 1, 1][:3]
+            options["chips_per_host_bounds"] = bounds
+    try:
+        return topologies.get_topology_desc(**options).devices
+    except Exception as error:  # a missing plugin and a wrong name show as many kinds of it
+        raise ValueError(f"no compiler for {target}; is '.[{extra}]' installed? ({str(error)[:200]})") from error
+
+
+def nbytes(shapes: str) -> int:
+    """Bytes of all arrays named in a piece of HLO text."""
+    total = 0
+    for kind, bits, dims in SHAPE.findall(shapes):
+        total += math.prod(int(d) for d in dims.split(",") if d) * (8 if kind == "pred" else int(bits)) // 8
+    return total
+
+
+def compile_program(model, config, mesh, args):
+    """The compiled decode step or, with args.prefill, the compiled prefill of that many tokens a row; its arguments."""
+
+    def array(shape, dtype, spec=P()):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    dtype, batch, slots = jnp.dtype(args.dtype), args.batch, model.cache_slots(args.max_seq_len)
+    weights = model.abstract_weights(config, mesh, dtype, args.quantize == "int8")
+    cache = model.abstract_cache(config, mesh, batch, slots, dtype, args.quantize_cache == "int8")
+    positions = array((batch,), jnp.int32, P("dp"))
+    if args.prefill:
+        hidden = array((batch, config.hidden_size), dtype, P("dp"))
+        tokens = array((batch, args.prefill), jnp.int32)
+        arguments = weights, cache, hidden, tokens, array((), jnp.int32), positions
+        lowered = model.prefill.lower(*arguments, config=config, mesh=mesh)
+    else:
+        arguments = weights, cache, array((batch,), jnp.int32), positions, array((), jnp.uint32)
+        options = {"config": config, "mesh": mesh, "prefix": slots, "sampling": model.Sampling()}
+        lowered = model.decode_step.lower(*arguments, **options)
+    return lowered.compile(), weights, cache
+
+
+def plan(args) -> dict:
+    """The report: the keys of --json."""
+    if not (ROOT / args.folder / "model.py").is_file():
+        raise ValueError(f"{args.folder}: no such model folder")
+    sys.path.insert(0, str(ROOT / args.folder))
+    model = importlib.import_module("model")
+    configs = {file.stem: file for file in sorted((ROOT / args.folder / "configs").glob("*.json"))}
+    if args.config not in configs:
+        raise ValueError(f"--config {args.config} is none of {', '.join(configs)}")
+    config = model.Config.from_dict(json.loads(configs[args.config].read_text()))
+    name = args.target.partition(":")[0]
+    if name not in CHIPS:
+        raise ValueError(f"--target {args.target} is of none of {', '.join(CHIPS)}")
+    chip = CHIPS[name]
+    devices = devices_of(args.target)
+    dp, ep = args.dp or 1, args.ep or 1
+    mesh = model.make_mesh(dp, ep, args.tp or max(1, len(devices) // (dp * ep)), devices=devices)
+    begin = time.perf_counter()
+    program, weights, cache = compile_program(model, config, mesh, args)
+    compile_s = time.perf_counter() - begin
+    text, memory = program.as_text(), program.memory_analysis()
+    entry = text[text.index("\nENTRY") :]
+
+    lengths = [args.max_seq_len] * args.batch
+    read = model.step_bytes(weights, cache, lengths, config) / mesh.size
+    one = model.make_mesh(devices=devices[:1])
+    options = [config, one, args.batch, cache[0].k.shape[2], args.dtype, args.quantize_cache == "int8"]
+    unsharded = model.abstract_weights(config, one, args.dtype, args.quantize == "int8"), model.abstract_cache(*options)
+    floor = model.step_bytes(*unsharded, lengths, config) / mesh.size
+
+    cycles = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text)))
+    core_s = max(cycles / chip.clock_hz, read / chip.bandwidth)
+    collectives = Counter(match["kind"] for match in COLLECTIVE.finditer(entry))
+    traffic = sum(
+        nbytes(match["shapes"]) * {"all-reduce": 2}.get(match["kind"], 1) * (mesh.size - 1) / mesh.size
+        for match in COLLECTIVE.finditer(entry)
+    )
+    collective_s = sum(collectives.values()) * COLLECTIVE_START_S + traffic / chip.links
+    hbm = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    hbm += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    # What is copied in pieces of a mebibyte and more can only be weights or the cache.
+    copies = [size for match in COPY.finditer(entry) if (size := nbytes(match["shapes"])) >= 2**20]
+    return {
+        "fits": hbm <= chip.memory,
+        "weights_bytes": stored(weights),
+        "cache_bytes": stored(cache),
+        "temp_bytes": memory.temp_size_in_bytes,
+        "hbm_bytes": hbm,
+        "collectives": dict(collectives),
+        "copy_bytes": sum(copies),
+        "kernels_per_layer": round(len(KERNEL.findall(entry)) / config.num_hidden_layers, 1),
+        "core_ms": 1e3 * core_s,
+        "collective_ms": 1e3 * collective_s,
+        "estimated_ms": 1e3 * (core_s + collective_s),
+        "floor_ms": 1e3 * floor / chip.bandwidth,
+        "compile_s": compile_s,
+    }
+
+
+def stored(tree) -> int:
+    """Bytes of a pytree on one device."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("folder", help="llama3")
+    add("--config", required=True, help="a released size: a file of FOLDER/configs without .json")
+    add("--target", required=True, help="v5e:4x4, v6e:2x4, v5p:2x2x4, .., h100, h200")
+    add("--batch", type=int, default=8)
+    add("--max_seq_len", type=int, default=2048, help="cache slots for a sequence, all of them filled")
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    add("--quantize", choices=["int8"])
+    add("--quantize_cache", choices=["int8"])
+    add("--prefill", type=int, metavar="P", help="compile the prefill of P tokens a row, not the decode step")
+    for axis in ("dp", "ep", "tp"):
+        add(f"--{axis}", type=int)
+    add("--json", action="store_true")
+    args = parser.parse_args()
+    report = plan(args)
+    if args.json:
+        print(json.dumps(report))
+    else:
+        for name, value in report.items():
+            print(f"{name:18} {value:.3f}" if isinstance(value, float) else f"{name:18} {value}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:  # the model's InputError is one
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
