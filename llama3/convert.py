@@ -535,6 +535,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=[d for d in DTYPES if d != "int8"], default="bfloat16")
     parser.add_argument("--quantize", choices=["int8"], help="matrices in int8, one scale for each output channel")
     args = parser.parse_args()
+    if not args.output:
+        raise InputError("--output is empty")
     convert(find_checkpoint(args.model_path), Path(args.output), args.dtype, args.quantize == "int8")
 
 
