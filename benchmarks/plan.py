@@ -184,7 +184,7 @@ def plan(args) -> dict:
     collective_s = sum(collectives.values()) * COLLECTIVE_START_S + traffic / chip.links
     hbm = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     hbm += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    # What is copied in pieces of a mebibyte and more can only be weights or the cache.
+    # What a decode step copies in pieces of a mebibyte and more can only be weights or the cache.
     copies = [size for match in COPY.finditer(entry) if (size := nbytes(match["shapes"])) >= 2**20]
     return {
         "fits": hbm <= chip.memory,
