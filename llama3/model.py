@@ -410,15 +410,17 @@ def rope_frequencies(config: Config) -> np.ndarray:
 
     "linear" divides the frequencies by `factor`. "llama3" divides by it those that turn less than `low_freq_factor`
     times over the original context, keeps those that turn more than `high_freq_factor` times, and blends between.
+    All is rounded where the reference class rounds it: far along a sequence, a last place of a frequency shows.
     """
-    frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    frequencies = 1 / (np.float64(config.rope_theta) ** exponents).astype(np.float32)
     if config.rope_type == "linear":
-        frequencies = frequencies / config.factor
+        frequencies = frequencies / np.float32(config.factor)
     if config.rope_type == "llama3":
-        turns = config.original_max_position_embeddings * frequencies / (2 * np.pi)
+        turns = config.original_max_position_embeddings / (np.float32(2 * np.pi) / frequencies)
         keep = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
         keep = np.clip(keep, 0, 1)
-        frequencies = keep * frequencies + (1 - keep) * frequencies / config.factor
+        frequencies = (1 - keep) * frequencies / config.factor + keep * frequencies
     return frequencies.astype(np.float32)
 
 

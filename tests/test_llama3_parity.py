@@ -98,6 +98,15 @@ def test_long_prompt_and_a_growing_prefix(checkpoints, name, monkeypatch):
     assert_matches(reference, prompts, decode(llama3, path, prompts, (1, 1, 2), max_new_tokens=280))
 
 
+@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 500000.0}, LLAMA3_ROPE, LINEAR_ROPE])
+def test_sharp_attention_far_along(tmp_path, rope):
+    """Weights so large that attention picks single tokens: a last place of a rotary frequency changes what it picks."""
+    options = {"initializer_range": 0.6, "hidden_size": 128, "num_hidden_layers": 4, "rope_parameters": rope}
+    reference = save_random(tmp_path, *llama(**options), seed=4)
+    prompts = random_prompts(2000, 3, 511)
+    assert_matches(reference, prompts, decode(llama3, tmp_path, prompts, max_new_tokens=6))
+
+
 @pytest.mark.parametrize("int8_cache", [False, True])
 def test_pieces_of_prefill_change_nothing(checkpoints, monkeypatch, int8_cache):
     path, _ = checkpoints("llama 3.1")
