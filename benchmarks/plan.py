@@ -1,4 +1,4 @@
-"""Compiles a model's real step for a machine that is not there, and reads off the program what a step costs.
+r"""Compiles a model's real step for a machine that is not there, and reads off the program what a step costs.
 
     python3 benchmarks/plan.py llama3 --config llama-3.1-70b --target v5e:4x4 --batch 8 --max_seq_len 2048 \
         --quantize int8 --quantize_cache int8

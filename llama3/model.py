@@ -901,7 +901,7 @@ def decode_step(
 # Decoding
 
 PREFILL_TOKENS = 4096  # of all rows of a device in one piece: bounds the memory of prefill
-PREFILL_PIECE = 1024  # of one row: from here on a larger piece makes no product faster
+PREFILL_PIECE = 1024  # of one row: chosen so that a weight read serves many tokens; not yet tuned on hardware
 LOOKAHEAD = 2  # decode steps that the device may be ahead of the host's look at their tokens
 
 
