@@ -139,7 +139,7 @@ def compile_program(model, config, mesh, args):
         lowered = model.prefill.lower(*arguments, config=config, mesh=mesh)
     else:
         arguments = weights, cache, array((batch,), jnp.int32), positions, array((), jnp.uint32)
-        options = {"config": config, "mesh": mesh, "prefix": slots, "sampling": model.Sampling()}
+        options = {"config": config, "mesh": mesh, "sampling": model.Sampling()}
         lowered = model.decode_step.lower(*arguments, **options)
     return lowered.compile(), weights, cache
 

@@ -96,6 +96,7 @@ def parse_arguments():
     )
     add("--num_processes", type=count, help="how many there are")
     add("--process_id", type=number(int, 0, 2**30), help="which of them this is, from 0")
+    add("--no_compilation_cache", action="store_true", help="do not keep compiled programs for the next run")
     add("--profile", type=path, metavar="DIR", help="write a jax.profiler trace of the decode loop")
     args = parser.parse_args()
     if 0 < args.temperature < 1e-6:
@@ -109,6 +110,17 @@ def parse_arguments():
         if args.process_id >= args.num_processes:
             raise InputError(f"--process_id {args.process_id} is not below --num_processes {args.num_processes}")
     return args
+
+
+def enable_compilation_cache() -> None:
+    """Keeps compiled programs for the next run, in JAX_COMPILATION_CACHE_DIR or else in the user's cache folder.
+
+    The oldest leave it beyond 4 GiB. Where the folder cannot be written, jax says so and goes on without.
+    """
+    user_cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    jax.config.update("jax_compilation_cache_dir", jax.config.jax_compilation_cache_dir or str(Path(user_cache, "jax")))
+    jax.config.update("jax_compilation_cache_max_size", 4 * 2**30)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def start_distributed(args) -> None:
@@ -282,6 +294,8 @@ def main() -> None:
     args = parse_arguments()
     if sys.stdout is None:
         raise InputError("standard output is closed")
+    if not args.no_compilation_cache:
+        enable_compilation_cache()
     start_distributed(args)
     prompts = read_prompts(args)
     # Whatever is wrong is said before anything takes long.

@@ -378,19 +378,23 @@ def product(x: jax.Array, w: jax.Array | Int8, min_rows: int = 1) -> jax.Array:
 
 
 def cpu_product(x: jax.Array, w: jax.Array | Int8) -> jax.Array:
-    """The same on a CPU, where the fast product with int8 weights is int8 with int8.
+    """The same on a CPU, where XLA's product is ten times slower for one row than for two, unless in float32.
 
-    Two int8 planes hold 15 bits of an activation: a coarse one, and a fine one of what its rounding left. As rows of
-    one product they cost little and lose next to nothing.
+    A single row goes in as its two halves, against the halves of each row of the weight. With int8 weights, the fast
+    product is int8 with int8: two int8 planes hold 15 bits of an activation, a coarse one, and a fine one of what its
+    rounding left. As rows of one product they cost little and lose next to nothing.
     """
-    if not isinstance(w, Int8):
-        return product(x, w, min_rows=1 if x.dtype == jnp.float32 else 4)  # float32 is fast with one row as well
-    B = x.shape[0]
-    coarse = quantize(x)
-    fine = quantize(x - coarse.values * coarse.scale[:, None])
-    planes = pad_rows(jnp.concatenate([coarse.values, fine.values]), 4)
-    y = jnp.einsum("bc,oc->bo", planes, w.values, preferred_element_type=jnp.int32)
-    return (y[:B] * coarse.scale[:, None] + y[B : 2 * B] * fine.scale[:, None]) * w.scale
+    (B, C), O = x.shape, w.shape[0]
+    if isinstance(w, Int8):
+        coarse = quantize(x)
+        fine = quantize(x - coarse.values * coarse.scale[:, None])
+        planes = jnp.concatenate([coarse.values, fine.values])
+        y = jnp.einsum("bc,oc->bo", planes, w.values, preferred_element_type=jnp.int32)
+        return (y[:B] * coarse.scale[:, None] + y[B:] * fine.scale[:, None]) * w.scale
+    if B == 1 and C % 2 == 0 and x.dtype != jnp.float32:
+        y = einsum("bc,oc->bo", x.reshape(2, C // 2), w.reshape(2 * O, C // 2))
+        return y[:1, ::2] + y[1:, 1::2]
+    return product(x, w, min_rows=1 if x.dtype == jnp.float32 else 2)
 
 
 def pad_rows(x: jax.Array, rows: int) -> jax.Array:
@@ -432,6 +436,7 @@ def rope(x: jax.Array, positions: jax.Array, frequencies: np.ndarray) -> jax.Arr
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
 
+@jax.named_scope("embed")  # the name in a profiler's trace
 def embed(tokens: jax.Array, table: jax.Array | Int8, dtype: jnp.dtype) -> jax.Array:
     """Rows of the vocabulary-sharded table [V, D] for tokens [B, T]: [B, T, D] in `dtype`.
 
@@ -445,8 +450,9 @@ def embed(tokens: jax.Array, table: jax.Array | Int8, dtype: jnp.dtype) -> jax.A
     return jax.lax.psum(jnp.where(is_here[..., None], x, 0).astype(dtype), MODEL_AXES)
 
 
-def layer(x: jax.Array, w: dict, cache: LayerCache, positions: jax.Array, attend, config: Config):
-    """One transformer layer on x [B, T, D] at positions [B, T]. Returns the new x and the new cache.
+@jax.named_scope("attention")
+def attention(x: jax.Array, w: dict, cache: LayerCache, positions: jax.Array, attend, config: Config):
+    """The first half of a layer, on x [B, T, D] at positions [B, T]. Returns the new x and the new cache.
 
     `attend(q [B, K, G, T, H], new, cache)` stores the LayerCache `new` of these T tokens in `cache` and returns the
     attention output [B, K, G, T, H] and the cache. Prefill and decode differ in nothing else.
@@ -456,7 +462,6 @@ def layer(x: jax.Array, w: dict, cache: LayerCache, positions: jax.Array, attend
     N, K = config.num_attention_heads // X, max(config.num_key_value_heads // X, 1)
     G = N // K
 
-    # Attention
     h = rms_norm(x, w["attention_norm"], config.rms_norm_eps)
     qkv = linear(h, w["qkv"], w.get("qkv_bias")).reshape(B, T, N + 2 * K, H)
     q, k, v = jnp.split(qkv, [N, N + K], axis=2)
@@ -468,20 +473,24 @@ def layer(x: jax.Array, w: dict, cache: LayerCache, positions: jax.Array, attend
     q = q.astype(x.dtype).reshape(B, T, K, G, -1).transpose(0, 2, 3, 1, 4)
     store = quantize if isinstance(cache.k, Int8) else lambda a: a.astype(cache.k.dtype)
     new = LayerCache(store(k.swapaxes(1, 2)), store(v.swapaxes(1, 2)))
-    attention, cache = attend(q, new, cache)
-    attention = attention.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, T, N * H)
-    x = x + jax.lax.psum(linear(attention, w["o"]).astype(x.dtype), MODEL_AXES)
+    out, cache = attend(q, new, cache)
+    out = out.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, T, N * H)
+    x = x + jax.lax.psum(linear(out, w["o"]).astype(x.dtype), MODEL_AXES)
     if config.attention_bias:
         x = x + w["o_bias"]  # after the psum: before it, every device would add it once more
+    return x, cache
 
-    # MLP
+
+@jax.named_scope("mlp")
+def mlp(x: jax.Array, w: dict, config: Config) -> jax.Array:
+    """The second half of a layer, on x [B, T, D]."""
     h = rms_norm(x, w["mlp_norm"], config.rms_norm_eps)
     gate, up = jnp.split(linear(h, w["gate_up"], w.get("gate_up_bias")), 2, axis=-1)
     h = (jax.nn.silu(gate) * up).astype(x.dtype)
     x = x + jax.lax.psum(linear(h, w["down"]).astype(x.dtype), MODEL_AXES)
     if config.mlp_bias:
         x = x + w["down_bias"]
-    return x, cache
+    return x
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -502,7 +511,7 @@ def prefill_attention(
     Keys are taken in blocks with a running softmax (Milakov and Gimelshein 2018), as many as are filled: memory is
     bounded whatever the prompt's length, and `start` is traced, so that one program serves all pieces of a prompt.
 
-    Args: q [B, K, G, T, H]; new, cache as in `layer`; start int32 []; window in slots.
+    Args: q [B, K, G, T, H]; new, cache as in `attention`; start int32 []; window in slots.
     """
     cache = jax.tree.map(lambda c, n: jax.lax.dynamic_update_slice_in_dim(c, n, start, axis=2), cache, new)
     T, slots = q.shape[3], cache.k.shape[2]
@@ -530,9 +539,21 @@ def prefill_attention(
 def attention_scores(q: jax.Array, k: jax.Array | Int8, mask: jax.Array) -> jax.Array:
     """q [B, K, G, T, H], k [B, K, S, H], mask [.., T, S]: float32 [B, K, G, T, S]."""
     keys, scale = values_and_scale(k, q.dtype)
-    scores = einsum("bkgth,bksh->bkgts", q.astype(keys.dtype), keys)
+    q = q.astype(keys.dtype)
+    scores = jax.lax.platform_dependent(q, keys, cpu=cpu_scores, default=partial(einsum, "bkgth,bksh->bkgts"))
     scores = scores if scale is None else scores * scale[:, :, None, None]
     return jnp.where(mask, scores, MASKED)
+
+
+def cpu_scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    """q [B, K, G, T, H] times k [B, K, S, H]: float32 [B, K, G, T, S].
+
+    XLA's products on CPUs rearrange their second operand first. For few queries that should not be the keys, and the
+    barrier keeps XLA from exchanging the two.
+    """
+    if q.shape[3] > 1:
+        return einsum("bkgth,bksh->bkgts", q, k)
+    return jax.lax.optimization_barrier(einsum("bksh,bkgth->bksgt", k, q)).transpose(0, 1, 3, 4, 2)
 
 
 def weighted_sum(p: jax.Array, v: jax.Array | Int8, dtype: jnp.dtype) -> jax.Array:
@@ -543,12 +564,11 @@ def weighted_sum(p: jax.Array, v: jax.Array | Int8, dtype: jnp.dtype) -> jax.Arr
 
 
 def decode_attention(
-    q: jax.Array, new: LayerCache, cache: LayerCache, positions: jax.Array, prefix: int, window: int | None
+    q: jax.Array, new: LayerCache, cache: LayerCache, positions: jax.Array, window: int | None
 ) -> tuple[jax.Array, LayerCache]:
     """Attention of one token a row, at positions [B], over the slots up to its own: q [B, K, G, 1, H].
 
-    On TPUs by the kernel below, elsewhere by plain XLA over the first `prefix` slots. The positions of unfinished rows
-    are below `prefix`; what a finished row computes is dropped.
+    On TPUs by the kernel below, elsewhere by plain XLA, which reads all slots there are.
     """
 
     def plain(q, new, cache, positions):
@@ -556,10 +576,9 @@ def decode_attention(
         cache = jax.tree.map(lambda c, n: c.at[rows, :, positions].set(n[:, :, 0]), cache, new)
         # As it is stored: for a single row XLA's GPU backend would lay the keys out anew, all of them and twice a step.
         cache = jax.tree.map(lambda c: with_layout_constraint(c, Layout(tuple(range(c.ndim)))), cache)
-        k, v = jax.tree.map(lambda c: c[:, :, :prefix], cache)
-        mask = is_attended(jnp.arange(prefix), positions[:, None], window)
-        probabilities = jax.nn.softmax(attention_scores(q, k, mask[:, None, None, None]), axis=-1)
-        return weighted_sum(probabilities, v, q.dtype).astype(q.dtype), cache
+        mask = is_attended(jnp.arange(cache.k.shape[2]), positions[:, None], window)
+        probabilities = jax.nn.softmax(attention_scores(q, cache.k, mask[:, None, None, None]), axis=-1)
+        return weighted_sum(probabilities, cache.v, q.dtype).astype(q.dtype), cache
 
     kernel = partial(ragged_decode_attention, window=window)
     return jax.lax.platform_dependent(q, new, cache, positions, tpu=kernel, default=plain)
@@ -585,9 +604,9 @@ def ragged_decode_attention(
     back. The cache that comes in and the one that goes out are the same memory; that is safe, since a row's tile is
     written after the last block of the row was read, and other rows never read it.
 
-    Args: q [B, K, G, 1, H]; new and cache as in `layer`; positions int32 [B], each below S; `window` in slots; `block`
-    slots a grid step, by default a power of two that makes at most half a MiB of keys, or 128; `interpret` for tests
-    on a CPU.
+    Args: q [B, K, G, 1, H]; new and cache as in `attention`; positions int32 [B], each below S; `window` in slots;
+    `block` slots a grid step, by default a power of two that makes at most half a MiB of keys, or 128; `interpret` for
+    tests on a CPU.
     """
     B, K, G, _, H = q.shape
     S = cache.k.shape[2]
@@ -716,10 +735,12 @@ def forward(
     x = embed(tokens, weights["embedding"], weights["norm"].dtype)
     cache = list(cache)
     for i, w in enumerate(weights["layers"]):
-        x, cache[i] = layer(x, w, cache[i], positions, attend, config)
+        x, cache[i] = attention(x, w, cache[i], positions, attend, config)
+        x = mlp(x, w, config)
     return x, cache
 
 
+@jax.named_scope("head")
 def output_logits(weights: dict, x: jax.Array, config: Config) -> jax.Array:
     """This device's part of the vocabulary, float32 [B, V], for hidden states x [B, D]."""
     x = rms_norm(x, weights["norm"], config.rms_norm_eps)
@@ -867,7 +888,7 @@ def first_token(
     return program(weights, last_hidden, lengths, seed)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "prefix", "sampling"), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("config", "mesh", "sampling"), donate_argnames=("cache",))
 def decode_step(
     weights: dict,
     cache: list[LayerCache],
@@ -877,7 +898,6 @@ def decode_step(
     *,
     config: Config,
     mesh: Mesh,
-    prefix: int,
     sampling: Sampling,
 ) -> tuple[list[LayerCache], jax.Array, jax.Array, jax.Array]:
     """One token for every row: feeds tokens [B] at positions [B], for which see decode_attention.
@@ -886,11 +906,12 @@ def decode_step(
     """
 
     def body(weights, cache, tokens, positions, seed):
-        attend = partial(decode_attention, positions=positions, prefix=prefix, window=config.sliding_window)
+        # A row that is finished goes on until all are, in the last slot when there is no further one.
+        positions = jnp.minimum(positions, cache[0].k.shape[2] - 1)
+        attend = partial(decode_attention, positions=positions, window=config.sliding_window)
         x, cache = forward(weights, tokens[:, None], positions[:, None], cache, attend, config)
         tokens, logprobs = next_token(output_logits(weights, x[:, 0], config), positions, seed, sampling)
-        # A row that is finished goes on until all are, in its last slot at most.
-        return cache, tokens, logprobs, jnp.minimum(positions + 1, cache[0].k.shape[2] - 1)
+        return cache, tokens, logprobs, positions + 1
 
     in_specs = (CACHE_SPEC, P("dp"), P("dp"), P())
     program = sharded(body, mesh, weights, config, in_specs, (CACHE_SPEC, P(), P(), P("dp")))
@@ -934,8 +955,8 @@ def generate(
     default as many as all this needs). What it generates greedily does not depend on the other rows.
 
     The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
-    looks for stop tokens LOOKAHEAD steps behind. Where attention is plain XLA, a step is compiled for a prefix of the
-    cache that doubles as it fills, so that it reads what is filled and not what is allocated.
+    looks for stop tokens LOOKAHEAD steps behind. Where attention is plain XLA, which reads the whole cache, the cache
+    doubles as it fills, at one compilation for each size.
 
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
     and at the end step_bytes of a decode step of mean length. As a generator, it raises InputError (for prompts that
@@ -961,12 +982,22 @@ def generate(
     def on_mesh(array, spec=P()):
         return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
 
-    dtype, slots = weights["norm"].dtype, cache_slots(max(max_seq_len, pieces * piece))
-    try:
-        cache = jax.block_until_ready(zeros(abstract_cache(config, mesh, batch, slots, dtype, int8_cache)))
-    except jax.errors.JaxRuntimeError as error:
-        message = f"no memory for a cache of {batch} x {slots} slots; lower max_new_tokens or max_seq_len"
-        raise InputError(message) from error
+    most_slots = cache_slots(max(max_seq_len, pieces * piece))
+
+    def slots_for(position):
+        if mesh.devices.flat[0].platform == "tpu":  # the kernel reads no more than it needs
+            return most_slots
+        return min(most_slots, max(256, power_of_two(position + 1)))
+
+    def cache_from(make, *arguments):
+        try:
+            return jax.block_until_ready(make(*arguments))
+        except jax.errors.JaxRuntimeError as error:
+            message = f"no memory for a cache of {batch} x {slots} slots; lower max_new_tokens or max_seq_len"
+            raise InputError(message) from error
+
+    dtype, slots = weights["norm"].dtype, slots_for(max(*lengths, pieces * piece - 1))
+    cache = cache_from(zeros, abstract_cache(config, mesh, batch, slots, dtype, int8_cache))
     hidden = jax.ShapeDtypeStruct((batch, config.hidden_size), dtype, sharding=NamedSharding(mesh, P("dp")))
     last_hidden = zeros(hidden)
     positions = on_mesh(prompt_lengths, P("dp"))  # of the next token of each row; for prefill, the prompts' lengths
@@ -978,18 +1009,12 @@ def generate(
         stats["compile_s"] += time.perf_counter() - begin
         return executable
 
-    def prefix_for(position):
-        if mesh.devices.flat[0].platform == "tpu":  # decode_attention takes the kernel there
-            return slots
-        return min(slots, max(256, power_of_two(position + 1)))
-
     # Prefill. All that it and the first decode step need is compiled before the clock starts.
     tokens = on_mesh(prompt_tokens[:, :piece])
     prefill_piece = compiled(prefill, weights, cache, last_hidden, tokens, on_mesh(np.int32(0)), positions)
     pick_first = compiled(first_token, weights, last_hidden, positions, seed, sampling=sampling)
-    prefix = prefix_for(max(lengths))
     tokens = on_mesh(prompt_lengths)  # of the shape and sharding of a step's tokens
-    step = compiled(decode_step, weights, cache, tokens, positions, seed, prefix=prefix, sampling=sampling)
+    step = compiled(decode_step, weights, cache, tokens, positions, seed, sampling=sampling)
     begin = time.perf_counter()
     for start in range(0, pieces * piece, piece):
         tokens = on_mesh(prompt_tokens[:, start : start + piece])
@@ -1021,12 +1046,13 @@ def generate(
     begin = time.perf_counter()
     while live:
         while started < max(limits[row] for row in live) and len(in_flight) <= LOOKAHEAD:
-            needed = prefix_for(max(lengths[row] for row in live) + started - 1)
-            if needed > prefix:
+            needed = slots_for(max(lengths[row] for row in live) + started - 1)
+            if needed > slots:
                 jax.block_until_ready(tokens)  # no step runs while the clock stands still
                 pause = time.perf_counter()
-                prefix = needed
-                step = compiled(decode_step, weights, cache, tokens, positions, seed, prefix=prefix, sampling=sampling)
+                slots = needed
+                cache = cache_from(grown, cache, slots)
+                step = compiled(decode_step, weights, cache, tokens, positions, seed, sampling=sampling)
                 begin += time.perf_counter() - pause
             cache, tokens, logprobs, positions = step(weights, cache, tokens, positions, seed)
             tokens.copy_to_host_async()
@@ -1058,6 +1084,18 @@ def zeros(abstract) -> object:
     """A pytree of zeros in the shapes, dtypes and shardings of `abstract`, made on the devices."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract), out_shardings=shardings)()
+
+
+def grown(cache: list[LayerCache], slots: int) -> list[LayerCache]:
+    """The cache with `slots` slots, the new ones empty. Takes the layers out of the list that it is given, one at a
+    time, so that no more than one is in memory twice."""
+
+    def padded(x):
+        return jnp.pad(x, [(0, slots - size if axis == 2 else 0) for axis, size in enumerate(x.shape)])
+
+    shardings = jax.tree.map(lambda x: x.sharding, cache[0])
+    grow = jax.jit(partial(jax.tree.map, padded), out_shardings=shardings)
+    return [jax.block_until_ready(grow(cache.pop(0))) for _ in range(len(cache))]
 
 
 def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config) -> int:

@@ -67,7 +67,7 @@ def test_against_float64(shape, positions, window, block, dtype, int8):
         return model.ragged_decode_attention(q, new, cache, at, window, block, interpret=STRICT)
 
     def plain(q, new, cache, at):
-        return model.decode_attention(q, new, cache, at, cache_slots, window)
+        return model.decode_attention(q, new, cache, at, window)
 
     cache_slots = shape[3]
     out, updated = jax.jit(kernel)(q, new, cache, at)

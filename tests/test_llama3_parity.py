@@ -88,8 +88,8 @@ def test_every_mesh(checkpoints, name, mesh):
 
 
 @pytest.mark.parametrize("name", ["llama 3.1", "mistral 0.1, window"])
-def test_long_prompt_and_a_growing_prefix(checkpoints, name, monkeypatch):
-    """Many pieces of prefill, then decoding across the prefix lengths 256, 512 and 1024."""
+def test_long_prompt_and_a_growing_cache(checkpoints, name, monkeypatch):
+    """Many pieces of prefill, then decoding across the cache sizes 256, 512 and 1024."""
     path, reference = checkpoints(name)
     prompts = random_prompts(2000)
     assert_matches(reference, prompts, decode(llama3, path, prompts, max_new_tokens=4))

@@ -1,0 +1,305 @@
+"""Times prefill and decoding of a released size with random weights, on the machine at hand.
+
+    python3 benchmarks/bench.py llama3 --config llama-3.1-8b --batch 1 8 --prompt_len 1024 --steps 128
+    python3 benchmarks/bench.py llama3 --config llama-3.2-1b --layers 4 --vs transformers
+    python3 benchmarks/bench.py llama3 --config llama-3.1-8b --components --save h200-8b
+
+Each pair of --batch and --prompt_len is measured by `generate`, which main.py calls too, on random prompts: --rounds
+times after one that does not count, and the median counts. Compilation is never inside.
+
+MFU is the arithmetic that prefill has to do (2 operations for each number of a layer's matrices and each token, 4 for
+each number of a query and each token it attends to, the output head for the last token alone) over the published dense
+bfloat16 peak. MBU is what a decode step has to read (model.py's step_bytes) over the published bandwidth. They are null
+where the peak is not known, as for CPUs.
+
+--vs transformers runs the Hugging Face class in this same process on the same weights, turn about: a round of ours,
+a round of theirs, each prefill and decode loop timed apart. --components divides a decode step's time among the parts
+of the model, by a profiler's trace. --save NAME writes benchmarks/results/NAME.json, from which draw.py draws.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+if "transformers" in sys.argv:  # --vs: torch wants a part of a GPU's memory too
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+if "--components" in sys.argv:  # in a captured graph, a GPU's kernels would not carry their names
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from folders import ROOT, import_from, read_config
+
+# Published dense bfloat16 peak in TFLOP/s of a device, by the beginning of jax's device_kind; sources as main.py's.
+PEAK_TFLOPS = {
+    "TPU v4": 275,
+    "TPU v5 lite": 197,
+    "TPU v5": 459,
+    "TPU v6 lite": 918,
+    "NVIDIA A100": 312,
+    "NVIDIA L4": 121,
+    "NVIDIA L40S": 362,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H200": 989,
+    "NVIDIA B200": 2250,
+}
+
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+def random_weights(abstract: dict, seed: int) -> dict:
+    """Random numbers in the shapes, dtypes and shardings of `abstract`, made on the devices."""
+
+    def numbers(key, x):
+        if x.dtype == jnp.int8:
+            return jax.random.randint(key, x.shape, -127, 128, jnp.int8)
+        if len(x.shape) == 1:  # norms, and the scales of int8 matrices
+            return jnp.full(x.shape, 1 if x.dtype == abstract["norm"].dtype else 2e-4, x.dtype)
+        return 0.02 * jax.random.normal(key, x.shape, x.dtype)
+
+    leaves, tree = jax.tree.flatten(abstract)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    make = {}  # a program for each kind of array
+    for x in leaves:
+        make.setdefault(
+            (x.shape, x.dtype, x.sharding), jax.jit(lambda key, x=x: numbers(key, x), out_shardings=x.sharding)
+        )
+    return tree.unflatten(make[x.shape, x.dtype, x.sharding](key) for key, x in zip(keys, leaves, strict=True))
+
+
+def prefill_flops(weights: dict, config, batch: int, length: int) -> int:
+    """Operations that the prefill of `batch` prompts of `length` tokens has to do, on all devices."""
+    matrices = sum(x.size for x in jax.tree.leaves(weights["layers"]) if x.ndim == 2)
+    head = weights.get("head", weights["embedding"]).shape
+    window = config.sliding_window or length
+    attended = sum(min(position + 1, window) for position in range(length))
+    attention = 4 * config.num_attention_heads * config.head_dim * attended * config.num_hidden_layers
+    return batch * (2 * matrices * length + attention + 2 * head[0] * head[1])
+
+
+def measure(folder, weights, config, mesh, args, batch: int, length: int) -> dict:
+    """One round: what main.py's line of statistics says, and MFU."""
+    prompts = np.random.default_rng(args.seed).integers(config.vocab_size, size=(batch, length)).tolist()
+    stats = {}
+    options = {"max_new_tokens": args.steps + 1, "int8_cache": args.quantize_cache == "int8", "stats": stats}
+    for _ in folder.model.generate(weights, prompts, config, mesh, **options):
+        pass
+    report = folder.main.statistics({"model_type": args.folder}, mesh, 0.0, stats)
+    kinds = [kind for kind in PEAK_TFLOPS if mesh.devices.flat[0].device_kind.startswith(kind)]
+    flops = prefill_flops(weights, config, batch, length) / stats["prefill_s"]
+    report["mfu"] = flops / (PEAK_TFLOPS[max(kinds, key=len)] * 1e12 * mesh.size) if kinds else None
+    report["mbu"] = report.pop("bandwidth_utilization")
+    return report
+
+
+class Transformers:
+    """The reference class on random weights, saved for us to load, and its decoding."""
+
+    def __init__(self, raw_config: dict, args, folder: Path):
+        import torch
+        import transformers
+
+        transformers.logging.disable_progress_bar()
+        self.torch = torch
+        torch.manual_seed(args.seed)
+        self.device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
+        kind = transformers.AutoConfig.for_model(**raw_config)
+        dtype = getattr(torch, args.dtype)
+        self.model = transformers.AutoModelForCausalLM.from_config(kind, dtype=dtype).eval()
+        self.model.save_pretrained(folder)
+        self.model.to(self.device)
+
+    def measure(self, args, batch: int, length: int) -> dict:
+        """One round: greedy decoding as its own `generate` does it, without that one's overhead in Python."""
+        torch = self.torch
+        prompts = np.random.default_rng(args.seed).integers(self.model.config.vocab_size, size=(batch, length))
+        with torch.inference_mode():
+            tokens = torch.tensor(prompts, device=self.device)
+            begin = time.perf_counter()
+            out = self.model(tokens, use_cache=True, logits_to_keep=1)
+            tokens = out.logits[:, -1:].argmax(-1)
+            tokens[0, 0].item()  # waits for a GPU
+            prefill_s, begin = time.perf_counter() - begin, time.perf_counter()
+            for _ in range(args.steps):
+                out = self.model(tokens, past_key_values=out.past_key_values, use_cache=True)
+                tokens = out.logits[:, -1:].argmax(-1)
+            tokens[0, 0].item()
+            decode_s = time.perf_counter() - begin
+        return {"prefill_tokens_per_s": batch * length / prefill_s, "decode_steps_per_s": args.steps / decode_s}
+
+
+def components(folder, weights, config, mesh, args, batch: int, length: int) -> dict:
+    """Milliseconds of a decode step's parts, as the trace of --steps steps shows them: the mean over the devices.
+
+    A part is a jax.named_scope of model.py; collectives stand for themselves, as a kernel's time includes its waiting.
+    """
+    model, slots = folder.model, folder.model.cache_slots(length + args.steps)
+    cache = model.zeros(
+        model.abstract_cache(config, mesh, batch, slots, weights["norm"].dtype, args.quantize_cache == "int8")
+    )
+    positions = jax.device_put(
+        np.full(batch, length, np.int32), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("dp"))
+    )
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    tokens, seed = jax.device_put((np.zeros(batch, np.int32), np.uint32(0)), whole)
+    options = {"config": config, "mesh": mesh, "sampling": model.Sampling()}
+    program = model.decode_step.lower(weights, cache, tokens, positions, seed, **options).compile()
+    kinds = {}
+    for line in program.as_text().splitlines():
+        if match := re.match(r"\s*(?:ROOT )?%([\w.-]+) = .*? ([\w-]+)\(.*?(?:op_name=\"([^\"]*)\"|$)", line):
+            name, opcode, scopes = match.groups()
+            scope = [s for s in ("attention", "mlp", "embed", "head") if s in (scopes or "").split("/")]
+            kinds[name] = "collectives" if opcode.startswith(COLLECTIVES) else scope[0] if scope else "rest"
+    cache, tokens, _, positions = program(weights, cache, tokens, positions, seed)
+    jax.block_until_ready(tokens)
+    with tempfile.TemporaryDirectory() as trace:
+        with jax.profiler.trace(trace):
+            begin = time.perf_counter()
+            for _ in range(args.steps):
+                cache, tokens, _, positions = program(weights, cache, tokens, positions, seed)
+            jax.block_until_ready(tokens)
+            step_ms = (time.perf_counter() - begin) / args.steps * 1e3
+        found = Counter()
+        for file in Path(trace).rglob("*.xplane.pb"):
+            for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+                for line in plane.lines:
+                    for event in line.events:
+                        op = dict(event.stats).get("hlo_op")
+                        if op in kinds:
+                            found[kinds[op]] += event.duration_ns / 1e6 / args.steps / jax.local_device_count()
+    return {"step": step_ms, **found, "between kernels": step_ms - sum(found.values())}
+
+
+def bench(args) -> dict:
+    """All measurements, and what is needed to repeat them."""
+    folder = SimpleNamespace(**{name: import_from(args.folder, name) for name in ("model", "convert", "main")})
+    model = folder.model
+    raw_config = read_config(args.folder, args.config, args.layers)
+    config = model.Config.from_dict(raw_config)
+    dp, ep = args.dp or 1, args.ep or 1
+    mesh = model.make_mesh(dp, ep, args.tp or max(1, jax.device_count() // (dp * ep)))
+    int8 = args.quantize == "int8"
+    with tempfile.TemporaryDirectory() as checkpoint:
+        rival = None
+        if args.vs:
+            rival = Transformers(raw_config, args, Path(checkpoint))
+            weights = folder.convert.load(folder.convert.open_checkpoint(Path(checkpoint)), mesh, args.dtype, int8)
+        else:
+            weights = random_weights(model.abstract_weights(config, mesh, jnp.dtype(args.dtype), int8), args.seed)
+    results = []
+    for batch in args.batch:
+        for length in args.prompt_len:
+            ours, theirs = [], []
+            for _ in range(args.rounds + 1):
+                ours.append(measure(folder, weights, config, mesh, args, batch, length))
+                if rival:
+                    theirs.append(rival.measure(args, batch, length))
+            row = {"batch": batch, "prompt_len": length} | median(ours[1:])
+            if rival:
+                row["transformers"] = median(theirs[1:])
+                row["transformers"] |= {f"{key}_ratio": row[key] / value for key, value in row["transformers"].items()}
+            if args.components:
+                row["components_ms"] = components(folder, weights, config, mesh, args, batch, length)
+            results.append(row)
+            show(row)
+    device = mesh.devices.flat[0]
+    packages = ("jax", "jaxlib", "numpy") + (("torch", "transformers") if rival else ())
+    return {
+        "command": shlex.join(["python3", "benchmarks/bench.py", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "hardware": {
+            "devices": mesh.size,
+            "kind": device.device_kind,
+            "processor": processor(),
+            "cores": os.cpu_count(),
+        },
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in packages},
+        "arguments": vars(args),
+        "results": results,
+    }
+
+
+def median(rounds: list[dict]) -> dict:
+    """Of each number the median over the rounds; what is no number is the same in all."""
+    return {
+        key: statistics.median(r[key] for r in rounds) if isinstance(value, int | float) else value
+        for key, value in rounds[0].items()
+    }
+
+
+def processor() -> str:
+    """The CPU's name: Linux tells it in /proc/cpuinfo alone."""
+    file = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", file.read_text()) if file.exists() else []
+    return names[0] if names else platform.processor()
+
+
+def show(row: dict) -> None:
+    """A measurement on standard error."""
+
+    def number(value):
+        return "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+    print(
+        f"batch {row['batch']}, prompt {row['prompt_len']}: prefill {number(row['prefill_tokens_per_s'])} tokens/s, "
+        f"MFU {number(row['mfu'])}; decode {number(row['decode_steps_per_s'])} steps/s, "
+        f"{number(row['bandwidth_gb_per_s'])} GB/s, MBU {number(row['mbu'])}; peak {number(row['peak_memory_gb'])} GB",
+        file=sys.stderr,
+    )
+    for name in ("transformers", "components_ms"):
+        if name in row:
+            print(
+                f"  {name}: " + ", ".join(f"{key} {number(value)}" for key, value in row[name].items()), file=sys.stderr
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("folder", help="llama3")
+    add("--config", required=True, help="a released size, FOLDER/configs without .json, or a config.json")
+    add("--layers", type=int, help="so many layers of it")
+    add("--batch", type=int, nargs="+", default=[1])
+    add("--prompt_len", type=int, nargs="+", default=[128])
+    add("--steps", type=int, default=64, help="decode steps of a round")
+    add("--rounds", type=int, default=3)
+    add("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16")
+    add("--quantize", choices=["int8"])
+    add("--quantize_cache", choices=["int8"])
+    for axis in ("dp", "ep", "tp"):
+        add(f"--{axis}", type=int)
+    add("--vs", choices=["transformers"])
+    add("--components", action="store_true")
+    add("--seed", type=int, default=0)
+    add("--json", action="store_true", help="everything as JSON on standard output")
+    add("--save", metavar="NAME", help="the same in benchmarks/results/NAME.json")
+    args = parser.parse_args()
+    report = bench(args)
+    text = json.dumps(report, indent=1)
+    if args.json:
+        print(json.dumps(report))
+    if args.save:
+        (ROOT / "benchmarks" / "results" / f"{args.save}.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:  # the model's InputError is one
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
