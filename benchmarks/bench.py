@@ -18,13 +18,9 @@ of the model, by a profiler's trace. --save NAME writes benchmarks/results/NAME.
 """
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import os
-import platform
 import re
-import shlex
 import statistics
 import sys
 import tempfile
@@ -41,7 +37,7 @@ if "--components" in sys.argv:  # in a captured graph, a GPU's kernels would not
 import jax
 import jax.numpy as jnp
 import numpy as np
-from folders import ROOT, import_from, read_config
+from folders import import_from, provenance, read_config, save
 
 # Published dense bfloat16 peak in TFLOP/s of a device, by the beginning of jax's device_kind; sources as main.py's.
 PEAK_TFLOPS = {
@@ -81,14 +77,17 @@ def random_weights(abstract: dict, seed: int) -> dict:
     return tree.unflatten(make[x.shape, x.dtype, x.sharding](key) for key, x in zip(keys, leaves, strict=True))
 
 
-def prefill_flops(weights: dict, config, batch: int, length: int) -> int:
-    """Operations that the prefill of `batch` prompts of `length` tokens has to do, on all devices."""
+def flops(weights: dict, config, batch: int, first: int, last: int) -> int:
+    """Operations that the tokens of `batch` rows at positions first to last - 1 need, on all devices.
+
+    The output head counts once a row.
+    """
     matrices = sum(x.size for x in jax.tree.leaves(weights["layers"]) if x.ndim == 2)
     head = weights.get("head", weights["embedding"]).shape
-    window = config.sliding_window or length
-    attended = sum(min(position + 1, window) for position in range(length))
+    window = config.sliding_window or last
+    attended = sum(min(position + 1, window) for position in range(first, last))
     attention = 4 * config.num_attention_heads * config.head_dim * attended * config.num_hidden_layers
-    return batch * (2 * matrices * length + attention + 2 * head[0] * head[1])
+    return batch * (2 * matrices * (last - first) + attention + 2 * head[0] * head[1])
 
 
 def measure(folder, weights, config, mesh, args, batch: int, length: int) -> dict:
@@ -99,9 +98,12 @@ def measure(folder, weights, config, mesh, args, batch: int, length: int) -> dic
     for _ in folder.model.generate(weights, prompts, config, mesh, **options):
         pass
     report = folder.main.statistics({"model_type": args.folder}, mesh, 0.0, stats)
+    del report["load_s"]
     kinds = [kind for kind in PEAK_TFLOPS if mesh.devices.flat[0].device_kind.startswith(kind)]
-    flops = prefill_flops(weights, config, batch, length) / stats["prefill_s"]
-    report["mfu"] = flops / (PEAK_TFLOPS[max(kinds, key=len)] * 1e12 * mesh.size) if kinds else None
+    report["prefill_flops"] = flops(weights, config, batch, 0, length)
+    report["step_flops"] = flops(weights, config, batch, length + args.steps // 2, length + args.steps // 2 + 1)
+    peak = PEAK_TFLOPS[max(kinds, key=len)] * 1e12 * mesh.size if kinds else None
+    report["mfu"] = peak and report["prefill_flops"] / stats["prefill_s"] / peak
     report["mbu"] = report.pop("bandwidth_utilization")
     return report
 
@@ -147,9 +149,9 @@ def components(folder, weights, config, mesh, args, batch: int, length: int) -> 
 
     A part is a jax.named_scope of model.py; collectives stand for themselves, as a kernel's time includes its waiting.
     """
-    model, slots = folder.model, folder.model.cache_slots(length + args.steps)
+    model, tokens = folder.model, length + args.steps
     cache = model.zeros(
-        model.abstract_cache(config, mesh, batch, slots, weights["norm"].dtype, args.quantize_cache == "int8")
+        model.abstract_cache(config, mesh, batch, tokens, weights["norm"].dtype, args.quantize_cache == "int8")
     )
     positions = jax.device_put(
         np.full(batch, length, np.int32), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("dp"))
@@ -216,21 +218,34 @@ def bench(args) -> dict:
                 row["components_ms"] = components(folder, weights, config, mesh, args, batch, length)
             results.append(row)
             show(row)
-    device = mesh.devices.flat[0]
-    packages = ("jax", "jaxlib", "numpy") + (("torch", "transformers") if rival else ())
-    return {
-        "command": shlex.join(["python3", "benchmarks/bench.py", *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
-        "hardware": {
-            "devices": mesh.size,
-            "kind": device.device_kind,
-            "processor": processor(),
-            "cores": os.cpu_count(),
-        },
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in packages},
+    return provenance(("jax", "jaxlib", "numpy", "torch", "transformers")) | {
+        "device": {"kind": mesh.devices.flat[0].device_kind, "count": mesh.size} | roofs(mesh),
         "arguments": vars(args),
         "results": results,
+    }
+
+
+def roofs(mesh) -> dict:
+    """What one device reaches in XLA's own programs: bytes/s reading 1 GiB, bfloat16 operations/s of a square product.
+
+    The roofs of a CPU, which has no published ones; beside a GPU's or TPU's, they tell what can be had.
+    """
+
+    def fastest(program, *arguments):
+        seconds = []
+        for _ in range(8):
+            begin = time.perf_counter()
+            jax.block_until_ready(program(*arguments))
+            seconds.append(time.perf_counter() - begin)
+        return min(seconds[1:])
+
+    device, N = mesh.devices.flat[0], 2048 if mesh.devices.flat[0].platform == "cpu" else 8192
+    ones = jax.device_put(jnp.ones((2**14, 2**14), jnp.float32), device)
+    square = jax.device_put(jnp.ones((N, N), jnp.bfloat16), device)
+    product = jax.jit(lambda x: jnp.einsum("ik,jk->ij", x, x, preferred_element_type=jnp.float32))
+    return {
+        "read_bytes_per_s": ones.nbytes / fastest(jax.jit(lambda x: x @ x[0]), ones),
+        "product_flops_per_s": 2 * N**3 / fastest(product, square),
     }
 
 
@@ -240,13 +255,6 @@ def median(rounds: list[dict]) -> dict:
         key: statistics.median(r[key] for r in rounds) if isinstance(value, int | float) else value
         for key, value in rounds[0].items()
     }
-
-
-def processor() -> str:
-    """The CPU's name: Linux tells it in /proc/cpuinfo alone."""
-    file = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", file.read_text()) if file.exists() else []
-    return names[0] if names else platform.processor()
 
 
 def show(row: dict) -> None:
@@ -290,11 +298,10 @@ def main() -> None:
     add("--save", metavar="NAME", help="the same in benchmarks/results/NAME.json")
     args = parser.parse_args()
     report = bench(args)
-    text = json.dumps(report, indent=1)
     if args.json:
         print(json.dumps(report))
     if args.save:
-        (ROOT / "benchmarks" / "results" / f"{args.save}.json").write_text(text + "\n")
+        save(args.save, report)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,19 @@
-"""What bench.py, plan.py and draw.py share: finding a model folder, its modules and its released sizes."""
+"""What bench.py, plan.py and draw.py share: model folders and their released sizes, files of results."""
 
+import datetime
 import importlib
+import importlib.metadata
 import json
+import os
+import platform
+import re
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def import_from(folder: str, module: str) -> ModuleType:
@@ -37,3 +44,27 @@ def read_config(folder: str, name: str, layers: int | None = None) -> dict:
             raise ValueError(f"--layers {layers} is not from 1 to the model's {config['num_hidden_layers']}")
         config["num_hidden_layers"] = layers
     return config
+
+
+def provenance(packages: tuple[str, ...]) -> dict:
+    """What is needed to repeat a measurement: command, date, host, versions of those packages installed."""
+    file = Path("/proc/cpuinfo")  # where Linux tells the processor's name
+    names = re.findall(r"model name\s*: (.*)", file.read_text()) if file.exists() else []
+    versions = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "command": shlex.join(["python3", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "host": {"processor": names[0] if names else platform.processor(), "cores": os.cpu_count()},
+        "versions": versions,
+    }
+
+
+def save(name: str, report: dict) -> None:
+    """Writes benchmarks/results/NAME.json."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -16,9 +16,13 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import sys
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +44,7 @@ STORED = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "I8": "int8"} 
 INT8 = {"quant_method": "int8_per_channel"}  # config.json's quantization_config
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
+READERS = 4  # threads that read; with one, copying and page faults take longer than a fast disk
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
 HUB_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "model*.safetensors")
 
@@ -127,6 +132,7 @@ class Stored(NamedTuple):
     """A tensor on disk."""
 
     file: Path
+    offset: int  # of its first byte in the file
     dtype: str  # a key of DTYPES, or safetensors' name of another
     shape: tuple[int, ...]
 
@@ -239,31 +245,29 @@ def check_tensors(
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """What a safetensors file holds."""
+    """What a safetensors file holds, once safetensors has found its header and its size to be right."""
     if not file.is_file():
         raise InputError(f"{file}: missing; download the checkpoint again")
-    with opened(file) as f:
-        slices = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (it is no dict)
-        return {
-            name: Stored(file, STORED.get(s.get_dtype(), s.get_dtype()), tuple(s.get_shape()))
-            for name, s in slices.items()
-        }
-
-
-def read_rows(tensor: Stored, name: str, *index: slice) -> np.ndarray:
-    """A part of a tensor. The file is mapped for this call alone: what was read does not stay in memory."""
-    with opened(tensor.file) as f:
-        return f.get_slice(name)[index]
-
-
-@contextlib.contextmanager
-def opened(file: Path):
-    """safetensors' view of a file."""
     try:
-        with safe_open(file, framework="np") as f:
-            yield f
+        with safe_open(file, framework="np"):
+            pass
     except SafetensorError as error:
         raise InputError(f"{file}: truncated or damaged ({one_line(error)}); download it again") from error
+    with open(file, "rb") as f:
+        size = int.from_bytes(f.read(8), "little")
+        header = json.loads(f.read(size))
+    header.pop("__metadata__", None)
+    return {
+        name: Stored(
+            file, 8 + size + entry["data_offsets"][0], STORED.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"])
+        )
+        for name, entry in header.items()
+    }
+
+
+def read_rows(tensor: Stored, *index: slice) -> np.ndarray:
+    """A part of a tensor, mapped: it is read when it is used, and leaves memory when it is dropped."""
+    return np.memmap(tensor.file, DTYPES[tensor.dtype], "r", tensor.offset, tensor.shape)[index]
 
 
 def one_line(error: Exception) -> str:
@@ -278,37 +282,53 @@ def one_line(error: Exception) -> str:
 def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool = False) -> dict:
     """The weights of a checkpoint on the devices of `mesh`, as model.abstract_weights declares them.
 
-    Matrices of a checkpoint in int8 stay int8. With `int8` others become it on the devices, a matrix at a time, from
-    the dtype on disk; a scale needs the whole row, which may lie on several devices, so a reduction over them happens
-    there, and the result is the same on every mesh.
+    Some weights are read ahead, in threads. They reach the devices in the dtype on disk, and are cast there or, with
+    `int8`, rounded (a checkpoint in int8 stays as it is). A scale needs the whole row, which may lie on several
+    devices: the reduction over them makes it the same on every mesh.
     """
     target = abstract_weights(checkpoint.config, mesh, DTYPES[dtype], int8 or checkpoint.int8)
 
-    def read(abstract, source, dtype=None):
-        """One array, from the rows that each device holds."""
+    def read(weight):
+        """A weight as it is on disk, each device's part of it."""
+        abstract, source = weight
+        if checkpoint.int8 and isinstance(abstract, Int8):
+            return Int8(read((abstract.values, source)), read((abstract.scale, scales(source))))
+        values = abstract.values if isinstance(abstract, Int8) else abstract
 
         def block(index):
-            return assemble(checkpoint.tensors, source, index, abstract.shape, dtype or abstract.dtype)
+            return assemble(checkpoint.tensors, source, index, values.shape)
 
-        return jax.make_array_from_callback(abstract.shape, abstract.sharding, block)
-
-    def fill(abstract, source):
-        if not isinstance(abstract, Int8):
-            return read(abstract, source)
-        if checkpoint.int8:
-            return Int8(read(abstract.values, source), read(abstract.scale, scales(source)))
         first = source if isinstance(source, str) else source[0].name
-        floats = read(abstract.values, source, DTYPES[checkpoint.tensors[first].dtype])
+        return jax.make_array_from_callback(
+            values.shape, values.sharding, block, dtype=DTYPES[checkpoint.tensors[first].dtype]
+        )
+
+    def finished(abstract, array):
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
-        return jax.block_until_ready(jax.jit(quantize, out_shardings=shardings)(floats))
+        if isinstance(abstract, Int8) and not checkpoint.int8:
+            return jax.block_until_ready(jax.jit(quantize, out_shardings=shardings)(array))
+        return jax.tree.map(lambda x, a: a if a.dtype == x.dtype else a.astype(x.dtype), abstract, array)
 
     def is_source(x):
         return isinstance(x, str) or (isinstance(x, list) and isinstance(x[0], Part))
 
     leaves, tree = jax.tree.flatten(target, is_leaf=lambda x: isinstance(x, Int8))
     names = jax.tree.leaves(sources(checkpoint.config), is_leaf=is_source)
-    bar = tqdm(zip(leaves, names, strict=True), total=len(leaves), desc="loading", unit="weights", disable=None)
-    return jax.tree.unflatten(tree, [fill(leaf, source) for leaf, source in bar])
+    arrays = read_ahead(read, list(zip(leaves, names, strict=True)))
+    bar = tqdm(zip(leaves, arrays, strict=True), total=len(leaves), desc="loading", unit="weights", disable=None)
+    return jax.tree.unflatten(tree, [finished(leaf, array) for leaf, array in bar])
+
+
+def read_ahead(read, weights: list) -> Iterator:
+    """`read` of each weight, in order, with READERS of them under way: no more, which bounds the memory."""
+    with ThreadPoolExecutor(READERS) as pool:
+        pending = deque()
+        for weight in weights:
+            pending.append(pool.submit(read, weight))
+            if len(pending) > READERS:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 def scales(source: str | list[Part]) -> str | list[Part]:
@@ -319,11 +339,7 @@ def scales(source: str | list[Part]) -> str | list[Part]:
 
 
 def assemble(
-    tensors: dict[str, Stored],
-    source: str | list[Part],
-    index: tuple[slice, ...],
-    shape: tuple[int, ...],
-    dtype: np.dtype,
+    tensors: dict[str, Stored], source: str | list[Part], index: tuple[slice, ...], shape: tuple[int, ...]
 ) -> np.ndarray:
     """One device's block `index` of a weight of global `shape`.
 
@@ -342,13 +358,21 @@ def assemble(
         for name, units in source:
             unit, first_unit = tensors[name].shape[0] // units, shard * units // shards
             ranges.append((name, unit * first_unit, unit * (first_unit + max(units // shards, 1))))
-    block = np.zeros([stop - start for start, stop in bounds], dtype)
+    block = aligned([stop - start for start, stop in bounds], DTYPES[tensors[ranges[0][0]].dtype])
     filled = 0
     for name, start, stop in ranges:
-        if stop > start:
-            block[filled : filled + stop - start] = read_rows(tensors[name], name, slice(start, stop), *columns)
+        block[filled : filled + stop - start] = read_rows(tensors[name], slice(start, stop), *columns)
         filled += stop - start
+    block[filled:] = 0
     return block
+
+
+def aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:
+    """An empty array on a boundary of 64 bytes: on CPUs jax then takes it as it is, and copies nothing."""
+    size = math.prod(shape) * dtype.itemsize
+    buffer = np.empty(size + 64, np.uint8)
+    first = -buffer.ctypes.data % 64
+    return buffer[first : first + size].view(dtype).reshape(shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -420,8 +444,8 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     digest = hashlib.sha256(json.dumps(checkpoint.raw_config, sort_keys=True).encode())
     for name, tensor in sorted(checkpoint.tensors.items()):
         digest.update(f"{name} {tensor.file.name} {tensor.dtype} {tensor.shape} ".encode())
-        digest.update(read_rows(tensor, name, slice(0, 1)).tobytes())
-        digest.update(read_rows(tensor, name, slice(tensor.shape[0] - 1, tensor.shape[0])).tobytes())
+        digest.update(read_rows(tensor, slice(0, 1)).tobytes())
+        digest.update(read_rows(tensor, slice(-1, None)).tobytes())
     return digest.hexdigest()
 
 
@@ -488,7 +512,7 @@ def write_shard(path: Path, groups: list[list[Output]], tensors: dict[str, Store
             row_bytes = max(1, int(np.prod(tensor.shape[1:]))) * DTYPES[tensor.dtype].itemsize
             step = max(1, PIECE_BYTES // row_bytes)
             for first in range(0, tensor.shape[0], step):
-                rows = read_rows(tensor, name, slice(first, min(first + step, tensor.shape[0])))
+                rows = read_rows(tensor, slice(first, first + step))
                 arrays = quantize_on_device(rows) if len(group) == 2 else [rows.astype(DTYPES[group[0].dtype])]
                 if not all(np.isfinite(array).all() for array in (rows, *arrays)):
                     raise InputError(f"{tensor.file}: {name} has NaN or values too large for {group[0].dtype}")

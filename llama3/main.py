@@ -113,13 +113,12 @@ def parse_arguments():
 
 
 def enable_compilation_cache() -> None:
-    """Keeps compiled programs for the next run, in JAX_COMPILATION_CACHE_DIR or else in the user's cache folder.
-
-    The oldest leave it beyond 4 GiB. Where the folder cannot be written, jax says so and goes on without.
-    """
-    user_cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    jax.config.update("jax_compilation_cache_dir", jax.config.jax_compilation_cache_dir or str(Path(user_cache, "jax")))
-    jax.config.update("jax_compilation_cache_max_size", 4 * 2**30)
+    """Keeps compiled programs for the next run: where JAX_COMPILATION_CACHE_DIR says, or else up to 4 GiB of them in
+    the user's cache folder. If that cannot be written, jax says so and goes on."""
+    if not jax.config.jax_compilation_cache_dir:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "open-llms-in-jax")
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", 4 * 2**30)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 

@@ -29,8 +29,8 @@ Dimension letters, in shapes and einsums. Under shard_map B, N, K, F and V are t
     B  rows of the batch         D  hidden_size               V  vocab_size
     T  tokens of a row           N  num_attention_heads       F  intermediate_size
     S  cache slots of a row      K  num_key_value_heads       X  devices that share a layer, ep x tp
-                                 G  query heads per kv head   C  any contracted dimension
-                                 H  head_dim                  O  any output dimension
+    C  any contracted dimension  G  query heads per kv head   R  neighbours that share a kv head, X / K or 1
+    O  any output dimension      H  head_dim
 
 Dtypes. Weights, residual stream and cache are bfloat16 unless asked otherwise; matrices and the cache can be int8 with
 float32 scales (CPUs differ in two ways: see abstract_cache and cpu_product). Every product accumulates in float32 on
@@ -40,6 +40,7 @@ embedding, softmax and logits are float32.
 
 import dataclasses
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -198,6 +199,11 @@ def model_shards(mesh: Mesh) -> int:
     return mesh.shape["ep"] * mesh.shape["tp"]
 
 
+def neighbours(config: Config, shards: int) -> int:
+    """R, the number of devices that share a kv head, where `shards` devices share a layer."""
+    return max(shards // config.num_key_value_heads, 1)
+
+
 def check_mesh(config: Config, mesh: Mesh) -> None:
     """Raises InputError where the mesh does not divide the model."""
     shards = model_shards(mesh)
@@ -304,16 +310,20 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = 
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, [B, K, S, H] each, the token at position p of a row in slot p of that row."""
+    """Keys and values of one layer, [B, K, S, H] each, the token at position p of a row in slot p of that row.
+
+    Where R neighbours share a kv head, its tokens are dealt out to them: neighbour r holds the positions p with
+    p % R == r, in slot p // R. (K is then 1 on a device, and X in the whole array.)
+    """
 
     k: jax.Array | Int8
     v: jax.Array | Int8
 
 
 def abstract_cache(
-    config: Config, mesh: Mesh, batch: int, slots: int, dtype: jnp.dtype, int8: bool = False
+    config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, int8: bool = False
 ) -> list[LayerCache]:
-    """The KV cache as jax.ShapeDtypeStructs, at least one kv head on each device.
+    """The KV cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens and somewhat more.
 
     On CPUs a 16-bit cache is kept in float32: to update one slot XLA would convert all of it to float32 and back. On
     TPUs H is rounded up to the 128 lanes: a narrower array would have its slots innermost in memory, and be laid out
@@ -322,7 +332,9 @@ def abstract_cache(
     platform, H = mesh.devices.flat[0].platform, config.head_dim
     dtype = jnp.float32 if platform == "cpu" else dtype
     H = -(-H // 128) * 128 if platform == "tpu" else H
-    shape = (batch, max(config.num_key_value_heads, model_shards(mesh)), slots, H)
+    X = model_shards(mesh)
+    slots = cache_slots(-(-max_seq_len // neighbours(config, X)))
+    shape = (batch, max(config.num_key_value_heads, X), slots, H)
     sharding = NamedSharding(mesh, CACHE_SPEC)
     if int8:
         values = jax.ShapeDtypeStruct(shape, jnp.int8, sharding=sharding)
@@ -342,11 +354,17 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def cache_slots(max_seq_len: int) -> int:
-    """Slots to allocate for `max_seq_len` tokens: some more, so that large blocks divide them (at most a quarter more
-    beyond 2,048 tokens, below that up to a multiple of 256)."""
-    unit = max(256, power_of_two(max_seq_len) // 8)
-    return -(-max_seq_len // unit) * unit
+def cache_slots(tokens: int) -> int:
+    """Slots to allocate for `tokens`: some more, so that large blocks divide them (at most a quarter more beyond 2,048
+    tokens, below that up to a multiple of 256)."""
+    unit = max(256, power_of_two(tokens) // 8)
+    return -(-tokens // unit) * unit
+
+
+def capacity(cache: list[LayerCache], config: Config) -> int:
+    """Tokens of a row that the whole cache holds."""
+    _, heads, slots, _ = cache[0].k.shape
+    return slots * heads // config.num_key_value_heads
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -497,31 +515,56 @@ def mlp(x: jax.Array, w: dict, config: Config) -> jax.Array:
 # Attention
 
 
-def is_attended(slots: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
-    """Whether queries at `positions` see `slots` (shapes that broadcast): no later token, none before the window."""
-    seen = slots <= positions
-    return seen if window is None else seen & (slots > positions - window)
+def rank(R: int) -> jax.Array | int:
+    """Which of the R neighbours that share a kv head this device is."""
+    return 0 if R == 1 else jax.lax.rem(jax.lax.axis_index(MODEL_AXES), R)
+
+
+def groups(R: int) -> list[list[int]]:
+    """The devices of MODEL_AXES in groups of R neighbours."""
+    return np.arange(jax.lax.axis_size(MODEL_AXES)).reshape(-1, R).tolist()
+
+
+def is_attended(keys: jax.Array, queries: jax.Array, window: int | None) -> jax.Array:
+    """Whether queries see keys, both given by their positions (in shapes that broadcast): no later token, none before
+    the window."""
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)
 
 
 def prefill_attention(
-    q: jax.Array, new: LayerCache, cache: LayerCache, start: jax.Array, window: int | None
+    q: jax.Array, new: LayerCache, cache: LayerCache, start: jax.Array, window: int | None, R: int
 ) -> tuple[jax.Array, LayerCache]:
-    """Causal attention of T tokens of every row, in slots start to start + T, over all slots up to theirs.
+    """Causal attention of T tokens of every row, at positions start to start + T, over all positions up to theirs.
 
     Keys are taken in blocks with a running softmax (Milakov and Gimelshein 2018), as many as are filled: memory is
     bounded whatever the prompt's length, and `start` is traced, so that one program serves all pieces of a prompt.
+    Where R neighbours share a kv head, they gather each block from all of them.
 
-    Args: q [B, K, G, T, H]; new, cache as in `attention`; start int32 []; window in slots.
+    Args: q [B, K, G, T, H]; new, cache as in `attention`; start int32 [] and T, both multiples of R; window in tokens.
     """
-    cache = jax.tree.map(lambda c, n: jax.lax.dynamic_update_slice_in_dim(c, n, start, axis=2), cache, new)
-    T, slots = q.shape[3], cache.k.shape[2]
-    block = math.gcd(slots, 512)
+    T, block = q.shape[3], math.gcd(cache.k.shape[2], 512)
+
+    def store(cache, new):
+        if R > 1:  # this device's share of the new tokens
+            new = new.reshape(*new.shape[:2], T // R, R, *new.shape[3:])
+            new = jax.lax.dynamic_index_in_dim(new, rank(R), axis=3, keepdims=False)
+        return jax.lax.dynamic_update_slice_in_dim(cache, new, start // R, axis=2)
+
+    def load(cache, i):
+        slots = jax.lax.dynamic_slice_in_dim(cache, i * block, block, axis=2)
+        if R > 1:
+            slots = jax.lax.all_gather(slots, MODEL_AXES, axis=3, axis_index_groups=groups(R))
+            slots = slots.reshape(*cache.shape[:2], R * block, *cache.shape[3:])
+        return slots
+
+    cache = jax.tree.map(store, cache, new)
     positions = start + jnp.arange(T)
 
     def fold(i, state):
         largest, total, out = state
-        k, v = jax.tree.map(lambda c: jax.lax.dynamic_slice_in_dim(c, i * block, block, axis=2), cache)
-        mask = is_attended(i * block + jnp.arange(block), positions[:, None], window)
+        k, v = jax.tree.map(partial(load, i=i), cache)
+        mask = is_attended(i * block * R + jnp.arange(block * R), positions[:, None], window)
         scores = attention_scores(q, k, mask)
         new_largest = jnp.maximum(largest, jnp.max(scores, axis=-1))
         shrink = jnp.exp(largest - new_largest)
@@ -531,8 +574,8 @@ def prefill_attention(
 
     shape = q.shape[:-1]
     state = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q.shape, jnp.float32))
-    first = 0 if window is None else jnp.maximum(start - window + 1, 0) // block
-    _, total, out = jax.lax.fori_loop(first, (start + T - 1) // block + 1, fold, state)
+    first = 0 if window is None else jnp.maximum(start - window + 1, 0) // (block * R)
+    _, total, out = jax.lax.fori_loop(first, (start + T - 1) // (block * R) + 1, fold, state)
     return (out / total[..., None]).astype(q.dtype), cache
 
 
@@ -564,24 +607,89 @@ def weighted_sum(p: jax.Array, v: jax.Array | Int8, dtype: jnp.dtype) -> jax.Arr
 
 
 def decode_attention(
-    q: jax.Array, new: LayerCache, cache: LayerCache, positions: jax.Array, window: int | None
+    q: jax.Array, new: LayerCache, cache: LayerCache, positions: jax.Array, window: int | None, R: int
 ) -> tuple[jax.Array, LayerCache]:
-    """Attention of one token a row, at positions [B], over the slots up to its own: q [B, K, G, 1, H].
+    """Attention of one token a row, at positions [B], over the positions up to its own: q [B, K, G, 1, H].
 
     On TPUs by the kernel below, elsewhere by plain XLA, which reads all slots there are.
+
+    Where R neighbours share a kv head, each attends to its own slots, with the query heads of all R. They exchange the
+    queries before, and after it the outputs, with the logarithm of what their weights add up to: so a partial softmax
+    counts for what it is worth (the merging of Dao et al. 2023, "Flash-Decoding"). The cache is read once, not R times.
     """
+    B, _, G, _, H = q.shape
 
     def plain(q, new, cache, positions):
-        rows = jnp.arange(q.shape[0])
-        cache = jax.tree.map(lambda c, n: c.at[rows, :, positions].set(n[:, :, 0]), cache, new)
+        rows, S = jnp.arange(B), cache.k.shape[2]
+        slots = positions if R == 1 else jnp.where(positions % R == rank(R), positions // R, S)  # S: in none
+        cache = jax.tree.map(lambda c, n: c.at[rows, :, slots].set(n[:, :, 0]), cache, new)
         # As it is stored: for a single row XLA's GPU backend would lay the keys out anew, all of them and twice a step.
         cache = jax.tree.map(lambda c: with_layout_constraint(c, Layout(tuple(range(c.ndim)))), cache)
-        mask = is_attended(jnp.arange(cache.k.shape[2]), positions[:, None], window)
-        probabilities = jax.nn.softmax(attention_scores(q, cache.k, mask[:, None, None, None]), axis=-1)
-        return weighted_sum(probabilities, cache.v, q.dtype).astype(q.dtype), cache
+        mask = is_attended(jnp.arange(S) * R + rank(R), positions[:, None], window)
+        scores = attention_scores(q, cache.k, mask[:, None, None, None])
+        largest = jnp.max(scores, axis=-1, keepdims=True)
+        exps = jnp.exp(scores - largest)
+        total = jnp.sum(exps, axis=-1, keepdims=True)
+        return weighted_sum(exps / total, cache.v, q.dtype), largest + jnp.log(total), cache
 
-    kernel = partial(ragged_decode_attention, window=window)
-    return jax.lax.platform_dependent(q, new, cache, positions, tpu=kernel, default=plain)
+    queries = q
+    if R > 1:
+        queries = exchange(jnp.broadcast_to(q.reshape(B, G, H), (R, B, G, H)))
+        queries = queries.swapaxes(0, 1).reshape(B, 1, R * G, 1, H)
+    kernel = partial(ragged_decode_attention, window=window, R=R)
+    out, log_total, cache = jax.lax.platform_dependent(queries, new, cache, positions, tpu=kernel, default=plain)
+    if R > 1:
+        parts = jnp.concatenate([out, log_total], axis=-1).reshape(B, R, G, H + 1)
+        parts = exchange(parts.swapaxes(0, 1))
+        out = jnp.sum(parts[..., :H] * jax.nn.softmax(parts[..., H:], axis=0), axis=0).reshape(q.shape)
+    return out.astype(q.dtype), cache
+
+
+def exchange(x: jax.Array) -> jax.Array:
+    """x [R, ..]: part n goes to the n-th of the R neighbours that share a kv head. Returns [R, ..], a part from each.
+
+    On TPUs a kernel: between 20 KB of work and its use, a launch of XLA's all-to-all would take most of the time.
+    """
+
+    def plain(x):
+        return jax.lax.all_to_all(x, MODEL_AXES, 0, 0, axis_index_groups=groups(x.shape[0]))
+
+    return jax.lax.platform_dependent(x, tpu=exchange_kernel, default=plain)
+
+
+def exchange_kernel(x: jax.Array, interpret: bool | pltpu.InterpretParams = False) -> jax.Array:
+    """exchange for TPUs: each device writes into its neighbours' memory.
+
+    Not before all of them have entered. And as none leaves before it has a part from each, none can be in the next
+    exchange while another has not finished this one: buffers and semaphores are free when they are written again.
+    """
+    R = x.shape[0]
+
+    def kernel(x, y, semaphores):
+        device = jax.lax.axis_index(MODEL_AXES)
+        r = rank(R)
+        group = [{MODEL_AXES: device - r + n} for n in range(R)]  # itself among them
+        barrier = pltpu.get_barrier_semaphore()
+        for neighbour in group:
+            pl.semaphore_signal(barrier, device_id=neighbour)
+        pl.semaphore_wait(barrier, R)
+        sent, received = semaphores.at[0], semaphores.at[1]
+        copies = [pltpu.make_async_remote_copy(x.at[n], y.at[r], sent, received, group[n]) for n in range(R)]
+        for copy in copies:
+            copy.start()
+        for copy in copies:
+            copy.wait()
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        scratch_shapes=[pltpu.SemaphoreType.DMA((2,))],
+        compiler_params=pltpu.CompilerParams(collective_id=0),
+        interpret=interpret,
+        name="exchange",
+    )(x)
 
 
 def ragged_decode_attention(
@@ -590,9 +698,10 @@ def ragged_decode_attention(
     cache: LayerCache,
     positions: jax.Array,
     window: int | None,
+    R: int = 1,
     block: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[jax.Array, LayerCache]:
+) -> tuple[jax.Array, jax.Array, LayerCache]:
     """decode_attention for TPUs, as one Pallas kernel: reads the blocks of a row up to its position and no other.
 
     The grid is (rows of the batch, blocks of a row). A block index beyond the last needed one is mapped to the last:
@@ -604,9 +713,13 @@ def ragged_decode_attention(
     back. The cache that comes in and the one that goes out are the same memory; that is safe, since a row's tile is
     written after the last block of the row was read, and other rows never read it.
 
-    Args: q [B, K, G, 1, H]; new and cache as in `attention`; positions int32 [B], each below S; `window` in slots;
+    Where R neighbours share a kv head, the new token, which all of them start with, counts 1 / R on each, and is stored
+    by one.
+
+    Args: q [B, K, G, 1, H]; new and cache as in `attention`; positions int32 [B], each below R S; `window` in tokens;
     `block` slots a grid step, by default a power of two that makes at most half a MiB of keys, or 128; `interpret` for
-    tests on a CPU.
+    tests on a CPU. Returns the output over this device's slots, float32 [B, K, G, 1, H], the logarithm of what its
+    weights add up to, [B, K, G, 1, 1], and the cache.
     """
     B, K, G, _, H = q.shape
     S = cache.k.shape[2]
@@ -614,21 +727,25 @@ def ragged_decode_attention(
     most_slots = max(128, 2**19 // (K * H * itemsize))
     block = block or math.gcd(S, 1 << (most_slots.bit_length() - 1))
     tile = math.gcd(block, 128)  # slots: the lanes of a scale tile, and whole packed tiles of any dtype
-    blocks = S // block if window is None else min(S // block, -(-window // block) + 1)
+    blocks = S // block if window is None else min(S // block, -(-window // (R * block)) + 1)
     padded_G = -(-G // 8) * 8  # a product of fewer rows than a register has sublanes may not compile
     q = jnp.pad(q[:, :, :, 0], ((0, 0), (0, 0), (0, padded_G - G), (0, 0)))
 
     # Positions are never negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
-    def first_block(position):
-        return 0 if window is None else jax.lax.div(jnp.maximum(position - window + 1, 0), block)
+    def block_of(position):
+        return jax.lax.div(position, R * block)
 
-    def kernel(positions, q, new, cache, out, new_cache, largest, total, acc):
+    def first_block(position):
+        return 0 if window is None else block_of(jnp.maximum(position - window + 1, 0))
+
+    def kernel(positions, q, new, cache, out, log_total, new_cache, largest, total, acc):
         # largest and total have one number for each query head, repeated over the 128 lanes of a register: a vector
         # of them alone would have another layout than the scores.
         b, step = pl.program_id(0), pl.program_id(1)
         position = positions[b]
         i = first_block(position) + step
-        last = jax.lax.div(position, block)
+        last = block_of(position)
+        r = rank(R)
 
         def head(x, h):  # [slots, H], and the scale of each slot [1, slots]
             if isinstance(x, Int8):
@@ -642,13 +759,13 @@ def ragged_decode_attention(
                 products = q[0, h].astype(jnp.float32) * k.astype(jnp.float32)
                 scores = jnp.sum(products, axis=-1, keepdims=True) * k_scale
                 largest[h] = jnp.broadcast_to(scores, largest.shape[1:])
-                total[h] = jnp.ones(total.shape[1:], jnp.float32)
-                acc[h] = jnp.broadcast_to(v.astype(jnp.float32) * v_scale, acc.shape[1:])
+                total[h] = jnp.full(total.shape[1:], 1 / R, jnp.float32)
+                acc[h] = jnp.broadcast_to(v.astype(jnp.float32) * (v_scale / R), acc.shape[1:])
 
         @pl.when(i <= last)
         def fold():
-            slots = i * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
-            mask = is_attended(slots, position, window) & (slots != position)
+            keys = (i * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)) * R + r
+            mask = is_attended(keys, position, window) & (keys != position)
             for h in range(K):
                 (k, k_scale), (v, v_scale) = head(cache.k, h), head(cache.v, h)
                 scores = einsum("gh,sh->gs", q[0, h], k) * k_scale
@@ -663,61 +780,65 @@ def ragged_decode_attention(
 
         @pl.when(i == last)
         def store():
-            start = pl.multiple_of((jax.lax.div(position, tile) * tile) - last * block, tile)
+            first = jax.lax.div(position, R * tile) * tile
+            start = pl.multiple_of(first - last * block, tile)
 
             def patch(old, new, patched):
                 shape = (1, K, tile) + (1,) * (old.ndim - 3)
-                here = jax.lax.broadcasted_iota(jnp.int32, shape, 2) == jax.lax.rem(position, tile)
+                here = (first + jax.lax.broadcasted_iota(jnp.int32, shape, 2)) * R + r == position
                 patched[...] = jnp.where(here, new[...], old[:, :, pl.ds(start, tile)])
 
             jax.tree.map(patch, cache, new, new_cache)
 
         @pl.when(step == blocks - 1)
         def finish():
-            out[0] = (acc[...] / total[...][:, :, :1]).astype(out.dtype)
+            out[0] = acc[...] / total[...][:, :, :1]
+            log_total[0] = largest[...] + jnp.log(total[...])
 
     def of_row(shape):  # the whole of a row's array
         return pl.BlockSpec((1, *shape[1:]), lambda b, step, positions: (b,) + (0,) * (len(shape) - 1))
 
     def read(x):  # the block to attend to
         def index(b, step, positions):
-            i = jnp.minimum(first_block(positions[b]) + step, jax.lax.div(positions[b], block))
+            i = jnp.minimum(first_block(positions[b]) + step, block_of(positions[b]))
             return (b, 0, i) + (0,) * (x.ndim - 3)
 
         return pl.BlockSpec((1, K, block, *x.shape[3:]), index)
 
     def write(x):  # the tile with the new token's slot
         def index(b, step, positions):
-            return (b, 0, jax.lax.div(positions[b], tile)) + (0,) * (x.ndim - 3)
+            return (b, 0, jax.lax.div(positions[b], R * tile)) + (0,) * (x.ndim - 3)
 
         return pl.BlockSpec((1, K, tile, *x.shape[3:]), index)
 
     # Else XLA would move the whole cache to VMEM and back where it fits.
     cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
     first_cache_argument = 1 + 1 + len(jax.tree.leaves(new))
-    out, cache = pl.pallas_call(
+    log_total = jax.ShapeDtypeStruct((*q.shape[:3], 128), jnp.float32)
+    out, log_total, cache = pl.pallas_call(
         kernel,
         out_shape=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(q.shape, jnp.float32),
+            log_total,
             jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), cache),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(B, blocks),
             in_specs=[of_row(q.shape), jax.tree.map(lambda x: of_row(x.shape), new), jax.tree.map(read, cache)],
-            out_specs=(of_row(q.shape), jax.tree.map(write, cache)),
+            out_specs=(of_row(q.shape), of_row(log_total.shape), jax.tree.map(write, cache)),
             scratch_shapes=[
                 pltpu.VMEM((K, padded_G, 128), jnp.float32),
                 pltpu.VMEM((K, padded_G, 128), jnp.float32),
                 pltpu.VMEM((K, padded_G, H), jnp.float32),
             ],
         ),
-        input_output_aliases={first_cache_argument + i: 1 + i for i in range(len(jax.tree.leaves(cache)))},
+        input_output_aliases={first_cache_argument + i: 2 + i for i in range(len(jax.tree.leaves(cache)))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="ragged_decode_attention",
     )(positions, q, new, cache)
-    return out[:, :, :G, None], cache
+    return out[:, :, :G, None], log_total[:, :, :G, None, :1], cache
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -730,13 +851,18 @@ def forward(
     """The layers over tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the cache.
 
     A Python loop and not a scan over stacked layers: so the compiler fetches the next layer's weights ahead, and copies
-    neither weights nor cache, at the price of a longer compilation.
+    neither weights nor cache, at the price of a longer compilation. jit has Python go through one layer for all.
     """
+
+    @jax.jit
+    def layer(x, w, layer_cache):
+        x, layer_cache = attention(x, w, layer_cache, positions, attend, config)
+        return mlp(x, w, config), layer_cache
+
     x = embed(tokens, weights["embedding"], weights["norm"].dtype)
     cache = list(cache)
     for i, w in enumerate(weights["layers"]):
-        x, cache[i] = attention(x, w, cache[i], positions, attend, config)
-        x = mlp(x, w, config)
+        x, cache[i] = layer(x, w, cache[i])
     return x, cache
 
 
@@ -854,9 +980,9 @@ def prefill(
     """
 
     def body(weights, cache, last_hidden, tokens, start, lengths):
-        T = tokens.shape[1]
+        T, R = tokens.shape[1], neighbours(config, model_shards(mesh))
         positions = jnp.broadcast_to(start + jnp.arange(T), tokens.shape)
-        attend = partial(prefill_attention, start=start, window=config.sliding_window)
+        attend = partial(prefill_attention, start=start, window=config.sliding_window, R=R)
         x, cache = forward(weights, tokens, positions, cache, attend, config)
         index = lengths - 1 - start
         is_here = (index >= 0) & (index < T)
@@ -906,9 +1032,10 @@ def decode_step(
     """
 
     def body(weights, cache, tokens, positions, seed):
+        R = neighbours(config, model_shards(mesh))
         # A row that is finished goes on until all are, in the last slot when there is no further one.
-        positions = jnp.minimum(positions, cache[0].k.shape[2] - 1)
-        attend = partial(decode_attention, positions=positions, window=config.sliding_window)
+        positions = jnp.minimum(positions, R * cache[0].k.shape[2] - 1)
+        attend = partial(decode_attention, positions=positions, window=config.sliding_window, R=R)
         x, cache = forward(weights, tokens[:, None], positions[:, None], cache, attend, config)
         tokens, logprobs = next_token(output_logits(weights, x[:, 0], config), positions, seed, sampling)
         return cache, tokens, logprobs, positions + 1
@@ -973,6 +1100,8 @@ def generate(
     dp = mesh.shape["dp"]
     batch = -(-len(prompts) // dp) * dp
     piece = min(PREFILL_PIECE, power_of_two(max(lengths)), max(1, PREFILL_TOKENS // power_of_two(batch // dp)))
+    R = neighbours(config, model_shards(mesh))
+    piece = -(-piece // R) * R  # see prefill_attention
     pieces = -(-max(lengths) // piece)
     prompt_tokens = np.zeros((batch, pieces * piece), np.int32)
     for row, prompt in enumerate(prompts):
@@ -982,22 +1111,28 @@ def generate(
     def on_mesh(array, spec=P()):
         return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
 
-    most_slots = cache_slots(max(max_seq_len, pieces * piece))
+    most_tokens = max(max_seq_len, pieces * piece)
 
-    def slots_for(position):
-        if mesh.devices.flat[0].platform == "tpu":  # the kernel reads no more than it needs
-            return most_slots
-        return min(most_slots, max(256, power_of_two(position + 1)))
+    def cache_for(position):
+        """The cache with which a step at `position` is compiled."""
+        tokens = most_tokens
+        if mesh.devices.flat[0].platform != "tpu":  # there, the kernel reads no more than it needs
+            tokens = min(most_tokens, max(256, power_of_two(position + 1)))
+        return abstract_cache(config, mesh, batch, tokens, dtype, int8_cache)
 
-    def cache_from(make, *arguments):
+    def in_memory(make, *arguments):
         try:
             return jax.block_until_ready(make(*arguments))
         except jax.errors.JaxRuntimeError as error:
-            message = f"no memory for a cache of {batch} x {slots} slots; lower max_new_tokens or max_seq_len"
-            raise InputError(message) from error
+            raise no_memory from error
 
-    dtype, slots = weights["norm"].dtype, slots_for(max(*lengths, pieces * piece - 1))
-    cache = cache_from(zeros, abstract_cache(config, mesh, batch, slots, dtype, int8_cache))
+    dtype = weights["norm"].dtype
+    no_memory = InputError(
+        f"no memory for a cache of {batch} x {most_tokens} tokens; lower max_new_tokens or max_seq_len"
+    )
+    if stored(abstract_cache(config, mesh, batch, most_tokens, dtype, int8_cache)) > memory_of(mesh):
+        raise no_memory  # now, and not when the cache has grown
+    cache = in_memory(zeros, cache_for(max(*lengths, pieces * piece - 1)))
     hidden = jax.ShapeDtypeStruct((batch, config.hidden_size), dtype, sharding=NamedSharding(mesh, P("dp")))
     last_hidden = zeros(hidden)
     positions = on_mesh(prompt_lengths, P("dp"))  # of the next token of each row; for prefill, the prompts' lengths
@@ -1046,12 +1181,11 @@ def generate(
     begin = time.perf_counter()
     while live:
         while started < max(limits[row] for row in live) and len(in_flight) <= LOOKAHEAD:
-            needed = slots_for(max(lengths[row] for row in live) + started - 1)
-            if needed > slots:
+            position = max(lengths[row] for row in live) + started - 1
+            if position >= capacity(cache, config):
                 jax.block_until_ready(tokens)  # no step runs while the clock stands still
                 pause = time.perf_counter()
-                slots = needed
-                cache = cache_from(grown, cache, slots)
+                cache = in_memory(grown, cache, cache_for(position))
                 step = compiled(decode_step, weights, cache, tokens, positions, seed, sampling=sampling)
                 begin += time.perf_counter() - pause
             cache, tokens, logprobs, positions = step(weights, cache, tokens, positions, seed)
@@ -1086,16 +1220,33 @@ def zeros(abstract) -> object:
     return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract), out_shardings=shardings)()
 
 
-def grown(cache: list[LayerCache], slots: int) -> list[LayerCache]:
-    """The cache with `slots` slots, the new ones empty. Takes the layers out of the list that it is given, one at a
-    time, so that no more than one is in memory twice."""
+def grown(cache: list[LayerCache], abstract: list[LayerCache]) -> list[LayerCache]:
+    """The cache with as many slots as `abstract` has, the new ones empty. Takes the layers out of the list that it is
+    given, one at a time, so that no more than one is in memory twice."""
 
-    def padded(x):
-        return jnp.pad(x, [(0, slots - size if axis == 2 else 0) for axis, size in enumerate(x.shape)])
+    def padded(x, wanted):
+        return jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, wanted.shape, strict=True)])
 
-    shardings = jax.tree.map(lambda x: x.sharding, cache[0])
-    grow = jax.jit(partial(jax.tree.map, padded), out_shardings=shardings)
-    return [jax.block_until_ready(grow(cache.pop(0))) for _ in range(len(cache))]
+    shardings = jax.tree.map(lambda x: x.sharding, abstract[0])
+    grow = jax.jit(lambda layer: jax.tree.map(padded, layer, abstract[0]), out_shardings=shardings)
+    return [jax.block_until_ready(grow(cache.pop(0))) for _ in abstract]
+
+
+def stored(tree) -> int:
+    """Bytes of a pytree of arrays or ShapeDtypeStructs on all devices; what several devices hold counts on each."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def memory_of(mesh: Mesh) -> float:
+    """Bytes of memory of a mesh's devices, as far as they tell; CPUs share the machine's."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in mesh.local_devices]
+    if None not in limits:
+        return sum(limits) * mesh.size / len(limits)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return machine * mesh.size / len(limits)
 
 
 def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config) -> int:
@@ -1103,15 +1254,8 @@ def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], con
 
     A tied embedding is the output head too, and counts. A weight counts on every device that holds it.
     """
-
-    def stored(tree):
-        leaves = jax.tree.leaves(tree)
-        return sum(
-            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices for x in leaves
-        )
-
     if "head" in weights:
         weights = {name: value for name, value in weights.items() if name != "embedding"}
-    batch, _, slots, _ = cache[0].k.shape
-    read = sum(min(length, config.sliding_window or slots) for length in lengths)
-    return int(stored(weights) + stored(cache) * read / (batch * slots))
+    batch, tokens = cache[0].k.shape[0], capacity(cache, config)
+    read = sum(min(length, config.sliding_window or tokens) for length in lengths)
+    return int(stored(weights) + stored(cache) * read / (batch * tokens))

@@ -64,12 +64,12 @@ def test_against_float64(shape, positions, window, block, dtype, int8):
     at = jnp.array(positions, jnp.int32)
 
     def kernel(q, new, cache, at):
-        return model.ragged_decode_attention(q, new, cache, at, window, block, interpret=STRICT)
+        out, _, cache = model.ragged_decode_attention(q, new, cache, at, window, 1, block, interpret=STRICT)
+        return out, cache
 
     def plain(q, new, cache, at):
-        return model.decode_attention(q, new, cache, at, window)
+        return model.decode_attention(q, new, cache, at, window, R=1)
 
-    cache_slots = shape[3]
     out, updated = jax.jit(kernel)(q, new, cache, at)
     out_plain, updated_plain = jax.jit(plain)(q, new, cache, at)
     tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
@@ -80,6 +80,42 @@ def test_against_float64(shape, positions, window, block, dtype, int8):
     jax.tree.map(
         lambda after, before, n: np.testing.assert_array_equal(after, np_set(before, n, positions)), updated, cache, new
     )
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize(
+    ("mesh", "kv_heads", "G", "positions", "window"),
+    [
+        ((1, 1, 4), 2, 4, (0, 255, 511), None),
+        ((1, 2, 2), 1, 3, (1, 130, 400, 1023), None),  # neighbours across both axes
+        ((2, 1, 2), 1, 2, (7, 256), 100),
+    ],
+)
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_neighbours_that_share_a_head(monkeypatch, platform, mesh, kv_heads, G, positions, window, int8):
+    """Each has a part of the sequence, and they exchange queries and outputs; on TPUs by a kernel too."""
+    mesh = model.make_mesh(*mesh, devices=jax.devices()[: np.prod(mesh)])
+    X, R, B, S, H = model.model_shards(mesh), model.model_shards(mesh) // kv_heads, len(positions), 256, 64
+    q, new, cache = random_arguments(B, kv_heads, R * G, R * S, H, jnp.float32, int8)
+    wanted = reference(q, new, cache, positions, window)
+
+    def dealt(x):  # [B, K, R S, ..] -> [B, X, S, ..]
+        return jnp.moveaxis(x.reshape(B, kv_heads, S, R, *x.shape[3:]), 3, 2).reshape(B, X, S, *x.shape[3:])
+
+    if platform == "tpu":
+        monkeypatch.setattr(
+            jax.lax, "platform_dependent", lambda *args, default, tpu=None, cpu=None: (tpu or default)(*args)
+        )
+        for kernel in ("ragged_decode_attention", "exchange_kernel"):
+            monkeypatch.setattr(model, kernel, partial(getattr(model, kernel), interpret=STRICT))
+    attend = partial(model.decode_attention, window=window, R=R)
+    specs = model.CACHE_SPEC, model.CACHE_SPEC, model.CACHE_SPEC, jax.sharding.PartitionSpec("dp")
+    program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=specs[:2], check_vma=False)
+    arguments = q.reshape(B, X, G, 1, H), jax.tree.map(lambda x: jnp.repeat(x, R, 1), new), jax.tree.map(dealt, cache)
+    out, updated = jax.jit(program)(*arguments, jnp.array(positions, jnp.int32))
+    np.testing.assert_allclose(np.asarray(out, np.float64).reshape(wanted.shape), wanted, atol=1e-5)
+    after = jax.tree.map(lambda x, n: dealt(jnp.asarray(np_set(x, n, positions))), cache, new)
+    jax.tree.map(np.testing.assert_array_equal, updated, after)
 
 
 def np_set(cache, new, positions):

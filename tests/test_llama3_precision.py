@@ -38,7 +38,7 @@ def log_probabilities(rows, dtype, int8, int8_cache, mesh_shape=(1, 1, 1)):
 
     def body(weights, cache, tokens):
         def attend(q, new, layer_cache):
-            return model.prefill_attention(q, new, layer_cache, jnp.int32(0), None)
+            return model.prefill_attention(q, new, layer_cache, jnp.int32(0), None, R=1)
 
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x, _ = model.forward(weights, tokens, positions, cache, attend, config)
