@@ -385,3 +385,26 @@ def test_two_processes():
     single = subprocess.run(alone, env=os.environ, capture_output=True, text=True)
     assert outputs[0][0] == single.stdout != ""
     assert outputs[1][0] == ""
+
+
+def test_compiled_programs_are_kept(tmp_path):
+    """In the user's cache folder, unless a flag says not to; a second run compiles nothing anew."""
+    environment = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
+    environment["XDG_CACHE_HOME"] = str(tmp_path)
+    command = [
+        sys.executable,
+        FOLDER / "main.py",
+        "--prompt",
+        "Hello!",
+        "--max_new_tokens",
+        "2",
+        "--tp",
+        "1",
+        "--dp",
+        "8",
+    ]
+    kept = []
+    for options in (["--no_compilation_cache"], [], []):
+        subprocess.run([*command, *options], env=environment, capture_output=True, check=True)
+        kept.append({file.name for file in tmp_path.glob("*/*-cache")})
+    assert not kept[0] and kept[1] == kept[2] and any("decode_step" in name for name in kept[1])

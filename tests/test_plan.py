@@ -40,3 +40,37 @@ def test_errors(arguments, words):
     finished = subprocess.run([*PLAN, *arguments], capture_output=True, text=True)
     assert finished.returncode == 2 and words in finished.stderr.splitlines()[-1]
     assert finished.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_a_sweep_as_a_table():
+    command = [
+        *PLAN,
+        "llama3",
+        "--config",
+        "llama-3.1-70b",
+        "--layers",
+        "2",
+        "--target",
+        "v5e:4x4",
+        "--quantize",
+        "int8",
+    ]
+    command += ["--quantize_cache", "int8", "--batch", "8", "32", "--max_seq_len", "2048", "--tp", "8", "16"]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(table) == 2 + 4
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
+    assert [row[1:4] for row in cells] == [
+        ["2, 1, 8", "8", "2048"],
+        ["1, 1, 16", "8", "2048"],
+        ["2, 1, 8", "32", "2048"],
+        ["1, 1, 16", "32", "2048"],
+    ]
+
+
+def test_neighbours_that_share_a_head_read_the_cache_once():
+    command = [*PLAN, "llama3", "--config", "llama-3.1-70b", "--layers", "2", "--target", "v5e:4x4", "--json"]
+    command += ["--quantize", "int8", "--quantize_cache", "int8", "--max_seq_len", "8192"]
+    report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert report["cache_bytes"] == 2 * 2 * 8 * 8192 * 8 * (128 + 4) // 16
+    assert report["exchanges"] == 4 and report["copy_bytes"] == 0
+    assert report["collectives"] == {"all-reduce": 5, "all-gather": 1}

@@ -1,0 +1,65 @@
+"""benchmarks/bench.py: what it counts, against numbers counted by hand, and its errors."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+BENCH = [sys.executable, ROOT / "benchmarks" / "bench.py"]
+ENVIRONMENT = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
+D, L, N, K, H, F, V = 64, 3, 4, 2, 16, 96, 512
+CONFIG = {
+    "model_type": "llama", "hidden_size": D, "num_hidden_layers": L, "num_attention_heads": N, "num_key_value_heads": K,
+    "intermediate_size": F, "vocab_size": V, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def run(tmp_path, *arguments):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    command = [*BENCH, "llama3", "--config", tmp_path / "config.json", "--steps", "8", "--rounds", "1", "--json"]
+    finished = subprocess.run([*command, *arguments], capture_output=True, text=True, env=ENVIRONMENT)
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout)
+
+
+def test_counts_and_both_sides(tmp_path):
+    report = run(tmp_path, "--layers", "2", "--batch", "1", "3", "--prompt_len", "20", "--vs", "transformers")
+    matrices = 2 * D * H * (2 * N + 2 * K) + 2 * 3 * D * F  # of two layers
+    for row, batch in zip(report["results"], (1, 3), strict=True):
+        pairs = 20 * 21 // 2
+        assert row["prefill_flops"] == batch * (2 * matrices * 20 + 2 * V * D + 4 * N * H * 2 * pairs)
+        assert row["step_flops"] == batch * (2 * matrices + 2 * V * D + 4 * N * H * 2 * 25)
+        # bfloat16 weights without the embedding, float32 keys and values of 20 + 8 / 2 tokens or so
+        weights, token = 2 * (matrices + V * D + 5 * D), 2 * 2 * K * H * 4
+        assert row["step_bytes"] == pytest.approx(weights + batch * 24.5 * token, rel=0.01)
+        assert row["bandwidth_gb_per_s"] == pytest.approx(row["step_bytes"] * row["decode_steps_per_s"] / 1e9)
+        assert row["mfu"] is None and row["mbu"] is None  # a CPU has no published peak
+        theirs = row["transformers"]
+        ratio = row["decode_steps_per_s"] / theirs["decode_steps_per_s"]
+        assert theirs["decode_steps_per_s_ratio"] == pytest.approx(ratio)
+    assert "--vs transformers" in report["command"] and report["versions"]["transformers"]
+
+
+def test_components_make_up_a_step(tmp_path):
+    (row,) = run(tmp_path, "--components", "--quantize", "int8")["results"]
+    parts = dict(row["components_ms"])
+    assert parts.keys() >= {"attention", "mlp", "head", "embed", "collectives"}
+    step = parts.pop("step")
+    assert sum(parts.values()) == pytest.approx(step) and min(parts.values()) > -0.5 * step
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nothing", "--config", "llama-3.1-8b"], "nothing: no such model folder"),
+        (["llama3", "--config", "llama-9b"], "llama-9b"),
+        (["llama3", "--config", "llama-3.1-8b", "--layers", "33"], "--layers 33"),
+        (["llama3", "--config", "llama-3.1-8b", "--tp", "3"], "needs 3 devices"),
+    ],
+)
+def test_errors(arguments, words):
+    finished = subprocess.run([*BENCH, *arguments], capture_output=True, text=True, env=ENVIRONMENT)
+    assert finished.returncode == 2 and finished.stderr.startswith("error: ") and words in finished.stderr
