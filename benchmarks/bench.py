@@ -144,6 +144,26 @@ class Transformers:
         return {"prefill_tokens_per_s": batch * length / prefill_s, "decode_steps_per_s": args.steps / decode_s}
 
 
+def parts(hlo: str) -> dict[str, str]:
+    """Which part of the model each instruction of a compiled program belongs to, by its scope in model.py.
+
+    Where a fusion carries no scope, what is fused in it does.
+    """
+    found, inside = {}, {}  # of instructions, and of the computations that fusions call
+    for line in hlo.splitlines():
+        if header := re.match(r"(?:ENTRY )?%([\w.-]+) \(", line):
+            computation = header[1]
+        if not (match := re.match(r"\s+(?:ROOT )?%([\w.-]+) = .*? ([\w-]+)\(", line)):
+            continue
+        scope = re.search(r'op_name="[^"]*/(attention|mlp|embed|head)/', line)
+        calls = re.search(r"calls=%([\w.-]+)", line)
+        part = scope[1] if scope else inside.get(calls[1], "rest") if calls else "rest"
+        found[match[1]] = "collectives" if match[2].startswith(COLLECTIVES) else part
+        if scope:
+            inside.setdefault(computation, scope[1])
+    return found
+
+
 def components(folder, weights, config, mesh, args, batch: int, length: int) -> dict:
     """Milliseconds of a decode step's parts, as the trace of --steps steps shows them: the mean over the devices.
 
@@ -160,12 +180,7 @@ def components(folder, weights, config, mesh, args, batch: int, length: int) -> 
     tokens, seed = jax.device_put((np.zeros(batch, np.int32), np.uint32(0)), whole)
     options = {"config": config, "mesh": mesh, "sampling": model.Sampling()}
     program = model.decode_step.lower(weights, cache, tokens, positions, seed, **options).compile()
-    kinds = {}
-    for line in program.as_text().splitlines():
-        if match := re.match(r"\s*(?:ROOT )?%([\w.-]+) = .*? ([\w-]+)\(.*?(?:op_name=\"([^\"]*)\"|$)", line):
-            name, opcode, scopes = match.groups()
-            scope = [s for s in ("attention", "mlp", "embed", "head") if s in (scopes or "").split("/")]
-            kinds[name] = "collectives" if opcode.startswith(COLLECTIVES) else scope[0] if scope else "rest"
+    kinds = parts(program.as_text())
     cache, tokens, _, positions = program(weights, cache, tokens, positions, seed)
     jax.block_until_ready(tokens)
     with tempfile.TemporaryDirectory() as trace:

@@ -10,7 +10,7 @@ import sys
 import matplotlib
 
 matplotlib.use("svg")
-matplotlib.rcParams["svg.hashsalt"] = "results"  # the same picture from the same numbers
+matplotlib.rcParams |= {"svg.hashsalt": "results", "svg.fonttype": "none"}  # same numbers, same file; text as text
 import matplotlib.pyplot as plt
 from folders import RESULTS
 

@@ -11,7 +11,8 @@ What a step is expected to take is core_ms + collective_ms, an estimate:
 core_ms is the larger of two times. One is the compiler's own count of cycles for all that XLA compiled, over the clock;
 weights that it fetches ahead cost it nothing there. The other is all bytes that a device reads, every weight but the
 embedding and the whole cache, over the memory bandwidth. Of kernels (Pallas) the compiler counts no cycles, so for the
-attention the bytes stand alone; of GPUs it counts none at all.
+attention the bytes stand alone. Of GPUs it counts none at all: there, core_ms is the time of the bytes and 1.3
+microseconds for each kernel, which is what one costs even inside a captured graph.
 
 collective_ms takes for each collective a microsecond to start and 2 (n - 1) / n of an all-reduce's bytes, (n - 1) / n
 of an all-gather's, over all of a chip's links; and the same for the model's own kernels that exchange data between
@@ -50,19 +51,21 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 COLLECTIVE_START_S = 1e-6
+GPU_KERNEL_S = 1.3e-6
 
 
 class Chip(NamedTuple):
     """Published figures of a device: memory in bytes, its bandwidth and that of all links together in bytes/s.
 
     `clock_hz`, which turns the compiler's cycles into time, is the published bf16 peak over what the matrix units do in
-    a cycle (v5e: 197e12 / (2 x 4 x 128 x 128)). Sources: Google Cloud's page of each TPU version, NVIDIA's data sheets.
+    a cycle (v5e: 197e12 / (2 x 4 x 128 x 128)), and None for GPUs. Sources: Google Cloud's page of each TPU version,
+    NVIDIA's data sheets.
     """
 
     memory: float
     bandwidth: float
     links: float
-    clock_hz: float
+    clock_hz: float | None
 
 
 CHIPS = {
@@ -70,8 +73,8 @@ CHIPS = {
     "v5e": Chip(16 * 2**30, 819e9, 200e9, 1.5e9),
     "v5p": Chip(95 * 2**30, 2765e9, 600e9, 1.75e9),
     "v6e": Chip(32 * 2**30, 1640e9, 448e9, 1.75e9),
-    "h100": Chip(80e9, 3352e9, 450e9, 1.98e9),
-    "h200": Chip(141e9, 4800e9, 450e9, 1.98e9),
+    "h100": Chip(80e9, 3352e9, 450e9, None),
+    "h200": Chip(141e9, 4800e9, 450e9, None),
 }
 
 # What the compiler wants to know of a GPU that is not there: the text form of its device description.
@@ -122,8 +125,8 @@ def nbytes(shapes: str) -> int:
     return total
 
 
-def compile_program(model, config, mesh, args):
-    """The compiled decode step or, with args.prefill, the compiled prefill of that many tokens a row; its arguments."""
+def lower_program(model, config, mesh, args):
+    """The decode step, or the prefill of args.prefill tokens a row, lowered; the abstract weights and cache."""
 
     def array(shape, dtype, spec=P()):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -136,12 +139,10 @@ def compile_program(model, config, mesh, args):
         hidden = array((batch, config.hidden_size), dtype, P("dp"))
         tokens = array((batch, args.prefill), jnp.int32)
         arguments = weights, cache, hidden, tokens, array((), jnp.int32), positions
-        lowered = model.prefill.lower(*arguments, config=config, mesh=mesh)
-    else:
-        arguments = weights, cache, array((batch,), jnp.int32), positions, array((), jnp.uint32)
-        options = {"config": config, "mesh": mesh, "sampling": model.Sampling()}
-        lowered = model.decode_step.lower(*arguments, **options)
-    return lowered.compile(), weights, cache
+        return model.prefill.lower(*arguments, config=config, mesh=mesh), weights, cache
+    arguments = weights, cache, array((batch,), jnp.int32), positions, array((), jnp.uint32)
+    options = {"config": config, "mesh": mesh, "sampling": model.Sampling()}
+    return model.decode_step.lower(*arguments, **options), weights, cache
 
 
 def plan(args) -> dict:
@@ -157,23 +158,47 @@ def plan(args) -> dict:
     dp = args.dp or (max(1, len(devices) // (ep * args.tp)) if args.tp else 1)
     mesh = model.make_mesh(dp, ep, args.tp or max(1, len(devices) // (dp * ep)), devices=devices)
     begin = time.perf_counter()
-    program, weights, cache = compile_program(model, config, mesh, args)
-    compile_s = time.perf_counter() - begin
-    text, memory = program.as_text(), program.memory_analysis()
-    entry = text[text.index("\nENTRY") :]
-
+    lowered, weights, cache = lower_program(model, config, mesh, args)
     lengths = [args.max_seq_len] * args.batch
-    read = model.step_bytes(weights, cache, lengths, config) / mesh.size
     one = model.make_mesh(devices=devices[:1])
     options = [config, one, args.batch, args.max_seq_len, args.dtype, args.quantize_cache == "int8"]
     unsharded = model.abstract_weights(config, one, args.dtype, args.quantize == "int8"), model.abstract_cache(*options)
-    floor = model.step_bytes(*unsharded, lengths, config) / mesh.size
+    report = {
+        "mesh": dict(mesh.shape),
+        "fits": False,
+        "weights_bytes": stored(weights),
+        "cache_bytes": stored(cache),
+        "floor_ms": 1e3 * model.step_bytes(*unsharded, lengths, config) / mesh.size / chip.bandwidth,
+    }
+    try:
+        program = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise ValueError(f"{args.target}: the compiler failed: {str(error)[:300]}") from error
+        return report | dict.fromkeys(PROGRAM_KEYS)
+    report["compile_s"] = time.perf_counter() - begin
+    read_s = model.step_bytes(weights, cache, lengths, config) / mesh.size / chip.bandwidth
+    report |= costs(program, mesh.size, chip, read_s, config.num_hidden_layers)
+    report["fits"] = report["hbm_bytes"] <= chip.memory
+    return report
 
+
+PROGRAM_KEYS = (  # null where the compiler finds that the program does not fit
+    "temp_bytes", "hbm_bytes", "collectives", "exchanges", "copy_bytes", "kernels_per_layer", "core_ms",
+    "collective_ms", "estimated_ms", "compile_s",
+)  # fmt: skip
+
+
+def costs(program, devices: int, chip: Chip, read_s: float, layers: int) -> dict:
+    """What a compiled program says of its costs; `read_s` is the time to read the bytes that the step must read."""
+    text, memory = program.as_text(), program.memory_analysis()
+    entry = text[text.index("\nENTRY") :]
     cycles = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text)))
-    core_s = max(cycles / chip.clock_hz, read / chip.bandwidth)
+    kernels = len(KERNEL.findall(entry))
+    core_s = max(cycles / chip.clock_hz, read_s) if chip.clock_hz else read_s + kernels * GPU_KERNEL_S
     collectives = Counter(match["kind"] for match in COLLECTIVE.finditer(entry))
     traffic = sum(
-        nbytes(match["shapes"]) * {"all-reduce": 2}.get(match["kind"], 1) * (mesh.size - 1) / mesh.size
+        nbytes(match["shapes"]) * {"all-reduce": 2}.get(match["kind"], 1) * (devices - 1) / devices
         for match in COLLECTIVE.finditer(entry)
     )
     exchanges = EXCHANGE.findall(entry)
@@ -184,21 +209,15 @@ def plan(args) -> dict:
     # What a decode step copies in pieces of a mebibyte and more can only be weights or the cache.
     copies = [size for match in COPY.finditer(entry) if (size := nbytes(match["shapes"])) >= 2**20]
     return {
-        "mesh": dict(mesh.shape),
-        "fits": hbm <= chip.memory,
-        "weights_bytes": stored(weights),
-        "cache_bytes": stored(cache),
         "temp_bytes": memory.temp_size_in_bytes,
         "hbm_bytes": hbm,
         "collectives": dict(collectives),
         "exchanges": len(exchanges),
         "copy_bytes": sum(copies),
-        "kernels_per_layer": round(len(KERNEL.findall(entry)) / config.num_hidden_layers, 1),
+        "kernels_per_layer": round(kernels / layers, 1),
         "core_ms": 1e3 * core_s,
         "collective_ms": 1e3 * collective_s,
         "estimated_ms": 1e3 * (core_s + collective_s),
-        "floor_ms": 1e3 * floor / chip.bandwidth,
-        "compile_s": compile_s,
     }
 
 
@@ -225,13 +244,18 @@ def table(rows: list[dict]) -> str:
     )  # fmt: skip
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
-        published = f"{row['published_ms']:.2f}" if row["published_ms"] else ""
-        cells = (
-            row["target"], "{dp}, {ep}, {tp}".format(**row["mesh"]), row["batch"], row["max_seq_len"],
-            f"{row['hbm_bytes'] / 1e9:.1f}" + ("" if row["fits"] else " (does not fit)"), f"{row['core_ms']:.2f}",
-            f"{row['collective_ms']:.2f}", f"{row['estimated_ms']:.2f}", f"{row['floor_ms']:.2f}",
-            f"{1e3 / row['estimated_ms']:.0f}", f"{row['floor_ms'] / row['estimated_ms']:.0%}", published,
-        )  # fmt: skip
+        mesh = "{dp}, {ep}, {tp}".format(**row["mesh"])
+        cells = [row["target"], mesh, row["batch"], row["max_seq_len"]]
+        if row["hbm_bytes"] is None:
+            cells += ["does not fit", "", "", "", f"{row['floor_ms']:.2f}", "", ""]
+        else:
+            cells += [
+                f"{row['hbm_bytes'] / 1e9:.2f}" + ("" if row["fits"] else " (does not fit)"),
+                *(f"{row[key]:.2f}" for key in ("core_ms", "collective_ms", "estimated_ms", "floor_ms")),
+                f"{1e3 / row['estimated_ms']:.0f}",
+                f"{row['floor_ms'] / row['estimated_ms']:.0%}",
+            ]
+        cells.append(f"{row['published_ms']:.2f}" if row["published_ms"] else "")
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 

@@ -16,7 +16,8 @@ heads and the MLP by columns (Shoeybi et al. 2019, "Megatron-LM"); `ep` is there
 multiplies `tp`. All device code runs under `jax.shard_map`, where an array is this device's part and nothing is
 communicated but by the collectives written out here. A decode step has one `psum` after attention and one after the MLP
 of each layer, one after the embedding, and at its end an `all_gather` over ep x tp for the next token and one over dp,
-so that every host sees all rows.
+so that every host sees all rows. Where ep x tp exceeds the kv heads, the devices that share one each hold a part of the
+sequence and `exchange` queries and outputs.
 
 Some words of JAX. A pytree is nested dicts, lists and tuples of arrays; jax.tree.map applies a function to each array.
 jit compiles a function once for each set of shapes; inside, arrays are traced: they have a shape and a dtype, and no
@@ -400,10 +401,11 @@ def cpu_product(x: jax.Array, w: jax.Array | Int8) -> jax.Array:
 
     A single row goes in as its two halves, against the halves of each row of the weight. With int8 weights, the fast
     product is int8 with int8: two int8 planes hold 15 bits of an activation, a coarse one, and a fine one of what its
-    rounding left. As rows of one product they cost little and lose next to nothing.
+    rounding left. As rows of one product they cost little and lose next to nothing. (From some 50 rows on, casting the
+    weight costs less.)
     """
     (B, C), O = x.shape, w.shape[0]
-    if isinstance(w, Int8):
+    if isinstance(w, Int8) and B < 50:
         coarse = quantize(x)
         fine = quantize(x - coarse.values * coarse.scale[:, None])
         planes = jnp.concatenate([coarse.values, fine.values])
@@ -462,8 +464,9 @@ def embed(tokens: jax.Array, table: jax.Array | Int8, dtype: jnp.dtype) -> jax.A
     """
     local = tokens - jax.lax.axis_index(MODEL_AXES) * table.shape[0]
     is_here = (local >= 0) & (local < table.shape[0])
-    index = jnp.where(is_here, local, 0)
-    x, scale = values_and_scale(jax.tree.map(lambda t: t[index], table), jnp.float32)
+    # One more token than needed: for a single row of an int8 table, XLA for TPUs would lay the whole table out anew.
+    index = jnp.pad(jnp.where(is_here, local, 0), ((0, 1), (0, 0)))
+    x, scale = values_and_scale(jax.tree.map(lambda t: t[index][:-1], table), jnp.float32)
     x = x if scale is None else x * scale[..., None]
     return jax.lax.psum(jnp.where(is_here[..., None], x, 0).astype(dtype), MODEL_AXES)
 
@@ -899,8 +902,9 @@ def next_token(
     """
     if sampling.temperature == 0:
         # Each device has a candidate: its largest logit, that token, and the sum of exp(logit - largest).
-        largest, local = jnp.max(logits, axis=-1), jnp.argmax(logits, axis=-1)
-        ids = local + jax.lax.axis_index(MODEL_AXES) * logits.shape[1]
+        largest, V = jnp.max(logits, axis=-1), logits.shape[1]
+        local = jnp.min(jnp.where(logits == largest[:, None], jnp.arange(V), V), axis=-1)  # argmax is slow on CPUs
+        ids = local + jax.lax.axis_index(MODEL_AXES) * V
         total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
         # One collective for all of it; float32 holds every id below 2**24 exactly.
         candidates = jnp.stack([largest, total, ids.astype(jnp.float32)])

@@ -69,10 +69,11 @@ def test_full_size_on_tpus(name, topology, tp, int8, slots, gigabytes):
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "open-llama-3b", "mistral-7b-v0.1"])
+@pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
-def test_other_shapes_on_a_tpu(name, int8):
-    """Heads narrower than the lanes, a window: the cache is never laid out anew."""
-    program = compile_step(full_size(name, num_hidden_layers=2), tpu_mesh("v6e:2x2", 1), 4, 1280, int8)
+def test_other_shapes_on_a_tpu(name, int8, batch):
+    """Heads narrower than the lanes, a window, a single row: neither cache nor embedding is laid out anew."""
+    program = compile_step(full_size(name, num_hidden_layers=2), tpu_mesh("v6e:2x2", 1), batch, 1280, int8)
     assert largest_copy(program.as_text()) < 2**20
 
 

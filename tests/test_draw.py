@@ -1,0 +1,36 @@
+"""benchmarks/draw.py: that what it draws are the numbers of the results."""
+
+import json
+import sys
+
+import pytest
+from helpers import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import draw
+from folders import RESULTS
+
+
+def test_bars_are_the_plans_steps_per_second():
+    report = json.loads((RESULTS / "70b-int8-v5e-16.json").read_text())
+    rows = [row for row in report["plans"] if row["fits"]]
+    assert 0 < len(rows) < len(report["plans"])  # one of them does not fit
+    (axes,) = draw.draw_plans(report).axes
+    widths = [bar.get_width() for bar in axes.patches]
+    assert widths == pytest.approx([1e3 / row[key] for key in ("floor_ms", "estimated_ms") for row in rows])
+    published = [1e3 / row["published_ms"] for row in rows if row["published_ms"]]
+    assert list(axes.lines[0].get_xdata()) == pytest.approx(published) and published
+
+
+def test_points_lie_where_the_measurements_do():
+    report = json.loads((RESULTS / "cpu-16x1024.json").read_text())
+    (axes,) = draw.draw_roofline(report).axes
+    roofs, *points = axes.lines
+    assert max(roofs.get_ydata()) == report["device"]["product_flops_per_s"]
+    assert len(points) == 2 * len(report["results"])
+    for row, decode in zip(report["results"], points[::2], strict=True):
+        achieved = row["step_flops"] * row["decode_steps_per_s"]
+        assert decode.get_ydata() == pytest.approx([achieved])
+        # under the slanted roof: bytes/s that the point stands for, over those that the device reads
+        assert achieved / decode.get_xdata()[0] == pytest.approx(row["bandwidth_gb_per_s"] * 1e9)
+        assert achieved / decode.get_xdata()[0] < report["device"]["read_bytes_per_s"]
