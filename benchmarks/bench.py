@@ -19,6 +19,7 @@ of the model, by a profiler's trace. --save NAME writes benchmarks/results/NAME.
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -29,7 +30,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-if "transformers" in sys.argv:  # --vs: torch wants a part of a GPU's memory too
+if any("transformers" in argument for argument in sys.argv):  # --vs: torch wants a part of a GPU's memory too
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 if "--components" in sys.argv:  # in a captured graph, a GPU's kernels would not carry their names
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
@@ -77,17 +78,17 @@ def random_weights(abstract: dict, seed: int) -> dict:
     return tree.unflatten(make[x.shape, x.dtype, x.sharding](key) for key, x in zip(keys, leaves, strict=True))
 
 
-def flops(weights: dict, config, batch: int, first: int, last: int) -> int:
+def flops(model, config, batch: int, first: int, last: int) -> int:
     """Operations that the tokens of `batch` rows at positions first to last - 1 need, on all devices.
 
     The output head counts once a row.
     """
-    matrices = sum(x.size for x in jax.tree.leaves(weights["layers"]) if x.ndim == 2)
-    head = weights.get("head", weights["embedding"]).shape
+    weights = model.abstract_weights(config, model.make_mesh(devices=jax.devices()[:1]), jnp.bfloat16)
+    matrices = sum(math.prod(x.shape) for x in jax.tree.leaves(weights["layers"]) if len(x.shape) == 2)
     window = config.sliding_window or last
     attended = sum(min(position + 1, window) for position in range(first, last))
     attention = 4 * config.num_attention_heads * config.head_dim * attended * config.num_hidden_layers
-    return batch * (2 * matrices * (last - first) + attention + 2 * head[0] * head[1])
+    return batch * (2 * matrices * (last - first) + attention + 2 * config.vocab_size * config.hidden_size)
 
 
 def measure(folder, weights, config, mesh, args, batch: int, length: int) -> dict:
@@ -98,10 +99,11 @@ def measure(folder, weights, config, mesh, args, batch: int, length: int) -> dic
     for _ in folder.model.generate(weights, prompts, config, mesh, **options):
         pass
     report = folder.main.statistics({"model_type": args.folder}, mesh, 0.0, stats)
-    del report["load_s"]
+    del report["load_s"], report["compile_s"]  # the second is of programs compiled before
     kinds = [kind for kind in PEAK_TFLOPS if mesh.devices.flat[0].device_kind.startswith(kind)]
-    report["prefill_flops"] = flops(weights, config, batch, 0, length)
-    report["step_flops"] = flops(weights, config, batch, length + args.steps // 2, length + args.steps // 2 + 1)
+    report["prefill_flops"] = flops(folder.model, config, batch, 0, length)
+    middle = length + args.steps // 2
+    report["step_flops"] = flops(folder.model, config, batch, middle, middle + 1)
     peak = PEAK_TFLOPS[max(kinds, key=len)] * 1e12 * mesh.size if kinds else None
     report["mfu"] = peak and report["prefill_flops"] / stats["prefill_s"] / peak
     report["mbu"] = report.pop("bandwidth_utilization")
@@ -169,15 +171,15 @@ def components(folder, weights, config, mesh, args, batch: int, length: int) -> 
 
     A part is a jax.named_scope of model.py; collectives stand for themselves, as a kernel's time includes its waiting.
     """
-    model, tokens = folder.model, length + args.steps
+    model, slots = folder.model, folder.model.power_of_two(length + args.steps)  # as large as generate's has grown
     cache = model.zeros(
-        model.abstract_cache(config, mesh, batch, tokens, weights["norm"].dtype, args.quantize_cache == "int8")
+        model.abstract_cache(config, mesh, batch, slots, weights["norm"].dtype, args.quantize_cache == "int8")
     )
     positions = jax.device_put(
         np.full(batch, length, np.int32), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("dp"))
     )
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    tokens, seed = jax.device_put((np.zeros(batch, np.int32), np.uint32(0)), whole)
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    tokens, seed = jax.device_put((np.zeros(batch, np.int32), np.uint32(0)), replicated)
     options = {"config": config, "mesh": mesh, "sampling": model.Sampling()}
     program = model.decode_step.lower(weights, cache, tokens, positions, seed, **options).compile()
     kinds = parts(program.as_text())
@@ -294,18 +296,24 @@ def show(row: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+
+    def count(text):
+        if not text.isdigit() or int(text) == 0:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+        return int(text)
+
     add("folder", help="llama3")
     add("--config", required=True, help="a released size, FOLDER/configs without .json, or a config.json")
-    add("--layers", type=int, help="so many layers of it")
-    add("--batch", type=int, nargs="+", default=[1])
-    add("--prompt_len", type=int, nargs="+", default=[128])
-    add("--steps", type=int, default=64, help="decode steps of a round")
-    add("--rounds", type=int, default=3)
+    add("--layers", type=count, help="so many layers of it")
+    add("--batch", type=count, nargs="+", default=[1])
+    add("--prompt_len", type=count, nargs="+", default=[128])
+    add("--steps", type=count, default=64, help="decode steps of a round")
+    add("--rounds", type=count, default=3)
     add("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16")
     add("--quantize", choices=["int8"])
     add("--quantize_cache", choices=["int8"])
     for axis in ("dp", "ep", "tp"):
-        add(f"--{axis}", type=int)
+        add(f"--{axis}", type=count)
     add("--vs", choices=["transformers"])
     add("--components", action="store_true")
     add("--seed", type=int, default=0)

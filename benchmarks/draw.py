@@ -1,6 +1,6 @@
 """Draws the files of benchmarks/results that are named: plans as estimates against floors, measurements as a roofline.
 
-python3 benchmarks/draw.py 70b-v5e-16 cpu-16x1024     # writes benchmarks/results/NAME.svg for each
+python3 benchmarks/draw.py 70b-int8-v5e-16 cpu-16x1024    # writes benchmarks/results/NAME.svg for each
 """
 
 import argparse
@@ -29,7 +29,7 @@ def draw_plans(report: dict) -> plt.Figure:
     if measured:
         axes.plot(
             [1e3 / ms for _, ms in measured], [place for place, _ in measured], "o", color="#bf616a",
-            label="jax-llm-examples, measured on that machine",
+            label="jax-llm-examples, measured on that mesh",
         )  # fmt: skip
     axes.set_yticks(places, labels, fontsize=7)
     axes.invert_yaxis()

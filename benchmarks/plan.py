@@ -15,10 +15,10 @@ attention the bytes stand alone. Of GPUs it counts none at all: there, core_ms i
 microseconds for each kernel, which is what one costs even inside a captured graph.
 
 collective_ms takes for each collective a microsecond to start and 2 (n - 1) / n of an all-reduce's bytes, (n - 1) / n
-of an all-gather's, over all of a chip's links; and the same for the model's own kernels that exchange data between
-chips (`exchanges`), which carry all of their bytes. Both constants are held against one published measurement:
-jax-llm-examples' Llama 3.1 70B int8 step (v5e:4x4, batch 8, cache 2048) has 5.91 ms of bytes and 160 all-reduces of
-128 KiB, and took 6.29 ms by its README; this model says 6.27.
+of an all-gather's, over all of a chip's links, n being the devices that share a layer; and the same for the model's own
+kernels that exchange data between chips (`exchanges`), which carry all of their bytes. Both constants are held against
+one published measurement: jax-llm-examples' Llama 3.1 70B int8 step (v5e:4x4, batch 8, cache 2048) took 6.29 ms by its
+README. That program reads 5.91 ms of bytes and has 160 all-reduces of 128 KiB, from which these constants make 6.27.
 """
 
 import argparse
@@ -157,6 +157,8 @@ def plan(args) -> dict:
     ep = args.ep or 1
     dp = args.dp or (max(1, len(devices) // (ep * args.tp)) if args.tp else 1)
     mesh = model.make_mesh(dp, ep, args.tp or max(1, len(devices) // (dp * ep)), devices=devices)
+    if args.prefill and args.prefill % model.neighbours(config, model.model_shards(mesh)):
+        raise ValueError(f"--prefill {args.prefill}: the chips that share a kv head do not divide it")
     begin = time.perf_counter()
     lowered, weights, cache = lower_program(model, config, mesh, args)
     lengths = [args.max_seq_len] * args.batch
@@ -170,6 +172,8 @@ def plan(args) -> dict:
         "cache_bytes": stored(cache),
         "floor_ms": 1e3 * model.step_bytes(*unsharded, lengths, config) / mesh.size / chip.bandwidth,
     }
+    if args.prefill:
+        report["floor_ms"] = None  # a decode step's
     try:
         program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -178,7 +182,7 @@ def plan(args) -> dict:
         return report | dict.fromkeys(PROGRAM_KEYS)
     report["compile_s"] = time.perf_counter() - begin
     read_s = model.step_bytes(weights, cache, lengths, config) / mesh.size / chip.bandwidth
-    report |= costs(program, mesh.size, chip, read_s, config.num_hidden_layers)
+    report |= costs(program, model.model_shards(mesh), chip, read_s, config.num_hidden_layers)
     report["fits"] = report["hbm_bytes"] <= chip.memory
     return report
 
@@ -189,8 +193,9 @@ PROGRAM_KEYS = (  # null where the compiler finds that the program does not fit
 )  # fmt: skip
 
 
-def costs(program, devices: int, chip: Chip, read_s: float, layers: int) -> dict:
-    """What a compiled program says of its costs; `read_s` is the time to read the bytes that the step must read."""
+def costs(program, shards: int, chip: Chip, read_s: float, layers: int) -> dict:
+    """What a compiled program says of its costs, where `shards` devices share a layer. `read_s` is the time to read the
+    bytes that the step must read."""
     text, memory = program.as_text(), program.memory_analysis()
     entry = text[text.index("\nENTRY") :]
     cycles = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text)))
@@ -198,7 +203,7 @@ def costs(program, devices: int, chip: Chip, read_s: float, layers: int) -> dict
     core_s = max(cycles / chip.clock_hz, read_s) if chip.clock_hz else read_s + kernels * GPU_KERNEL_S
     collectives = Counter(match["kind"] for match in COLLECTIVE.finditer(entry))
     traffic = sum(
-        nbytes(match["shapes"]) * {"all-reduce": 2}.get(match["kind"], 1) * (devices - 1) / devices
+        nbytes(match["shapes"]) * {"all-reduce": 2}.get(match["kind"], 1) * (shards - 1) / shards
         for match in COLLECTIVE.finditer(entry)
     )
     exchanges = EXCHANGE.findall(entry)
@@ -227,11 +232,14 @@ def stored(tree) -> int:
 
 
 # Measured by others on the machines themselves, in ms: what an estimate is to be held against.
-# jax-llm-examples' README, Llama 3.1 70B in int8 with an int8 cache, which was mostly empty.
+# jax-llm-examples' README, Llama 3.1 70B in int8 with an int8 cache, which was mostly empty, on meshes of dp x 16 / dp.
 PUBLISHED = {
-    ("llama-3.1-70b", "v5e:4x4", "int8", "int8", batch, slots): 1e3 / steps_per_s
-    for batch, slots, steps_per_s in (
-        (8, 2048, 159), (8, 4096, 146), (8, 8192, 146), (32, 2048, 108), (128, 2048, 39)
+    ("llama-3.1-70b", "v5e:4x4", "int8", "int8", dp, batch, slots): 1e3 / steps_per_s
+    for dp, batch, slots, steps_per_s in (
+        (1, 8, 2048, 159), (1, 8, 4096, 146), (1, 8, 8192, 146), (1, 32, 2048, 108), (1, 32, 4096, 100),
+        (1, 32, 8192, 93.8), (1, 128, 2048, 39.3),
+        (2, 8, 2048, 84.4), (2, 8, 4096, 83.4), (2, 8, 8192, 81.7), (2, 32, 2048, 74.5), (2, 32, 4096, 74),
+        (2, 32, 8192, 71.3), (2, 128, 2048, 50.2),
     )
 }  # fmt: skip
 
@@ -242,20 +250,24 @@ def table(rows: list[dict]) -> str:
         "target", "dp, ep, tp", "batch", "slots", "GB a chip", "core ms", "collective ms", "estimate ms", "floor ms",
         "estimate steps/s", "of the floor", "published ms",
     )  # fmt: skip
+
+    def number(ms):
+        return "" if ms is None else f"{ms:.2f}"
+
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
         mesh = "{dp}, {ep}, {tp}".format(**row["mesh"])
         cells = [row["target"], mesh, row["batch"], row["max_seq_len"]]
         if row["hbm_bytes"] is None:
-            cells += ["does not fit", "", "", "", f"{row['floor_ms']:.2f}", "", ""]
+            cells += ["does not fit", "", "", "", number(row["floor_ms"]), "", ""]
         else:
             cells += [
                 f"{row['hbm_bytes'] / 1e9:.2f}" + ("" if row["fits"] else " (does not fit)"),
-                *(f"{row[key]:.2f}" for key in ("core_ms", "collective_ms", "estimated_ms", "floor_ms")),
+                *(number(row[key]) for key in ("core_ms", "collective_ms", "estimated_ms", "floor_ms")),
                 f"{1e3 / row['estimated_ms']:.0f}",
-                f"{row['floor_ms'] / row['estimated_ms']:.0%}",
+                f"{row['floor_ms'] / row['estimated_ms']:.0%}" if row["floor_ms"] else "",
             ]
-        cells.append(f"{row['published_ms']:.2f}" if row["published_ms"] else "")
+        cells.append(number(row["published_ms"]))
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
@@ -266,9 +278,12 @@ def sweep(args) -> list[dict]:
     for values in itertools.product(args.target, args.batch, args.max_seq_len, args.tp or [None]):
         one = argparse.Namespace(**vars(args))
         one.target, one.batch, one.max_seq_len, one.tp = values
-        key = one.config, one.target, one.quantize, one.quantize_cache, one.batch, one.max_seq_len
+        report = plan(one)
+        dp = report["mesh"]["dp"]
+        key = one.config, one.target, one.quantize, one.quantize_cache, dp, one.batch, one.max_seq_len
+        published_ms = None if args.layers or args.prefill else PUBLISHED.get(key)
         named = {"target": one.target, "batch": one.batch, "max_seq_len": one.max_seq_len}
-        rows.append(named | plan(one) | {"published_ms": None if args.layers else PUBLISHED.get(key)})
+        rows.append(named | report | {"published_ms": published_ms})
     return rows
 
 

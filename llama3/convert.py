@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import ml_dtypes  # lets numpy, and so safetensors, read bfloat16
+import ml_dtypes  # numpy's bfloat16
 import numpy as np
 from jax.sharding import Mesh
 from model import Config, InputError, Int8, abstract_weights, quantize
@@ -295,15 +295,16 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
             return Int8(read((abstract.values, source)), read((abstract.scale, scales(source))))
         values = abstract.values if isinstance(abstract, Int8) else abstract
 
+        names = [source] if isinstance(source, str) else [part.name for part in source]
+        dtypes = {checkpoint.tensors[name].dtype for name in names}
+        on_disk = DTYPES[dtypes.pop() if len(dtypes) == 1 else "float32"]
+
         def block(index):
-            return assemble(checkpoint.tensors, source, index, values.shape)
+            return assemble(checkpoint.tensors, source, index, values.shape, on_disk)
 
-        first = source if isinstance(source, str) else source[0].name
-        return jax.make_array_from_callback(
-            values.shape, values.sharding, block, dtype=DTYPES[checkpoint.tensors[first].dtype]
-        )
+        return jax.block_until_ready(jax.make_array_from_callback(values.shape, values.sharding, block, dtype=on_disk))
 
-    def finished(abstract, array):
+    def cast_or_rounded(abstract, array):
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
         if isinstance(abstract, Int8) and not checkpoint.int8:
             return jax.block_until_ready(jax.jit(quantize, out_shardings=shardings)(array))
@@ -316,19 +317,21 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
     names = jax.tree.leaves(sources(checkpoint.config), is_leaf=is_source)
     arrays = read_ahead(read, list(zip(leaves, names, strict=True)))
     bar = tqdm(zip(leaves, arrays, strict=True), total=len(leaves), desc="loading", unit="weights", disable=None)
-    return jax.tree.unflatten(tree, [finished(leaf, array) for leaf, array in bar])
+    return jax.tree.unflatten(tree, [cast_or_rounded(leaf, array) for leaf, array in bar])
 
 
 def read_ahead(read, weights: list) -> Iterator:
     """`read` of each weight, in order, with READERS of them under way: no more, which bounds the memory."""
-    with ThreadPoolExecutor(READERS) as pool:
-        pending = deque()
+    pool, pending = ThreadPoolExecutor(READERS), deque()
+    try:
         for weight in weights:
-            pending.append(pool.submit(read, weight))
-            if len(pending) > READERS:
+            if len(pending) == READERS:
                 yield pending.popleft().result()
+            pending.append(pool.submit(read, weight))
         while pending:
             yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def scales(source: str | list[Part]) -> str | list[Part]:
@@ -339,7 +342,11 @@ def scales(source: str | list[Part]) -> str | list[Part]:
 
 
 def assemble(
-    tensors: dict[str, Stored], source: str | list[Part], index: tuple[slice, ...], shape: tuple[int, ...]
+    tensors: dict[str, Stored],
+    source: str | list[Part],
+    index: tuple[slice, ...],
+    shape: tuple[int, ...],
+    dtype: np.dtype,
 ) -> np.ndarray:
     """One device's block `index` of a weight of global `shape`.
 
@@ -358,7 +365,7 @@ def assemble(
         for name, units in source:
             unit, first_unit = tensors[name].shape[0] // units, shard * units // shards
             ranges.append((name, unit * first_unit, unit * (first_unit + max(units // shards, 1))))
-    block = aligned([stop - start for start, stop in bounds], DTYPES[tensors[ranges[0][0]].dtype])
+    block = aligned([stop - start for start, stop in bounds], dtype)
     filled = 0
     for name, start, stop in ranges:
         block[filled : filled + stop - start] = read_rows(tensors[name], slice(start, stop), *columns)

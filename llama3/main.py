@@ -113,13 +113,13 @@ def parse_arguments():
 
 
 def enable_compilation_cache() -> None:
-    """Keeps compiled programs for the next run: where JAX_COMPILATION_CACHE_DIR says, or else up to 4 GiB of them in
-    the user's cache folder. If that cannot be written, jax says so and goes on."""
+    """Keeps up to 4 GiB of compiled programs for the next run, in the user's cache folder. If that cannot be written,
+    jax says so and goes on. Where JAX_COMPILATION_CACHE_DIR is set, jax's own variables decide."""
     if not jax.config.jax_compilation_cache_dir:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "open-llms-in-jax")
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "open-llms-in-jax")
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", 4 * 2**30)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def start_distributed(args) -> None:

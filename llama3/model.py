@@ -30,7 +30,7 @@ Dimension letters, in shapes and einsums. Under shard_map B, N, K, F and V are t
     B  rows of the batch         D  hidden_size               V  vocab_size
     T  tokens of a row           N  num_attention_heads       F  intermediate_size
     S  cache slots of a row      K  num_key_value_heads       X  devices that share a layer, ep x tp
-    C  any contracted dimension  G  query heads per kv head   R  neighbours that share a kv head, X / K or 1
+    C  any contracted dimension  G  query heads per kv head   R  of them, those that share a kv head; or 1
     O  any output dimension      H  head_dim
 
 Dtypes. Weights, residual stream and cache are bfloat16 unless asked otherwise; matrices and the cache can be int8 with
@@ -464,7 +464,7 @@ def embed(tokens: jax.Array, table: jax.Array | Int8, dtype: jnp.dtype) -> jax.A
     """
     local = tokens - jax.lax.axis_index(MODEL_AXES) * table.shape[0]
     is_here = (local >= 0) & (local < table.shape[0])
-    # One more token than needed: for a single row of an int8 table, XLA for TPUs would lay the whole table out anew.
+    # One more row than needed: for a single row of an int8 table, XLA for TPUs would lay the whole table out anew.
     index = jnp.pad(jnp.where(is_here, local, 0), ((0, 1), (0, 0)))
     x, scale = values_and_scale(jax.tree.map(lambda t: t[index][:-1], table), jnp.float32)
     x = x if scale is None else x * scale[..., None]
@@ -617,15 +617,16 @@ def decode_attention(
     On TPUs by the kernel below, elsewhere by plain XLA, which reads all slots there are.
 
     Where R neighbours share a kv head, each attends to its own slots, with the query heads of all R. They exchange the
-    queries before, and after it the outputs, with the logarithm of what their weights add up to: so a partial softmax
-    counts for what it is worth (the merging of Dao et al. 2023, "Flash-Decoding"). The cache is read once, not R times.
+    queries before, and after it the outputs with the log-sum-exp of their scores, by which partial softmaxes merge (as
+    in Dao et al. 2023, "Flash-Decoding"). So no part of the cache is read, or held, twice.
     """
     B, _, G, _, H = q.shape
 
     def plain(q, new, cache, positions):
         rows, S = jnp.arange(B), cache.k.shape[2]
-        slots = positions if R == 1 else jnp.where(positions % R == rank(R), positions // R, S)  # S: in none
-        cache = jax.tree.map(lambda c, n: c.at[rows, :, slots].set(n[:, :, 0]), cache, new)
+        slots = positions if R == 1 else jnp.where(positions % R == rank(R), positions // R, S)
+        # Where a neighbour stores the token, the slot is S: out of bounds, dropped.
+        cache = jax.tree.map(lambda c, n: c.at[rows, :, slots].set(n[:, :, 0], mode="drop"), cache, new)
         # As it is stored: for a single row XLA's GPU backend would lay the keys out anew, all of them and twice a step.
         cache = jax.tree.map(lambda c: with_layout_constraint(c, Layout(tuple(range(c.ndim)))), cache)
         mask = is_attended(jnp.arange(S) * R + rank(R), positions[:, None], window)
@@ -636,13 +637,13 @@ def decode_attention(
         return weighted_sum(exps / total, cache.v, q.dtype), largest + jnp.log(total), cache
 
     queries = q
-    if R > 1:
+    if R > 1:  # K is 1 then; all get the same, so that this exchange is a gather
         queries = exchange(jnp.broadcast_to(q.reshape(B, G, H), (R, B, G, H)))
         queries = queries.swapaxes(0, 1).reshape(B, 1, R * G, 1, H)
     kernel = partial(ragged_decode_attention, window=window, R=R)
-    out, log_total, cache = jax.lax.platform_dependent(queries, new, cache, positions, tpu=kernel, default=plain)
+    out, log_sum_exp, cache = jax.lax.platform_dependent(queries, new, cache, positions, tpu=kernel, default=plain)
     if R > 1:
-        parts = jnp.concatenate([out, log_total], axis=-1).reshape(B, R, G, H + 1)
+        parts = jnp.concatenate([out, log_sum_exp], axis=-1).reshape(B, R, G, H + 1)
         parts = exchange(parts.swapaxes(0, 1))
         out = jnp.sum(parts[..., :H] * jax.nn.softmax(parts[..., H:], axis=0), axis=0).reshape(q.shape)
     return out.astype(q.dtype), cache
@@ -663,8 +664,9 @@ def exchange(x: jax.Array) -> jax.Array:
 def exchange_kernel(x: jax.Array, interpret: bool | pltpu.InterpretParams = False) -> jax.Array:
     """exchange for TPUs: each device writes into its neighbours' memory.
 
-    Not before all of them have entered. And as none leaves before it has a part from each, none can be in the next
-    exchange while another has not finished this one: buffers and semaphores are free when they are written again.
+    Nothing is written before all have entered. A device leaves when it has a part from each, so all have passed the
+    barrier by then: no signal of the next exchange is taken for one of this, and nothing of the next is written before
+    all have finished this one.
     """
     R = x.shape[0]
 
@@ -721,8 +723,8 @@ def ragged_decode_attention(
 
     Args: q [B, K, G, 1, H]; new and cache as in `attention`; positions int32 [B], each below R S; `window` in tokens;
     `block` slots a grid step, by default a power of two that makes at most half a MiB of keys, or 128; `interpret` for
-    tests on a CPU. Returns the output over this device's slots, float32 [B, K, G, 1, H], the logarithm of what its
-    weights add up to, [B, K, G, 1, 1], and the cache.
+    tests on a CPU. Returns the output over this device's slots, float32 [B, K, G, 1, H], the log-sum-exp of its scores,
+    [B, K, G, 1, 1], and the cache.
     """
     B, K, G, _, H = q.shape
     S = cache.k.shape[2]
@@ -741,7 +743,7 @@ def ragged_decode_attention(
     def first_block(position):
         return 0 if window is None else block_of(jnp.maximum(position - window + 1, 0))
 
-    def kernel(positions, q, new, cache, out, log_total, new_cache, largest, total, acc):
+    def kernel(positions, q, new, cache, out, log_sum_exp, new_cache, largest, total, acc):
         # largest and total have one number for each query head, repeated over the 128 lanes of a register: a vector
         # of them alone would have another layout than the scores.
         b, step = pl.program_id(0), pl.program_id(1)
@@ -796,7 +798,7 @@ def ragged_decode_attention(
         @pl.when(step == blocks - 1)
         def finish():
             out[0] = acc[...] / total[...][:, :, :1]
-            log_total[0] = largest[...] + jnp.log(total[...])
+            log_sum_exp[0] = largest[...] + jnp.log(total[...])
 
     def of_row(shape):  # the whole of a row's array
         return pl.BlockSpec((1, *shape[1:]), lambda b, step, positions: (b,) + (0,) * (len(shape) - 1))
@@ -817,19 +819,19 @@ def ragged_decode_attention(
     # Else XLA would move the whole cache to VMEM and back where it fits.
     cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
     first_cache_argument = 1 + 1 + len(jax.tree.leaves(new))
-    log_total = jax.ShapeDtypeStruct((*q.shape[:3], 128), jnp.float32)
-    out, log_total, cache = pl.pallas_call(
+    log_sum_exp = jax.ShapeDtypeStruct((*q.shape[:3], 128), jnp.float32)
+    out, log_sum_exp, cache = pl.pallas_call(
         kernel,
         out_shape=(
             jax.ShapeDtypeStruct(q.shape, jnp.float32),
-            log_total,
+            log_sum_exp,
             jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), cache),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(B, blocks),
             in_specs=[of_row(q.shape), jax.tree.map(lambda x: of_row(x.shape), new), jax.tree.map(read, cache)],
-            out_specs=(of_row(q.shape), of_row(log_total.shape), jax.tree.map(write, cache)),
+            out_specs=(of_row(q.shape), of_row(log_sum_exp.shape), jax.tree.map(write, cache)),
             scratch_shapes=[
                 pltpu.VMEM((K, padded_G, 128), jnp.float32),
                 pltpu.VMEM((K, padded_G, 128), jnp.float32),
@@ -841,7 +843,7 @@ def ragged_decode_attention(
         interpret=interpret,
         name="ragged_decode_attention",
     )(positions, q, new, cache)
-    return out[:, :, :G, None], log_total[:, :, :G, None, :1], cache
+    return out[:, :, :G, None], log_sum_exp[:, :, :G, None, :1], cache
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -903,7 +905,7 @@ def next_token(
     if sampling.temperature == 0:
         # Each device has a candidate: its largest logit, that token, and the sum of exp(logit - largest).
         largest, V = jnp.max(logits, axis=-1), logits.shape[1]
-        local = jnp.min(jnp.where(logits == largest[:, None], jnp.arange(V), V), axis=-1)  # argmax is slow on CPUs
+        local = jnp.min(jnp.where(logits == largest[:, None], jnp.arange(V), V - 1), axis=-1)  # argmax is slow on CPUs
         ids = local + jax.lax.axis_index(MODEL_AXES) * V
         total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
         # One collective for all of it; float32 holds every id below 2**24 exactly.
@@ -973,9 +975,9 @@ def prefill(
     config: Config,
     mesh: Mesh,
 ) -> tuple[list[LayerCache], jax.Array]:
-    """One piece of the prompts, T tokens of each row, into slots start to start + T.
+    """One piece of the prompts, T tokens of each row, at positions start to start + T.
 
-    Rows are padded at the end. What is computed there is not attended to: each of its slots is overwritten before a
+    Rows are padded at the end. What is computed there is not attended to: each of those slots is overwritten before a
     later token could.
 
     Args: cache and last_hidden [B, D] are donated; tokens int32 [B, T]; start int32 []; lengths int32 [B], of the
@@ -1090,8 +1092,9 @@ def generate(
     doubles as it fills, at one compilation for each size.
 
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
-    and at the end step_bytes of a decode step of mean length. As a generator, it raises InputError (for prompts that
-    check_prompts refuses, or a cache that does not fit) when its first item is asked for.
+    and at the end step_bytes of a decode step of mean length. The clock of decode_s stands still while the cache grows.
+    As a generator, it raises InputError (for prompts that check_prompts refuses, or a cache that does not fit) when its
+    first item is asked for; later, where there is no memory left for the cache to grow.
     """
     stats = {} if stats is None else stats
     stats |= {"compile_s": 0.0, "decode_s": 0.0, "decode_steps": 0, "decode_tokens": 0}
@@ -1115,7 +1118,7 @@ def generate(
     def on_mesh(array, spec=P()):
         return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
 
-    most_tokens = max(max_seq_len, pieces * piece)
+    dtype, most_tokens = weights["norm"].dtype, max(max_seq_len, pieces * piece)
 
     def cache_for(position):
         """The cache with which a step at `position` is compiled."""
@@ -1124,18 +1127,16 @@ def generate(
             tokens = min(most_tokens, max(256, power_of_two(position + 1)))
         return abstract_cache(config, mesh, batch, tokens, dtype, int8_cache)
 
+    no_memory = f"no memory for a cache of {batch} x {most_tokens} tokens; lower max_new_tokens or max_seq_len"
+    if stored((weights, abstract_cache(config, mesh, batch, most_tokens, dtype, int8_cache))) > memory_of(mesh):
+        raise InputError(no_memory)  # now, and not when the cache has grown
+
     def in_memory(make, *arguments):
         try:
             return jax.block_until_ready(make(*arguments))
         except jax.errors.JaxRuntimeError as error:
-            raise no_memory from error
+            raise InputError(no_memory) from error
 
-    dtype = weights["norm"].dtype
-    no_memory = InputError(
-        f"no memory for a cache of {batch} x {most_tokens} tokens; lower max_new_tokens or max_seq_len"
-    )
-    if stored(abstract_cache(config, mesh, batch, most_tokens, dtype, int8_cache)) > memory_of(mesh):
-        raise no_memory  # now, and not when the cache has grown
     cache = in_memory(zeros, cache_for(max(*lengths, pieces * piece - 1)))
     hidden = jax.ShapeDtypeStruct((batch, config.hidden_size), dtype, sharding=NamedSharding(mesh, P("dp")))
     last_hidden = zeros(hidden)
@@ -1185,7 +1186,8 @@ def generate(
     begin = time.perf_counter()
     while live:
         while started < max(limits[row] for row in live) and len(in_flight) <= LOOKAHEAD:
-            position = max(lengths[row] for row in live) + started - 1
+            # No further than a row's limit: one that has reached it is live until the host has looked.
+            position = max(lengths[row] + min(started, limits[row] - 1) for row in live) - 1
             if position >= capacity(cache, config):
                 jax.block_until_ready(tokens)  # no step runs while the clock stands still
                 pause = time.perf_counter()
@@ -1245,12 +1247,13 @@ def stored(tree) -> int:
 
 
 def memory_of(mesh: Mesh) -> float:
-    """Bytes of memory of a mesh's devices, as far as they tell; CPUs share the machine's."""
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in mesh.local_devices]
-    if None not in limits:
-        return sum(limits) * mesh.size / len(limits)
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return machine * mesh.size / len(limits)
+    """Bytes of memory of a mesh's devices, infinite where they do not tell. CPUs share the machine's."""
+    devices = mesh.local_devices
+    if devices[0].platform == "cpu":
+        local = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        local = sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in devices)
+    return local * mesh.size / len(devices)
 
 
 def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config) -> int:

@@ -16,4 +16,5 @@ os.environ.update(
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # or a second compilation on this machine would find it locked
     HF_HUB_OFFLINE="1",
     JAX_COMPILATION_CACHE_DIR=compiled.name,
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.1",
 )

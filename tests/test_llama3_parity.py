@@ -186,3 +186,11 @@ def test_a_row_does_not_depend_on_its_batch(checkpoints, dtype):
     for prompt, row in zip(prompts, together, strict=True):
         (alone,) = decode(llama3, path, [prompt], dtype=dtype, max_new_tokens=10)
         assert [token.id for token in alone] == [token.id for token in row]
+
+
+def test_the_cache_grows_no_further_than_asked_for(checkpoints, monkeypatch):
+    """A row that has filled max_seq_len is decoded until the host has looked at it, in the cache that there is."""
+    path, _ = checkpoints("llama 3.1")
+    monkeypatch.setattr(llama3.model, "grown", None)
+    rows = decode(llama3, path, random_prompts(250, 2), max_new_tokens=300, max_seq_len=256)
+    assert [len(row) for row in rows] == [7, 255]

@@ -71,3 +71,25 @@ def test_mean_kl_from_float32(dtype, int8, int8_cache, mesh, limit):
     print(f"mean KL {mean:.1e}, of unseen text {divergences[-1].mean():.1e}")
     assert 0 < mean < limit
     assert divergences[-1].mean() < limit
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize(
+    ("rows", "contracted", "dtype"),
+    [
+        (1, 96, jnp.bfloat16),  # as two halves
+        (1, 95, jnp.bfloat16),
+        (1, 96, jnp.float32),
+        (3, 96, jnp.bfloat16),
+        (60, 96, jnp.bfloat16),  # int8 weights are cast
+    ],
+)
+def test_products_on_a_cpu(rows, contracted, dtype, int8):
+    """Every form of cpu_product against float64."""
+    keys = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(keys[0], (rows, contracted)).astype(dtype)
+    w = jax.random.normal(keys[1], (70, contracted)).astype(dtype)
+    w = llama3.model.quantize(w) if int8 else w
+    values = np.asarray(w.values, np.float64) * np.asarray(w.scale, np.float64)[:, None] if int8 else w
+    wanted = np.asarray(x, np.float64) @ np.asarray(values, np.float64).T
+    np.testing.assert_allclose(jax.jit(llama3.model.linear)(x, w), wanted, atol=5e-3 if int8 else 1e-4)
