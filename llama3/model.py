@@ -652,7 +652,7 @@ def decode_attention(
 def exchange(x: jax.Array) -> jax.Array:
     """x [R, ..]: part n goes to the n-th of the R neighbours that share a kv head. Returns [R, ..], a part from each.
 
-    On TPUs a kernel: between 20 KB of work and its use, a launch of XLA's all-to-all would take most of the time.
+    On TPUs by a kernel: these are some kilobytes, and to launch XLA's all-to-all would take longer than to move them.
     """
 
     def plain(x):
