@@ -38,7 +38,7 @@ if "--components" in sys.argv:  # in a captured graph, a GPU's kernels would not
 import jax
 import jax.numpy as jnp
 import numpy as np
-from folders import import_from, provenance, read_config, save
+from folders import import_from, provenance, read_config, run, save
 
 # Published dense bfloat16 peak in TFLOP/s of a device, by the beginning of jax's device_kind; sources as main.py's.
 PEAK_TFLOPS = {
@@ -160,7 +160,9 @@ def parts(hlo: str) -> dict[str, str]:
         scope = re.search(r'op_name="[^"]*/(attention|mlp|embed|head)/', line)
         calls = re.search(r"calls=%([\w.-]+)", line)
         part = scope[1] if scope else inside.get(calls[1], "rest") if calls else "rest"
-        found[match[1]] = "collectives" if match[2].startswith(COLLECTIVES) else part
+        # The model's own kernel between chips is named exchange.
+        is_collective = match[2].startswith(COLLECTIVES) or match[1].startswith("exchange")
+        found[match[1]] = "collectives" if is_collective else part
         if scope:
             inside.setdefault(computation, scope[1])
     return found
@@ -328,8 +330,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:  # the model's InputError is one
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+    run(main)

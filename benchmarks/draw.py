@@ -5,14 +5,13 @@ python3 benchmarks/draw.py 70b-int8-v5e-16 cpu-16x1024    # writes benchmarks/re
 
 import argparse
 import json
-import sys
 
 import matplotlib
 
 matplotlib.use("svg")
 matplotlib.rcParams |= {"svg.hashsalt": "results", "svg.fonttype": "none"}  # same numbers, same file; text as text
 import matplotlib.pyplot as plt
-from folders import RESULTS
+from folders import RESULTS, run
 
 
 def draw_plans(report: dict) -> plt.Figure:
@@ -78,8 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run(main)

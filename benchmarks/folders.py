@@ -1,4 +1,4 @@
-"""What bench.py, plan.py and draw.py share: model folders and their released sizes, files of results."""
+"""What bench.py, plan.py and draw.py share: model folders and their released sizes, files of results, errors."""
 
 import datetime
 import importlib
@@ -68,3 +68,12 @@ def save(name: str, report: dict) -> None:
     """Writes benchmarks/results/NAME.json."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def run(main) -> None:
+    """Calls main(). What the user can mend ends with one line on standard error and status 2."""
+    try:
+        main()
+    except (ValueError, OSError) as error:  # a model's InputError is a ValueError
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)

@@ -4,7 +4,7 @@ r"""Compiles a model's real step for a machine that is not there, and reads off 
         --quantize int8 --quantize_cache int8
 
 The target is a TPU slice (v5e:4x4, v6e:2x4, v5p:2x2x4, v4:2x2x4) or a GPU (h100, h200). No weights are needed, and no
-memory: the shapes of a released size are in FOLDER/configs.
+memory: the shapes of a released size are in FOLDER/configs. Several targets, batches, lengths or tp give a table.
 
 What a step is expected to take is core_ms + collective_ms, an estimate:
 
@@ -45,7 +45,7 @@ os.environ |= {
 
 import jax
 import jax.numpy as jnp
-from folders import import_from, provenance, read_config, save
+from folders import import_from, provenance, read_config, run, save
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -168,8 +168,8 @@ def plan(args) -> dict:
     report = {
         "mesh": dict(mesh.shape),
         "fits": False,
-        "weights_bytes": stored(weights),
-        "cache_bytes": stored(cache),
+        "weights_bytes": model.stored(weights) // mesh.size,
+        "cache_bytes": model.stored(cache) // mesh.size,
         "floor_ms": 1e3 * model.step_bytes(*unsharded, lengths, config) / mesh.size / chip.bandwidth,
     }
     if args.prefill:
@@ -224,11 +224,6 @@ def costs(program, shards: int, chip: Chip, read_s: float, layers: int) -> dict:
         "collective_ms": 1e3 * collective_s,
         "estimated_ms": 1e3 * (core_s + collective_s),
     }
-
-
-def stored(tree) -> int:
-    """Bytes of a pytree on one device."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 # Measured by others on the machines themselves, in ms: what an estimate is to be held against.
@@ -321,8 +316,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:  # the model's InputError is one
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+    run(main)

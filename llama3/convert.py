@@ -294,7 +294,6 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
         if checkpoint.int8 and isinstance(abstract, Int8):
             return Int8(read((abstract.values, source)), read((abstract.scale, scales(source))))
         values = abstract.values if isinstance(abstract, Int8) else abstract
-
         names = [source] if isinstance(source, str) else [part.name for part in source]
         dtypes = {checkpoint.tensors[name].dtype for name in names}
         on_disk = DTYPES[dtypes.pop() if len(dtypes) == 1 else "float32"]

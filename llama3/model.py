@@ -1128,7 +1128,7 @@ def generate(
         return abstract_cache(config, mesh, batch, tokens, dtype, int8_cache)
 
     no_memory = f"no memory for a cache of {batch} x {most_tokens} tokens; lower max_new_tokens or max_seq_len"
-    if stored((weights, abstract_cache(config, mesh, batch, most_tokens, dtype, int8_cache))) > memory_of(mesh):
+    if stored((weights, cache_for(most_tokens - 1))) > memory_of(mesh):
         raise InputError(no_memory)  # now, and not when the cache has grown
 
     def in_memory(make, *arguments):
