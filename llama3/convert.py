@@ -54,40 +54,51 @@ HUB_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "model*.safet
 
 
 class Part(NamedTuple):
-    """A tensor of which each device takes whole units of rows: a unit is a head, or one row."""
+    """A tensor, or the `piece`-th of `pieces` equal parts of it along `axis`, that the devices share by whole units.
+
+    A unit is a head, or a single row or column. Where there are more devices than units, neighbours take the same one,
+    but where `groups` is given: then they deal out the units of a group, see model.local_heads.
+    """
 
     name: str
     units: int
+    axis: int = 0
+    groups: int | None = None
+    piece: int = 0
+    pieces: int = 1
 
 
 def sources(config: Config) -> dict:
     """abstract_weights' tree, with the name of the checkpoint's tensor in the place of each weight.
 
-    Where a weight is fused of several tensors, a list of Parts: they lie one under the other, separately for each
-    device.
+    Where a weight is more than a tensor's rows and columns, a list of Parts: they lie one after the other, separately
+    for each device.
     """
     heads, kv_heads, columns = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
-    qkv = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
-    gate_up = {"gate_proj": columns, "up_proj": columns}
 
     def layer(i):
-        prefix = f"model.layers.{i}"
+        def qkv(kind):
+            return [
+                Part(f"model.layers.{i}.self_attn.q_proj.{kind}", heads, groups=kv_heads),
+                Part(f"model.layers.{i}.self_attn.k_proj.{kind}", kv_heads),
+                Part(f"model.layers.{i}.self_attn.v_proj.{kind}", kv_heads),
+            ]
 
-        def fused(module, parts, kind):
-            return [Part(f"{prefix}.{module}.{name}.{kind}", units) for name, units in parts.items()]
+        def gate_up(kind):
+            return [Part(f"model.layers.{i}.mlp.{name}.{kind}", columns) for name in ("gate_proj", "up_proj")]
 
         tensors = {
-            "attention_norm": f"{prefix}.input_layernorm.weight",
-            "qkv": fused("self_attn", qkv, "weight"),
-            "o": f"{prefix}.self_attn.o_proj.weight",
-            "mlp_norm": f"{prefix}.post_attention_layernorm.weight",
-            "gate_up": fused("mlp", gate_up, "weight"),
-            "down": f"{prefix}.mlp.down_proj.weight",
+            "attention_norm": f"model.layers.{i}.input_layernorm.weight",
+            "qkv": qkv("weight"),
+            "o": [Part(f"model.layers.{i}.self_attn.o_proj.weight", heads, axis=1, groups=kv_heads)],
+            "mlp_norm": f"model.layers.{i}.post_attention_layernorm.weight",
+            "gate_up": gate_up("weight"),
+            "down": f"model.layers.{i}.mlp.down_proj.weight",
         }
         if config.attention_bias:
-            tensors |= {"qkv_bias": fused("self_attn", qkv, "bias"), "o_bias": f"{prefix}.self_attn.o_proj.bias"}
+            tensors |= {"qkv_bias": qkv("bias"), "o_bias": f"model.layers.{i}.self_attn.o_proj.bias"}
         if config.mlp_bias:
-            tensors |= {"gate_up_bias": fused("mlp", gate_up, "bias"), "down_bias": f"{prefix}.mlp.down_proj.bias"}
+            tensors |= {"gate_up_bias": gate_up("bias"), "down_bias": f"model.layers.{i}.mlp.down_proj.bias"}
         return tensors
 
     tensors = {
@@ -334,10 +345,12 @@ def read_ahead(read, weights: list) -> Iterator:
 
 
 def scales(source: str | list[Part]) -> str | list[Part]:
-    """The source of an int8 matrix's scales."""
+    """The source of an int8 matrix's scales, one for each row."""
     if isinstance(source, str):
         return f"{source}_scale"
-    return [Part(f"{part.name}_scale", part.units) for part in source]
+    if source[0].axis == 1:  # each device has some columns of all rows
+        return f"{source[0].name}_scale"
+    return [part._replace(name=f"{part.name}_scale") for part in source]
 
 
 def assemble(
@@ -350,27 +363,44 @@ def assemble(
     """One device's block `index` of a weight of global `shape`.
 
     Of a single tensor these are the same rows and columns; rows past its end, which even out the shards of the
-    vocabulary, are zeros. Of fused parts they are this device's units of each part, in order; where there are more
-    devices than units, neighbours read the same one.
+    vocabulary, are zeros. Of Parts they are this device's units of each, in order, and zeros where those do not fill
+    the block.
     """
     bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
-    (first, last), columns = bounds[0], tuple(slice(*b) for b in bounds[1:])
     if isinstance(source, str):
+        axis, (first, last) = 0, bounds[0]
         rows = tensors[source].shape[0]
         ranges = [(source, min(first, rows), min(last, rows))]
     else:
-        shards, shard = shape[0] // (last - first), first // (last - first)
-        ranges = []
-        for name, units in source:
-            unit, first_unit = tensors[name].shape[0] // units, shard * units // shards
-            ranges.append((name, unit * first_unit, unit * (first_unit + max(units // shards, 1))))
+        axis = source[0].axis
+        first, last = bounds[axis]
+        shard, shards = first // (last - first), shape[axis] // (last - first)
+        ranges = [(part.name, *share(part, tensors[part.name].shape[axis], shard, shards)) for part in source]
     block = aligned([stop - start for start, stop in bounds], dtype)
+    along = np.moveaxis(block, axis, 0)
     filled = 0
     for name, start, stop in ranges:
-        block[filled : filled + stop - start] = read_rows(tensors[name], slice(start, stop), *columns)
+        part = [slice(*b) for b in bounds]
+        part[axis] = slice(start, stop)
+        along[filled : filled + stop - start] = np.moveaxis(read_rows(tensors[name], *part), axis, 0)
         filled += stop - start
-    block[filled:] = 0
+    along[filled:] = 0
     return block
+
+
+def share(part: Part, size: int, shard: int, shards: int) -> tuple[int, int]:
+    """Where device `shard` of `shards` begins and ends in a tensor that has `size` rows, or columns."""
+    size //= part.pieces
+    unit, begin = size // part.units, part.piece * size
+    if part.groups is None or shards <= part.groups:
+        first = shard * part.units // shards
+        last = first + max(part.units // shards, 1)
+    else:
+        neighbours, units = shards // part.groups, part.units // part.groups
+        group, rank = divmod(shard, neighbours)
+        most = -(-units // neighbours)
+        first, last = (group * units + min(units, most * n) for n in (rank, rank + 1))
+    return begin + unit * first, begin + unit * last
 
 
 def aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:

@@ -40,6 +40,7 @@ embedding, softmax and logits are float32.
 """
 
 import dataclasses
+import functools
 import math
 import os
 import time
@@ -113,45 +114,21 @@ class Config:
 
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
-        rope_table = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        if not isinstance(rope_table, dict):
-            raise InputError(f"config.json: the rope parameters must be a table, not {rope_table!r}")
-        model_type = config.get("model_type")
-        rope_type = rope_table.get("rope_type") or rope_table.get("type") or "default"
-        rotary = rope_table.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
-        for name, value, supported in (
-            ("model_type", model_type, ("llama", "mistral")),
-            ("rope_type", rope_type, tuple(ROPE_PARAMETERS)),
-            ("hidden_act", config.get("hidden_act", "silu"), ("silu", "swish")),
-            ("partial_rotary_factor", rotary, (1,)),
-        ):
-            if value not in supported:
-                names = ", ".join(map(str, supported))
-                raise InputError(f"config.json: {name} {value!r} is not supported, only {names}")
-
+        model_type, rope = config.get("model_type"), read_rope(config)
+        check_supported(
+            model_type=(model_type, ("llama", "mistral")),
+            rope_type=(rope["rope_type"], tuple(ROPE_PARAMETERS)),
+            partial_rotary_factor=(rope.get("partial_rotary_factor", 1), (1,)),
+            hidden_act=(config.get("hidden_act", "silu"), ("silu", "swish")),
+        )
         # transformers' MistralForCausalLM has no biases, LlamaForCausalLM no window; where they have defaults that
         # config.json may leave out, these are theirs.
         is_mistral = model_type == "mistral"
         defaults = {"num_key_value_heads": 8, "sliding_window": 4096} if is_mistral else {}
         overrides = {"attention_bias": False, "mlp_bias": False} if is_mistral else {"sliding_window": None}
-        rope = {name: rope_table.get(name) for name in ("rope_theta", *ROPE_PARAMETERS[rope_type])}
-        rope = {name: value for name, value in rope.items() if value is not None}
-        overrides["rope_type"] = rope_type
-        if rope_type == "llama3":  # as in transformers, here the top level wins over the table
-            overrides["original_max_position_embeddings"] = (
-                config.get("original_max_position_embeddings")
-                or rope.get("original_max_position_embeddings")
-                or config.get("max_position_embeddings")
-            )
-        given = {**defaults, **config, **rope, **overrides}
-        kinds = {field.name: field.type for field in dataclasses.fields(cls)}
-        given = {name: value for name, value in given.items() if name in kinds and value is not None}
-        for name, value in given.items():
-            if not is_valid(value, kinds[name]):
-                raise InputError(f"config.json: {name} cannot be {value!r:.40}")
-        for name in (*REQUIRED, *ROPE_PARAMETERS[rope_type]):
-            if name not in given:
-                raise InputError(f"config.json: {name} is missing")
+        needed = ROPE_PARAMETERS[rope["rope_type"]]
+        rope = {name: value for name, value in rope.items() if name in ("rope_type", "rope_theta", *needed)}
+        given = read_fields(cls, {**defaults, **config, **rope, **overrides}, (*REQUIRED, *needed))
         given.setdefault("num_key_value_heads", given["num_attention_heads"])
         given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
         result = cls(**given)
@@ -165,8 +142,47 @@ class Config:
             raise InputError(f"config.json: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
         if self.head_dim % 2 or not self.head_dim:
             raise InputError(f"config.json: head_dim {self.head_dim} must be even: rotary embedding turns pairs")
-        if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
-            raise InputError("config.json: low_freq_factor must be below high_freq_factor")
+        if self.rope_type == "llama3" and self.low_freq_factor > self.high_freq_factor:
+            raise InputError("config.json: low_freq_factor must not be above high_freq_factor")
+
+
+def read_rope(config: dict) -> dict:
+    """The rope parameters of a config.json, wherever they stand in it. As in transformers, the table wins over the top
+    level, but for the original context, which is the whole one by default."""
+    table = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(table, dict):
+        raise InputError(f"config.json: the rope parameters must be a table, not {table!r}")
+    rope_type = table.get("rope_type") or table.get("type") or "default"
+    top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    given = {name: value for name, value in table.items() if value is not None}
+    given = {name: value for name, value in top_level.items() if value is not None} | given
+    context = "original_max_position_embeddings"
+    given[context] = config.get(context) or given.get(context) or config.get("max_position_embeddings")
+    return given | {"rope_type": rope_type}
+
+
+def check_supported(**features: tuple[object, tuple]) -> None:
+    """Raises InputError for a feature whose value, the first of its pair, is not one of the second."""
+    for name, (value, supported) in features.items():
+        if value not in supported:
+            names = ", ".join(map(str, supported))
+            raise InputError(f"config.json: {name} {value!r:.40} is not supported, only {names}")
+
+
+def read_fields(cls: type, given: dict, required: tuple[str, ...]) -> dict:
+    """Of `given`, what is a field of the dataclass `cls`; null counts as absent.
+
+    Raises InputError for a value that such a field cannot have, and for a required one that is not there.
+    """
+    kinds = {field.name: field.type for field in dataclasses.fields(cls)}
+    given = {name: value for name, value in given.items() if name in kinds and value is not None}
+    for name, value in given.items():
+        if not is_valid(value, kinds[name]):
+            raise InputError(f"config.json: {name} cannot be {value!r:.40}")
+    for name in required:
+        if name not in given:
+            raise InputError(f"config.json: {name} is missing")
+    return given
 
 
 def is_valid(value: object, kind: type) -> bool:
@@ -205,16 +221,24 @@ def neighbours(config: Config, shards: int) -> int:
     return max(shards // config.num_key_value_heads, 1)
 
 
+def local_heads(config: Config, shards: int) -> tuple[int, int]:
+    """K and G on each of `shards` devices.
+
+    Neighbours that share a kv head deal out its query heads. Where R does not divide them, G is rounded up, and some
+    devices have heads of zeros, which change nothing.
+    """
+    kv_heads = config.num_key_value_heads
+    return max(kv_heads // shards, 1), -(-(config.num_attention_heads // kv_heads) // neighbours(config, shards))
+
+
 def check_mesh(config: Config, mesh: Mesh) -> None:
     """Raises InputError where the mesh does not divide the model."""
-    shards = model_shards(mesh)
-    kv_heads = config.num_key_value_heads
-    for name, size in (
-        ("num_attention_heads", config.num_attention_heads),
-        ("intermediate_size", config.intermediate_size),
-    ):
-        if size % shards:
-            raise InputError(f"ep x tp = {shards} does not divide {name} {size}; choose a divisor of it")
+    shards, kv_heads = model_shards(mesh), config.num_key_value_heads
+    for name in ("num_attention_heads", "intermediate_size"):
+        if getattr(config, name) % shards:
+            raise InputError(
+                f"ep x tp = {shards} does not divide {name} {getattr(config, name)}; choose a divisor of it"
+            )
     if kv_heads % shards and shards % kv_heads:
         raise InputError(f"ep x tp = {shards} is neither a divisor nor a multiple of num_key_value_heads {kv_heads}")
 
@@ -268,13 +292,14 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = 
 
     `qkv` and `gate_up` are one product each. Their rows are grouped by device: device x of X holds its query heads, its
     key heads and its value heads, or its gate rows and its up rows, one after the other. Where X exceeds the kv heads,
-    X / K neighbours hold the same one.
+    neighbours hold the same one (and see local_heads).
     """
     check_mesh(config, mesh)
     D, H, V = config.hidden_size, config.head_dim, config.vocab_size
     X = model_shards(mesh)
     V = -(-V // X) * X  # rows that only even out the shards; their logits are masked
-    NH, KH, F = config.num_attention_heads * H, max(config.num_key_value_heads, X) * H, config.intermediate_size
+    K, G = local_heads(config, X)
+    NH, KH, F = X * K * G * H, X * K * H, config.intermediate_size
     by_output, by_input = P(MODEL_AXES, None), P(None, MODEL_AXES)
 
     def array(shape, spec, dtype=dtype):
@@ -362,10 +387,9 @@ def cache_slots(tokens: int) -> int:
     return -(-tokens // unit) * unit
 
 
-def capacity(cache: list[LayerCache], config: Config) -> int:
-    """Tokens of a row that the whole cache holds."""
-    _, heads, slots, _ = cache[0].k.shape
-    return slots * heads // config.num_key_value_heads
+def capacity(cache: list[LayerCache], config: Config, R: int) -> int:
+    """Tokens of a row that the cache holds, on all R neighbours that share a kv head."""
+    return R * cache[0].k.shape[2]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -442,8 +466,8 @@ def rope_frequencies(config: Config) -> np.ndarray:
         frequencies = frequencies / np.float32(config.factor)
     if config.rope_type == "llama3":
         turns = config.original_max_position_embeddings / (np.float32(2 * np.pi) / frequencies)
-        keep = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
-        keep = np.clip(keep, 0, 1)
+        between = max(config.high_freq_factor - config.low_freq_factor, 1e-30)  # 0 in Llama 4 Scout: nothing blends
+        keep = np.clip((turns - config.low_freq_factor) / between, 0, 1)
         frequencies = (1 - keep) * frequencies / config.factor + keep * frequencies
     return frequencies.astype(np.float32)
 
@@ -475,13 +499,13 @@ def embed(tokens: jax.Array, table: jax.Array | Int8, dtype: jnp.dtype) -> jax.A
 def attention(x: jax.Array, w: dict, cache: LayerCache, positions: jax.Array, attend, config: Config):
     """The first half of a layer, on x [B, T, D] at positions [B, T]. Returns the new x and the new cache.
 
-    `attend(q [B, K, G, T, H], new, cache)` stores the LayerCache `new` of these T tokens in `cache` and returns the
-    attention output [B, K, G, T, H] and the cache. Prefill and decode differ in nothing else.
+    `attend(q [B, K, G, T, H], new, cache, positions, window)` stores the LayerCache `new` of these T tokens in `cache`
+    and returns the attention output [B, K, G, T, H] and the cache. Prefill and decode differ in nothing else.
     """
     B, T, _ = x.shape
-    X, H = jax.lax.axis_size(MODEL_AXES), config.head_dim
-    N, K = config.num_attention_heads // X, max(config.num_key_value_heads // X, 1)
-    G = N // K
+    H = config.head_dim
+    K, G = local_heads(config, jax.lax.axis_size(MODEL_AXES))
+    N = K * G
 
     h = rms_norm(x, w["attention_norm"], config.rms_norm_eps)
     qkv = linear(h, w["qkv"], w.get("qkv_bias")).reshape(B, T, N + 2 * K, H)
@@ -494,7 +518,7 @@ def attention(x: jax.Array, w: dict, cache: LayerCache, positions: jax.Array, at
     q = q.astype(x.dtype).reshape(B, T, K, G, -1).transpose(0, 2, 3, 1, 4)
     store = quantize if isinstance(cache.k, Int8) else lambda a: a.astype(cache.k.dtype)
     new = LayerCache(store(k.swapaxes(1, 2)), store(v.swapaxes(1, 2)))
-    out, cache = attend(q, new, cache)
+    out, cache = attend(q, new, cache, positions, config.sliding_window)
     out = out.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, T, N * H)
     x = x + jax.lax.psum(linear(out, w["o"]).astype(x.dtype), MODEL_AXES)
     if config.attention_bias:
@@ -536,17 +560,20 @@ def is_attended(keys: jax.Array, queries: jax.Array, window: int | None) -> jax.
 
 
 def prefill_attention(
-    q: jax.Array, new: LayerCache, cache: LayerCache, start: jax.Array, window: int | None, R: int
+    q: jax.Array, new: LayerCache, cache: LayerCache, positions: jax.Array, window: int | None = None, R: int = 1
 ) -> tuple[jax.Array, LayerCache]:
-    """Causal attention of T tokens of every row, at positions start to start + T, over all positions up to theirs.
+    """Causal attention of T tokens of every row, at the same positions in each, over all positions up to theirs.
 
     Keys are taken in blocks with a running softmax (Milakov and Gimelshein 2018), as many as are filled: memory is
-    bounded whatever the prompt's length, and `start` is traced, so that one program serves all pieces of a prompt.
-    Where R neighbours share a kv head, they gather each block from all of them.
+    bounded whatever the prompt's length, and the positions are traced, so that one program serves all pieces of a
+    prompt. Where R neighbours share a kv head, they gather each block from all of them.
 
-    Args: q [B, K, G, T, H]; new, cache as in `attention`; start int32 [] and T, both multiples of R; window in tokens.
+    Args: q [B, K, G, T, H]; new, cache as in `attention`; positions int32 [B, T], start to start + T in each row, where
+    start and T are multiples of R; window in tokens, or None for all.
     """
     T, block = q.shape[3], math.gcd(cache.k.shape[2], 512)
+    positions = positions[0]
+    start = positions[0]
 
     def store(cache, new):
         if R > 1:  # this device's share of the new tokens
@@ -562,7 +589,6 @@ def prefill_attention(
         return slots
 
     cache = jax.tree.map(store, cache, new)
-    positions = start + jnp.arange(T)
 
     def fold(i, state):
         largest, total, out = state
@@ -610,9 +636,9 @@ def weighted_sum(p: jax.Array, v: jax.Array | Int8, dtype: jnp.dtype) -> jax.Arr
 
 
 def decode_attention(
-    q: jax.Array, new: LayerCache, cache: LayerCache, positions: jax.Array, window: int | None, R: int
+    q: jax.Array, new: LayerCache, cache: LayerCache, positions: jax.Array, window: int | None = None, R: int = 1
 ) -> tuple[jax.Array, LayerCache]:
-    """Attention of one token a row, at positions [B], over the positions up to its own: q [B, K, G, 1, H].
+    """Attention of one token a row, at positions [B, 1], over the positions up to its own: q [B, K, G, 1, H].
 
     On TPUs by the kernel below, elsewhere by plain XLA, which reads all slots there are.
 
@@ -621,6 +647,7 @@ def decode_attention(
     in Dao et al. 2023, "Flash-Decoding"). So no part of the cache is read, or held, twice.
     """
     B, _, G, _, H = q.shape
+    positions = positions[:, 0]
 
     def plain(q, new, cache, positions):
         rows, S = jnp.arange(B), cache.k.shape[2]
@@ -988,7 +1015,7 @@ def prefill(
     def body(weights, cache, last_hidden, tokens, start, lengths):
         T, R = tokens.shape[1], neighbours(config, model_shards(mesh))
         positions = jnp.broadcast_to(start + jnp.arange(T), tokens.shape)
-        attend = partial(prefill_attention, start=start, window=config.sliding_window, R=R)
+        attend = partial(prefill_attention, R=R)
         x, cache = forward(weights, tokens, positions, cache, attend, config)
         index = lengths - 1 - start
         is_here = (index >= 0) & (index < T)
@@ -1040,8 +1067,8 @@ def decode_step(
     def body(weights, cache, tokens, positions, seed):
         R = neighbours(config, model_shards(mesh))
         # A row that is finished goes on until all are, in the last slot when there is no further one.
-        positions = jnp.minimum(positions, R * cache[0].k.shape[2] - 1)
-        attend = partial(decode_attention, positions=positions, window=config.sliding_window, R=R)
+        positions = jnp.minimum(positions, capacity(cache, config, R) - 1)
+        attend = partial(decode_attention, R=R)
         x, cache = forward(weights, tokens[:, None], positions[:, None], cache, attend, config)
         tokens, logprobs = next_token(output_logits(weights, x[:, 0], config), positions, seed, sampling)
         return cache, tokens, logprobs, positions + 1
@@ -1106,9 +1133,8 @@ def generate(
     # The prompts in one array, padded at the end of each row, and with rows of one token so that dp divides them.
     dp = mesh.shape["dp"]
     batch = -(-len(prompts) // dp) * dp
-    piece = min(PREFILL_PIECE, power_of_two(max(lengths)), max(1, PREFILL_TOKENS // power_of_two(batch // dp)))
     R = neighbours(config, model_shards(mesh))
-    piece = -(-piece // R) * R  # see prefill_attention
+    piece = piece_length(max(lengths), batch // dp, R, config)
     pieces = -(-max(lengths) // piece)
     prompt_tokens = np.zeros((batch, pieces * piece), np.int32)
     for row, prompt in enumerate(prompts):
@@ -1188,7 +1214,7 @@ def generate(
         while started < max(limits[row] for row in live) and len(in_flight) <= LOOKAHEAD:
             # No further than a row's limit: one that has reached it is live until the host has looked.
             position = max(lengths[row] + min(started, limits[row] - 1) for row in live) - 1
-            if position >= capacity(cache, config):
+            if position >= capacity(cache, config, R):
                 jax.block_until_ready(tokens)  # no step runs while the clock stands still
                 pause = time.perf_counter()
                 cache = in_memory(grown, cache, cache_for(position))
@@ -1205,6 +1231,12 @@ def generate(
         yield new
     jax.block_until_ready(cache)  # steps still in flight: no process may leave while others wait for it in a collective
     stats["step_bytes"] = step_bytes(weights, cache, [length + seen / 2 for length in lengths], config)
+
+
+def piece_length(longest: int, rows: int, R: int, config: Config) -> int:
+    """Tokens of a row that prefill takes at once, where a device has so many rows: a multiple of R."""
+    piece = min(PREFILL_PIECE, power_of_two(longest), max(1, PREFILL_TOKENS // power_of_two(rows)))
+    return -(-piece // R) * R
 
 
 def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None) -> None:
@@ -1233,9 +1265,12 @@ def grown(cache: list[LayerCache], abstract: list[LayerCache]) -> list[LayerCach
     def padded(x, wanted):
         return jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, wanted.shape, strict=True)])
 
-    shardings = jax.tree.map(lambda x: x.sharding, abstract[0])
-    grow = jax.jit(lambda layer: jax.tree.map(padded, layer, abstract[0]), out_shardings=shardings)
-    return [jax.block_until_ready(grow(cache.pop(0))) for _ in abstract]
+    @functools.cache  # most layers have the same shape
+    def grow(layer):
+        shardings = jax.tree.map(lambda x: x.sharding, layer)
+        return jax.jit(lambda smaller: jax.tree.map(padded, smaller, layer), out_shardings=shardings)
+
+    return [jax.block_until_ready(grow(layer)(cache.pop(0))) for layer in abstract]
 
 
 def stored(tree) -> int:
@@ -1263,6 +1298,6 @@ def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], con
     """
     if "head" in weights:
         weights = {name: value for name, value in weights.items() if name != "embedding"}
-    batch, tokens = cache[0].k.shape[0], capacity(cache, config)
+    batch, tokens = cache[0].k.shape[0], cache[0].k.shape[1] * cache[0].k.shape[2] // config.num_key_value_heads
     read = sum(min(length, config.sliding_window or tokens) for length in lengths)
     return int(stored(weights) + stored(cache) * read / (batch * tokens))

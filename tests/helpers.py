@@ -57,7 +57,9 @@ def as_transformers_4(config: dict) -> dict:
     """A config.json in the older form: rope parameters flat and in rope_scaling, torch_dtype."""
     config = dict(config)
     rope = dict(config.pop("rope_parameters"))
-    config["rope_theta"] = rope.pop("rope_theta")
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in rope:
+            config[name] = rope.pop(name)
     config["torch_dtype"] = config.pop("dtype")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     return config

@@ -68,7 +68,7 @@ def test_against_float64(shape, positions, window, block, dtype, int8):
         return out, cache
 
     def plain(q, new, cache, at):
-        return model.decode_attention(q, new, cache, at, window, R=1)
+        return model.decode_attention(q, new, cache, at[:, None], window, R=1)
 
     out, updated = jax.jit(kernel)(q, new, cache, at)
     out_plain, updated_plain = jax.jit(plain)(q, new, cache, at)
@@ -112,7 +112,7 @@ def test_neighbours_that_share_a_head(monkeypatch, platform, mesh, kv_heads, G, 
     specs = model.CACHE_SPEC, model.CACHE_SPEC, model.CACHE_SPEC, jax.sharding.PartitionSpec("dp")
     program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=specs[:2], check_vma=False)
     arguments = q.reshape(B, X, G, 1, H), jax.tree.map(lambda x: jnp.repeat(x, R, 1), new), jax.tree.map(dealt, cache)
-    out, updated = jax.jit(program)(*arguments, jnp.array(positions, jnp.int32))
+    out, updated = jax.jit(program)(*arguments, jnp.array(positions, jnp.int32)[:, None])
     np.testing.assert_allclose(np.asarray(out, np.float64).reshape(wanted.shape), wanted, atol=1e-5)
     after = jax.tree.map(lambda x, n: dealt(jnp.asarray(np_set(x, n, positions))), cache, new)
     jax.tree.map(np.testing.assert_array_equal, updated, after)

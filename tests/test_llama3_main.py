@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from helpers import ROOT, import_folder, reference_logprobs, save_random
 from safetensors.numpy import load_file, save_file
-from test_llama3_parity import llama
+from test_parity import llama
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 llama3 = import_folder("llama3")
@@ -150,7 +150,7 @@ def test_text_as_it_comes(main, monkeypatch):
 
 def test_stop_tokens_and_no_chat_template(main, tmp_path):
     """generation_config.json's ids come first, then config.json's, one or a list; without a template a note."""
-    save_random(tmp_path, *llama())
+    save_random(tmp_path, *llama()[1:])
     arguments = ["--model_path", tmp_path, "--prompt", "abc", "--output", "json", "--max_new_tokens", "12"]
     _, out, err = main(*arguments)
     assert "no chat template" in err
@@ -331,7 +331,7 @@ def test_bad_checkpoints(main, tmp_path, edit, words):
 
 
 def test_a_mesh_that_does_not_divide_the_model(main, tmp_path):
-    model_class, config = llama(num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
+    _, model_class, config = llama(num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
     save_random(tmp_path, model_class, config)
     arguments = ["--model_path", tmp_path, "--prompt", "a"]
     assert_refused(main(*arguments), "does not divide num_attention_heads 6")
@@ -341,7 +341,7 @@ def test_a_mesh_that_does_not_divide_the_model(main, tmp_path):
 
 def test_streamed_text_is_the_decoded_text(main, tmp_path):
     """Also where a token is a part of a character, and where decoding strips the spaces at its beginning."""
-    save_random(tmp_path, *llama(vocab_size=256))
+    save_random(tmp_path, *llama(vocab_size=256)[1:])
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     tokenizer["decoder"] = {"type": "Sequence", "decoders": [tokenizer["decoder"], {"type": "Fuse"}, strip]}

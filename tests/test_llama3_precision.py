@@ -1,6 +1,7 @@
 """What bfloat16 and int8 cost on the demo: the KL divergence from float32 of the next token's distribution."""
 
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +38,7 @@ def log_probabilities(rows, dtype, int8, int8_cache, mesh_shape=(1, 1, 1)):
         tokens[i, : len(row)] = row
 
     def body(weights, cache, tokens):
-        def attend(q, new, layer_cache):
-            return model.prefill_attention(q, new, layer_cache, jnp.int32(0), None, R=1)
-
+        attend = partial(model.prefill_attention, R=1)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x, _ = model.forward(weights, tokens, positions, cache, attend, config)
         y = model.output_logits(weights, x.reshape(-1, x.shape[-1]), config)

@@ -1,11 +1,22 @@
-"""Greedy tokens and float32 log-probabilities of llama3/ against transformers' own classes."""
+"""Greedy tokens and float32 log-probabilities of every folder against transformers' own classes."""
+
+from functools import partial
 
 import numpy as np
 import pytest
 from helpers import as_transformers_4, assert_matches, decode, import_folder, save_random
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
-llama3 = import_folder("llama3")
+llama3, glm4 = import_folder("llama3"), import_folder("glm4")
 
 SMALL = {
     "vocab_size": 331,  # no multiple of anything: the vocabulary's shards are uneven
@@ -16,6 +27,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "initializer_range": 0.15,
     "max_position_embeddings": 4096,
+    "pad_token_id": None,
     "eos_token_id": None,
     "bos_token_id": None,
 }
@@ -31,34 +43,56 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
 
 
 def llama(**options):
-    return LlamaForCausalLM, LlamaConfig(**SMALL | options)
+    return llama3, LlamaForCausalLM, LlamaConfig(**SMALL | options)
 
 
 def mistral(**options):
-    return MistralForCausalLM, MistralConfig(**SMALL | options)
+    return llama3, MistralForCausalLM, MistralConfig(**SMALL | options)
+
+
+def glm(**options):
+    return glm4, GlmForCausalLM, GlmConfig(**SMALL | {"head_dim": 16} | options)
+
+
+def glm_0414(**options):
+    return glm4, Glm4ForCausalLM, Glm4Config(**SMALL | {"head_dim": 16} | options)
 
 
 CASES = {
     "llama 3.2, tied": llama(tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
     "llama 3.1": llama(rope_parameters=LLAMA3_ROPE),
     "llama 2, no groups, linear rope": llama(num_key_value_heads=8, rope_parameters=LINEAR_ROPE),
-    "biases, large eps, wide heads, one kv head": llama(
+    "llama, biases, large eps, wide heads, one kv head": llama(
         attention_bias=True, mlp_bias=True, rms_norm_eps=0.1, head_dim=24, num_key_value_heads=1
     ),
     "mistral 0.1, window": mistral(sliding_window=50),
     "mistral 0.3": mistral(sliding_window=None),
+    "glm": glm(),
+    "glm, tied, a quarter turned, one kv head": glm(
+        tie_word_embeddings=True,
+        num_key_value_heads=1,
+        head_dim=24,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+    ),
+    "glm 0414": glm_0414(rms_norm_eps=1e-5),
+    "glm 0414, no biases, all turned, large eps": glm_0414(
+        attention_bias=False,
+        rms_norm_eps=0.1,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """By name of a case: the checkpoint's folder and the reference model, made once."""
+    """By name of a case: the modules, the checkpoint's folder and the reference model, made once."""
     made = {}
 
     def get(name):
         if name not in made:
             path = tmp_path_factory.mktemp("checkpoint")
-            made[name] = path, save_random(path, *CASES[name])
+            modules, *reference = CASES[name]
+            made[name] = modules, path, save_random(path, *reference)
         return made[name]
 
     return get
@@ -72,48 +106,66 @@ def random_prompts(*lengths):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
 def test_unequal_prompts_in_one_batch(checkpoints, name, mesh):
-    path, reference = checkpoints(name)
+    modules, path, reference = checkpoints(name)
     prompts = random_prompts(5, 300, 1, 40)
     prompts[0][-1] = 0  # a real token 0 is not padding
-    assert_matches(reference, prompts, decode(llama3, path, prompts, mesh, max_new_tokens=12))
+    assert_matches(reference, prompts, decode(modules, path, prompts, mesh, max_new_tokens=12))
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 2), (1, 2, 2), (8, 1, 1), (2, 1, 4), (1, 1, 8)], ids=str)
-@pytest.mark.parametrize("name", ["llama 3.2, tied", "biases, large eps, wide heads, one kv head"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama 3.2, tied",
+        "llama, biases, large eps, wide heads, one kv head",
+        "glm, tied, a quarter turned, one kv head",
+        "glm 0414",
+    ],
+)
 def test_every_mesh(checkpoints, name, mesh):
     """tp beyond the kv heads (2 and 1) too, and a batch that dp does not divide."""
-    path, reference = checkpoints(name)
+    modules, path, reference = checkpoints(name)
     prompts = random_prompts(7, 20, 3)
-    assert_matches(reference, prompts, decode(llama3, path, prompts, mesh, max_new_tokens=8))
+    assert_matches(reference, prompts, decode(modules, path, prompts, mesh, max_new_tokens=8))
 
 
-@pytest.mark.parametrize("name", ["llama 3.1", "mistral 0.1, window"])
+@pytest.mark.parametrize("name", ["llama 3.1", "mistral 0.1, window", "glm 0414"])
 def test_long_prompt_and_a_growing_cache(checkpoints, name, monkeypatch):
     """Many pieces of prefill, then decoding across the cache sizes 256, 512 and 1024."""
-    path, reference = checkpoints(name)
+    modules, path, reference = checkpoints(name)
     prompts = random_prompts(2000)
-    assert_matches(reference, prompts, decode(llama3, path, prompts, max_new_tokens=4))
-    monkeypatch.setattr(llama3.model, "PREFILL_PIECE", 32)
+    assert_matches(reference, prompts, decode(modules, path, prompts, max_new_tokens=4))
+    monkeypatch.setattr(modules.model, "PREFILL_PIECE", 32)
     prompts = random_prompts(250, 60)
-    assert_matches(reference, prompts, decode(llama3, path, prompts, (1, 1, 2), max_new_tokens=280))
+    assert_matches(reference, prompts, decode(modules, path, prompts, (1, 1, 2), max_new_tokens=280))
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 500000.0}, LLAMA3_ROPE, LINEAR_ROPE])
-def test_sharp_attention_far_along(tmp_path, rope):
+@pytest.mark.parametrize(
+    ("family", "scale", "rope"),
+    [
+        (llama, 0.6, {"rope_type": "default", "rope_theta": 500000.0}),
+        (llama, 0.6, LLAMA3_ROPE),
+        (llama, 0.6, LINEAR_ROPE),
+        # At 0.6 the reference's own float32 is up to 0.015 from its float64 here.
+        (glm_0414, 0.3, {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
+    ],
+)
+def test_sharp_attention_far_along(tmp_path, family, scale, rope):
     """Weights so large that attention picks single tokens: a last place of a rotary frequency changes what it picks."""
-    options = {"initializer_range": 0.6, "hidden_size": 128, "num_hidden_layers": 4, "rope_parameters": rope}
-    reference = save_random(tmp_path, *llama(**options), seed=4)
+    options = {"initializer_range": scale, "hidden_size": 128, "num_hidden_layers": 4, "rope_parameters": rope}
+    modules, *reference = family(**options)
+    reference = save_random(tmp_path, *reference, seed=4)
     prompts = random_prompts(2000, 3, 511)
-    assert_matches(reference, prompts, decode(llama3, tmp_path, prompts, max_new_tokens=6))
+    assert_matches(reference, prompts, decode(modules, tmp_path, prompts, max_new_tokens=6))
 
 
 @pytest.mark.parametrize("int8_cache", [False, True])
 def test_pieces_of_prefill_change_nothing(checkpoints, monkeypatch, int8_cache):
-    path, _ = checkpoints("llama 3.1")
+    modules, path, _ = checkpoints("llama 3.1")
     prompts = random_prompts(700, 90)
-    whole = decode(llama3, path, prompts, max_new_tokens=6, int8_cache=int8_cache)
-    monkeypatch.setattr(llama3.model, "PREFILL_PIECE", 64)
-    pieces = decode(llama3, path, prompts, max_new_tokens=6, int8_cache=int8_cache)
+    whole = decode(modules, path, prompts, max_new_tokens=6, int8_cache=int8_cache)
+    monkeypatch.setattr(modules.model, "PREFILL_PIECE", 64)
+    pieces = decode(modules, path, prompts, max_new_tokens=6, int8_cache=int8_cache)
     for row, other in zip(whole, pieces, strict=True):
         assert [token.id for token in row] == [token.id for token in other]
         np.testing.assert_allclose([t.logprob for t in row], [t.logprob for t in other], atol=1e-4)
@@ -121,9 +173,10 @@ def test_pieces_of_prefill_change_nothing(checkpoints, monkeypatch, int8_cache):
 
 def test_more_devices_than_tokens_in_the_vocabulary(tmp_path):
     """Some devices hold nothing but padding."""
-    reference = save_random(tmp_path, *llama(vocab_size=9))
+    modules, *reference = llama(vocab_size=9)
+    reference = save_random(tmp_path, *reference)
     prompts = [[0, 8, 3], [5]]
-    assert_matches(reference, prompts, decode(llama3, tmp_path, prompts, (1, 1, 8), max_new_tokens=6))
+    assert_matches(reference, prompts, decode(modules, tmp_path, prompts, (1, 1, 8), max_new_tokens=6))
 
 
 @pytest.mark.parametrize(
@@ -139,36 +192,39 @@ def test_more_devices_than_tokens_in_the_vocabulary(tmp_path):
     ],
 )
 def test_config_json_is_read_as_transformers_reads_it(tmp_path, changes):
-    save_random(tmp_path, *llama(), rewrite=lambda config: config | changes)
+    modules, *reference = llama()
+    save_random(tmp_path, *reference, rewrite=lambda config: config | changes)
     reference = LlamaForCausalLM.from_pretrained(tmp_path)
     prompts = random_prompts(200)
-    assert_matches(reference, prompts, decode(llama3, tmp_path, prompts, max_new_tokens=4))
+    assert_matches(reference, prompts, decode(modules, tmp_path, prompts, max_new_tokens=4))
 
 
-def test_checkpoints_in_other_forms(tmp_path):
+@pytest.mark.parametrize(
+    ("family", "changes"), [(partial(llama, rope_parameters=LLAMA3_ROPE), {"head_dim": None}), (glm, {})]
+)
+def test_checkpoints_in_other_forms(tmp_path, family, changes):
     """config.json of transformers 4, head_dim null, shards with an index, bfloat16 on disk, stray buffers."""
-    model_class, config = llama(rope_parameters=LLAMA3_ROPE)
-
-    def rewrite(config):
-        return as_transformers_4(config) | {"head_dim": None}
-
-    reference = save_random(tmp_path, model_class, config, rewrite=rewrite, max_shard_size="60KB")
+    modules, model_class, config = family()
+    reference = save_random(
+        tmp_path, model_class, config, rewrite=lambda config: as_transformers_4(config) | changes, max_shard_size="60KB"
+    )
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     prompts = random_prompts(30, 4)
-    assert_matches(reference, prompts, decode(llama3, tmp_path, prompts, max_new_tokens=8))
+    assert_matches(reference, prompts, decode(modules, tmp_path, prompts, max_new_tokens=8))
 
     other = tmp_path / "bfloat16"
     reference.bfloat16().save_pretrained(other)
-    assert_matches(reference.float(), prompts, decode(llama3, other, prompts, max_new_tokens=8))
+    reference = model_class.from_pretrained(other, dtype="float32")
+    assert_matches(reference, prompts, decode(modules, other, prompts, max_new_tokens=8))
 
 
 def test_rows_stop_on_their_own(checkpoints):
     """A stop token ends its row and no other, and is the row's last token; max_seq_len ends the rest."""
-    path, reference = checkpoints("llama 3.1")
+    modules, path, reference = checkpoints("llama 3.1")
     prompts = random_prompts(9, 30, 17)
-    free = decode(llama3, path, prompts, max_new_tokens=20)
+    free = decode(modules, path, prompts, max_new_tokens=20)
     stop = free[0][5].id
-    rows = decode(llama3, path, prompts, max_new_tokens=20, stop_tokens=(stop,), max_seq_len=40)
+    rows = decode(modules, path, prompts, max_new_tokens=20, stop_tokens=(stop,), max_seq_len=40)
     for prompt, row, unstopped in zip(prompts, rows, free, strict=True):
         ids = [token.id for token in unstopped][: 40 - len(prompt) + 1]
         ids = ids[: ids.index(stop) + 1] if stop in ids else ids
@@ -180,17 +236,17 @@ def test_rows_stop_on_their_own(checkpoints):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_does_not_depend_on_its_batch(checkpoints, dtype):
-    path, _ = checkpoints("llama 3.1")
+    modules, path, _ = checkpoints("llama 3.1")
     prompts = random_prompts(9, 400, 17, 3, 50)
-    together = decode(llama3, path, prompts, dtype=dtype, max_new_tokens=10)
+    together = decode(modules, path, prompts, dtype=dtype, max_new_tokens=10)
     for prompt, row in zip(prompts, together, strict=True):
-        (alone,) = decode(llama3, path, [prompt], dtype=dtype, max_new_tokens=10)
+        (alone,) = decode(modules, path, [prompt], dtype=dtype, max_new_tokens=10)
         assert [token.id for token in alone] == [token.id for token in row]
 
 
 def test_the_cache_grows_no_further_than_asked_for(checkpoints, monkeypatch):
     """A row that has filled max_seq_len is decoded until the host has looked at it, in the cache that there is."""
-    path, _ = checkpoints("llama 3.1")
-    monkeypatch.setattr(llama3.model, "grown", None)
-    rows = decode(llama3, path, random_prompts(250, 2), max_new_tokens=300, max_seq_len=256)
+    modules, path, _ = checkpoints("llama 3.1")
+    monkeypatch.setattr(modules.model, "grown", None)
+    rows = decode(modules, path, random_prompts(250, 2), max_new_tokens=300, max_seq_len=256)
     assert [len(row) for row in rows] == [7, 255]

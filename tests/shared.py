@@ -1,0 +1,64 @@
+"""What the model folders share: the same text in each, so that a folder can be copied alone.
+
+    python3 tests/shared.py llama3
+
+takes llama3's main.py, and its shared definitions in model.py and convert.py, to every other folder that has them.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = ("model.py", "convert.py")
+
+# The names that may differ from folder to folder, with the reason.
+DIFFERENT = {
+    "Config": "the keys of the model's config.json",
+    "abstract_weights": "the model's weights",
+    "rope": "pairs lie half a head apart, or next to each other",
+    "attention": "the model's biases, norms and rope",
+    "mlp": "the model's biases and norms",
+    "step_bytes": "a window is read in part",
+    "sources": "names in the checkpoint",
+    "expected_shapes": "shapes in the checkpoint",
+}
+
+
+def folders() -> list[str]:
+    """The model folders."""
+    return sorted(file.parent.name for file in ROOT.glob("*/model.py"))
+
+
+def definitions(file: Path) -> dict[str, str]:
+    """The text of every function, class and constant at a file's top level, by name."""
+    text = file.read_text()
+    lines = text.splitlines(keepends=True)
+    found = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            found[node.name] = "".join(lines[first - 1 : node.end_lineno])
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found[node.targets[0].id] = "".join(lines[node.lineno - 1 : node.end_lineno])
+    return found
+
+
+def propagate(source: str) -> None:
+    """Makes the shared definitions of every other folder those of `source`."""
+    for folder in folders():
+        if folder == source:
+            continue
+        (ROOT / folder / "main.py").write_bytes((ROOT / source / "main.py").read_bytes())
+        for file in FILES:
+            path = ROOT / folder / file
+            wanted, text = definitions(ROOT / source / file), path.read_text()
+            for name, definition in definitions(path).items():
+                if name in wanted and name not in DIFFERENT and definition != wanted[name]:
+                    text = text.replace(definition, wanted[name])
+                    print(f"{folder}/{file}: {name}")
+            path.write_text(text)
+
+
+if __name__ == "__main__":
+    propagate(*sys.argv[1:])
