@@ -40,9 +40,10 @@ def read_config(folder: str, name: str, layers: int | None = None) -> dict:
         raise ValueError(f"--config {name} is neither a file nor one of {', '.join(released)}")
     config = json.loads(file.read_text())
     if layers is not None:
-        if not 0 < layers <= config["num_hidden_layers"]:
-            raise ValueError(f"--layers {layers} is not from 1 to the model's {config['num_hidden_layers']}")
-        config["num_hidden_layers"] = layers
+        text = config.get("text_config", config)
+        if not 0 < layers <= text["num_hidden_layers"]:
+            raise ValueError(f"--layers {layers} is not from 1 to the model's {text['num_hidden_layers']}")
+        text["num_hidden_layers"] = layers
     return config
 
 

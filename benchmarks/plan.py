@@ -10,9 +10,11 @@ What a step is expected to take is core_ms + collective_ms, an estimate:
 
 core_ms is the larger of two times. One is the compiler's own count of cycles for all that XLA compiled, over the clock;
 weights that it fetches ahead cost it nothing there. The other is all bytes that a device reads, every weight but the
-embedding and the whole cache, over the memory bandwidth. Of kernels (Pallas) the compiler counts no cycles, so for the
-attention the bytes stand alone. Of GPUs it counts none at all: there, core_ms is the time of the bytes and 1.3
-microseconds for each kernel, which is what one costs even inside a captured graph.
+embedding and the whole cache, over the memory bandwidth. Of kernels (Pallas) the compiler counts no cycles, so for
+attention, and for weights that a kernel streams, the bytes stand alone. serial_ms is a warning beside the estimate:
+what it would be if nothing overlapped a kernel, and each took a microsecond and the time of the bytes that it says it
+reads, besides the compiler's cycles of all else. Of GPUs the compiler counts no cycles at all: there, core_ms is the
+time of the bytes and 1.3 microseconds for each kernel, which is what one costs even inside a captured graph.
 
 collective_ms takes for each collective a microsecond to start and 2 (n - 1) / n of an all-reduce's bytes, (n - 1) / n
 of an all-gather's, over all of a chip's links, n being the devices that share a layer; and the same for the model's own
@@ -188,7 +190,7 @@ def plan(args) -> dict:
 
 
 PROGRAM_KEYS = (  # null where the compiler finds that the program does not fit
-    "temp_bytes", "hbm_bytes", "collectives", "exchanges", "copy_bytes", "kernels_per_layer", "core_ms",
+    "temp_bytes", "hbm_bytes", "collectives", "exchanges", "copy_bytes", "kernels_per_layer", "core_ms", "serial_ms",
     "collective_ms", "estimated_ms", "compile_s",
 )  # fmt: skip
 
@@ -201,6 +203,10 @@ def costs(program, shards: int, chip: Chip, read_s: float, layers: int) -> dict:
     cycles = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text)))
     kernels = len(KERNEL.findall(entry))
     core_s = max(cycles / chip.clock_hz, read_s) if chip.clock_hz else read_s + kernels * GPU_KERNEL_S
+    streamed = [int(n) for n in re.findall(r'"bytes_accessed":"(\d+)"', text)]
+    serial_s = (
+        cycles / chip.clock_hz + sum(streamed) / chip.bandwidth + len(streamed) * 1e-6 if chip.clock_hz else core_s
+    )
     collectives = Counter(match["kind"] for match in COLLECTIVE.finditer(entry))
     traffic = sum(
         nbytes(match["shapes"]) * {"all-reduce": 2}.get(match["kind"], 1) * (shards - 1) / shards
@@ -221,6 +227,7 @@ def costs(program, shards: int, chip: Chip, read_s: float, layers: int) -> dict:
         "copy_bytes": sum(copies),
         "kernels_per_layer": round(kernels / layers, 1),
         "core_ms": 1e3 * core_s,
+        "serial_ms": 1e3 * (max(core_s, serial_s) + collective_s),
         "collective_ms": 1e3 * collective_s,
         "estimated_ms": 1e3 * (core_s + collective_s),
     }

@@ -178,10 +178,10 @@ def encode(tokenizer, prompts: list[str], raw: bool) -> list[list[int]]:
 
 
 def read_stop_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """eos_token_id of generation_config.json, else of config.json: one id or a list."""
-    file = checkpoint.folder / "generation_config.json"
-    stop = read_json(file).get("eos_token_id") if file.exists() else None
-    stop = checkpoint.raw_config.get("eos_token_id") if stop is None else stop
+    """eos_token_id of generation_config.json, else of config.json or the text model in it: one id or a list."""
+    file, config = checkpoint.folder / "generation_config.json", checkpoint.raw_config
+    places = [read_json(file) if file.exists() else {}, config, config.get("text_config") or {}]
+    stop = next((place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), None)
     stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
     if not all(type(token) is int and token >= 0 for token in stop):
         raise InputError(f"{checkpoint.folder}: eos_token_id {stop!r} is neither a token id nor a list of them")

@@ -30,7 +30,7 @@ import jax
 import ml_dtypes  # numpy's bfloat16
 import numpy as np
 from jax.sharding import Mesh
-from model import Config, InputError, Int8, abstract_weights, quantize
+from model import Config, InputError, Int8, abstract_weights, make_mesh, quantize
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
@@ -41,6 +41,7 @@ DTYPES = {
     "int8": np.dtype(np.int8),
 }
 STORED = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "I8": "int8"}  # safetensors' names
+INPUT_FIRST = ()  # how the names of tensors end that lie [.., input, output] in the checkpoint: none here
 INT8 = {"quant_method": "int8_per_channel"}  # config.json's quantization_config
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
@@ -68,12 +69,17 @@ class Part(NamedTuple):
     pieces: int = 1
 
 
-def sources(config: Config) -> dict:
-    """abstract_weights' tree, with the name of the checkpoint's tensor in the place of each weight.
+class Stack(NamedTuple):
+    """Matrices one upon the other, such as experts: the sources of each, along the weight's first dimension."""
 
-    Where a weight is more than a tensor's rows and columns, a list of Parts: they lie one after the other, separately
-    for each device.
-    """
+    members: list
+
+
+Source = str | list[Part] | Stack  # of a weight: a tensor, Parts that lie one after the other, or a Stack
+
+
+def sources(config: Config) -> dict:
+    """abstract_weights' tree, with its Source in the checkpoint in the place of each weight."""
     heads, kv_heads, columns = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
 
     def layer(i):
@@ -111,8 +117,34 @@ def sources(config: Config) -> dict:
     return tensors
 
 
+def names_of(source: Source) -> list[str]:
+    """The tensors of a source."""
+    if isinstance(source, str):
+        return [source]
+    if isinstance(source, Stack):
+        return [name for member in source.members for name in names_of(member)]
+    return [part.name for part in source]
+
+
+def with_sources(abstract: dict, config: Config) -> list[tuple]:
+    """The weights of a tree as abstract_weights makes it, in its order, each with its Source."""
+
+    def is_source(x):
+        return isinstance(x, (str, Stack)) or (isinstance(x, list) and isinstance(x[0], Part))
+
+    weights = jax.tree.leaves(abstract, is_leaf=lambda x: isinstance(x, Int8))
+    return list(zip(weights, jax.tree.leaves(sources(config), is_leaf=is_source), strict=True))
+
+
+def matrices(config: Config) -> list[str]:
+    """The tensors of the weights that can be int8."""
+    abstract = abstract_weights(config, make_mesh(devices=jax.devices()[:1]), np.float32, int8=True)
+    weights = with_sources(abstract, config)
+    return [name for weight, source in weights if isinstance(weight, Int8) for name in names_of(source)]
+
+
 def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor that the checkpoint must have, by name."""
+    """The shape of every tensor that the checkpoint must have, by name, its input dimension last."""
     D, H, F, V = config.hidden_size, config.head_dim, config.intermediate_size, config.vocab_size
     outputs = {"q_proj": config.num_attention_heads * H, "gate_proj": F, "up_proj": F, "embed_tokens": V, "lm_head": V}
     outputs |= dict.fromkeys(("k_proj", "v_proj"), config.num_key_value_heads * H)
@@ -145,7 +177,8 @@ class Stored(NamedTuple):
     file: Path
     offset: int  # of its first byte in the file
     dtype: str  # a key of DTYPES, or safetensors' name of another
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # with the input dimension last
+    is_input_first: bool  # whether on disk the last two dimensions are exchanged
 
 
 class Checkpoint(NamedTuple):
@@ -235,8 +268,8 @@ def check_tensors(
     if config.num_hidden_layers > len(found):
         raise InputError(f"{folder}: {len(found)} tensors cannot be {config.num_hidden_layers} layers, see config.json")
     expected = expected_shapes(config)
-    matrices = [name for name, shape in expected.items() if len(shape) == 2] if int8 else []
-    expected |= {f"{name}_scale": expected[name][:1] for name in matrices}
+    rounded = matrices(config) if int8 else []
+    expected |= {f"{name}_scale": expected[name][:-1] for name in rounded}
     problems = [f"{name} is missing" for name in expected if name not in found]
     skipped = {}
     for name, stored in found.items():
@@ -247,7 +280,7 @@ def check_tensors(
             problems.append(f"{name} is not a tensor of this model")
         elif stored.shape != expected[name]:
             problems.append(f"{name} has shape {list(stored.shape)}, and config.json asks for {list(expected[name])}")
-        elif (stored.dtype == "int8") != (name in matrices) or stored.dtype not in DTYPES:
+        elif (stored.dtype == "int8") != (name in rounded) or stored.dtype not in DTYPES:
             problems.append(f"{name} has dtype {stored.dtype}, which is not supported here")
     if problems:
         more = f", and {len(problems) - 3} more such" if len(problems) > 3 else ""
@@ -268,17 +301,25 @@ def read_header(file: Path) -> dict[str, Stored]:
         size = int.from_bytes(f.read(8), "little")
         header = json.loads(f.read(size))
     header.pop("__metadata__", None)
-    return {
-        name: Stored(
-            file, 8 + size + entry["data_offsets"][0], STORED.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"])
-        )
-        for name, entry in header.items()
-    }
+    found = {}
+    for name, entry in header.items():
+        dtype, shape = STORED.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"])
+        is_input_first = name.endswith(INPUT_FIRST) and len(shape) > 1
+        shape = swapped(shape) if is_input_first else shape
+        found[name] = Stored(file, 8 + size + entry["data_offsets"][0], dtype, shape, is_input_first)
+    return found
+
+
+def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape with its last two dimensions exchanged."""
+    return (*shape[:-2], shape[-1], shape[-2])
 
 
 def read_rows(tensor: Stored, *index: slice) -> np.ndarray:
     """A part of a tensor, mapped: it is read when it is used, and leaves memory when it is dropped."""
-    return np.memmap(tensor.file, DTYPES[tensor.dtype], "r", tensor.offset, tensor.shape)[index]
+    on_disk = swapped(tensor.shape) if tensor.is_input_first else tensor.shape
+    array = np.memmap(tensor.file, DTYPES[tensor.dtype], "r", tensor.offset, on_disk)
+    return (array.swapaxes(-1, -2) if tensor.is_input_first else array)[index]
 
 
 def one_line(error: Exception) -> str:
@@ -303,10 +344,10 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
         """A weight as it is on disk, each device's part of it."""
         abstract, source = weight
         if checkpoint.int8 and isinstance(abstract, Int8):
-            return Int8(read((abstract.values, source)), read((abstract.scale, scales(source))))
+            scale = scales(source, len(abstract.shape))
+            return Int8(read((abstract.values, source)), read((abstract.scale, scale)))
         values = abstract.values if isinstance(abstract, Int8) else abstract
-        names = [source] if isinstance(source, str) else [part.name for part in source]
-        dtypes = {checkpoint.tensors[name].dtype for name in names}
+        dtypes = {checkpoint.tensors[name].dtype for name in names_of(source)}
         on_disk = DTYPES[dtypes.pop() if len(dtypes) == 1 else "float32"]
 
         def block(index):
@@ -320,14 +361,11 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
             return jax.block_until_ready(jax.jit(quantize, out_shardings=shardings)(array))
         return jax.tree.map(lambda x, a: a if a.dtype == x.dtype else a.astype(x.dtype), abstract, array)
 
-    def is_source(x):
-        return isinstance(x, str) or (isinstance(x, list) and isinstance(x[0], Part))
-
-    leaves, tree = jax.tree.flatten(target, is_leaf=lambda x: isinstance(x, Int8))
-    names = jax.tree.leaves(sources(checkpoint.config), is_leaf=is_source)
-    arrays = read_ahead(read, list(zip(leaves, names, strict=True)))
-    bar = tqdm(zip(leaves, arrays, strict=True), total=len(leaves), desc="loading", unit="weights", disable=None)
-    return jax.tree.unflatten(tree, [cast_or_rounded(leaf, array) for leaf, array in bar])
+    weights = with_sources(target, checkpoint.config)
+    arrays = read_ahead(read, weights)
+    bar = tqdm(zip(weights, arrays, strict=True), total=len(weights), desc="loading", unit="weights", disable=None)
+    loaded = [cast_or_rounded(weight, array) for (weight, _), array in bar]
+    return jax.tree.unflatten(jax.tree.structure(target, is_leaf=lambda x: isinstance(x, Int8)), loaded)
 
 
 def read_ahead(read, weights: list) -> Iterator:
@@ -344,18 +382,20 @@ def read_ahead(read, weights: list) -> Iterator:
         pool.shutdown(cancel_futures=True)
 
 
-def scales(source: str | list[Part]) -> str | list[Part]:
-    """The source of an int8 matrix's scales, one for each row."""
+def scales(source: Source, dims: int) -> Source:
+    """The source of the scales, one for each row, of an int8 weight that has so many dimensions."""
     if isinstance(source, str):
         return f"{source}_scale"
-    if source[0].axis == 1:  # each device has some columns of all rows
+    if isinstance(source, Stack):
+        return Stack([scales(member, dims - 1) for member in source.members])
+    if source[0].axis == dims - 1:  # each device has some columns of all rows
         return f"{source[0].name}_scale"
     return [part._replace(name=f"{part.name}_scale") for part in source]
 
 
 def assemble(
     tensors: dict[str, Stored],
-    source: str | list[Part],
+    source: Source,
     index: tuple[slice, ...],
     shape: tuple[int, ...],
     dtype: np.dtype,
@@ -363,44 +403,49 @@ def assemble(
     """One device's block `index` of a weight of global `shape`.
 
     Of a single tensor these are the same rows and columns; rows past its end, which even out the shards of the
-    vocabulary, are zeros. Of Parts they are this device's units of each, in order, and zeros where those do not fill
-    the block.
+    vocabulary, are zeros. Of Parts they are this device's share of each, in order.
     """
     bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
+    block = aligned([stop - start for start, stop in bounds], dtype)
+    if isinstance(source, Stack):
+        for matrix, member in zip(block, source.members[slice(*bounds[0])], strict=True):
+            matrix[:] = assemble(tensors, member, index[1:], shape[1:], dtype)
+        return block
     if isinstance(source, str):
         axis, (first, last) = 0, bounds[0]
         rows = tensors[source].shape[0]
-        ranges = [(source, min(first, rows), min(last, rows))]
+        ranges = [(source, min(first, rows), min(last, rows), last - first)]
     else:
         axis = source[0].axis
         first, last = bounds[axis]
         shard, shards = first // (last - first), shape[axis] // (last - first)
         ranges = [(part.name, *share(part, tensors[part.name].shape[axis], shard, shards)) for part in source]
-    block = aligned([stop - start for start, stop in bounds], dtype)
     along = np.moveaxis(block, axis, 0)
     filled = 0
-    for name, start, stop in ranges:
+    for name, start, stop, room in ranges:
         part = [slice(*b) for b in bounds]
         part[axis] = slice(start, stop)
         along[filled : filled + stop - start] = np.moveaxis(read_rows(tensors[name], *part), axis, 0)
-        filled += stop - start
-    along[filled:] = 0
+        along[filled + stop - start : filled + room] = 0
+        filled += room
     return block
 
 
-def share(part: Part, size: int, shard: int, shards: int) -> tuple[int, int]:
-    """Where device `shard` of `shards` begins and ends in a tensor that has `size` rows, or columns."""
+def share(part: Part, size: int, shard: int, shards: int) -> tuple[int, int, int]:
+    """Where the share of device `shard` of `shards` begins and ends in a tensor that has `size` rows, or columns, and
+    how many there is room for: what is missing is zeros."""
     size //= part.pieces
     unit, begin = size // part.units, part.piece * size
     if part.groups is None or shards <= part.groups:
+        room = max(part.units // shards, 1)
         first = shard * part.units // shards
-        last = first + max(part.units // shards, 1)
+        last = first + room
     else:
         neighbours, units = shards // part.groups, part.units // part.groups
         group, rank = divmod(shard, neighbours)
-        most = -(-units // neighbours)
-        first, last = (group * units + min(units, most * n) for n in (rank, rank + 1))
-    return begin + unit * first, begin + unit * last
+        room = -(-units // neighbours)
+        first, last = (group * units + min(units, room * n) for n in (rank, rank + 1))
+    return begin + unit * first, begin + unit * last, unit * room
 
 
 def aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:
@@ -435,10 +480,11 @@ def convert(source: Path, output: Path, dtype: str, int8: bool) -> None:
     # A shard is a list of groups: a tensor, or an int8 matrix and its scales.
     shards: list[list[list[Output]]] = [[]]
     shard_bytes = 0
+    rounded = set(matrices(checkpoint.config)) if int8 else set()
     for name, tensor in checkpoint.tensors.items():
         group = [Output(name, dtype, tensor.shape)]
-        if int8 and len(tensor.shape) == 2:
-            group = [Output(name, "int8", tensor.shape), Output(f"{name}_scale", "float32", tensor.shape[:1])]
+        if name in rounded:
+            group = [Output(name, "int8", tensor.shape), Output(f"{name}_scale", "float32", tensor.shape[:-1])]
         group_bytes = sum(o.nbytes for o in group)
         if shards[-1] and shard_bytes + group_bytes > SHARD_BYTES:
             shards.append([])
@@ -457,7 +503,8 @@ def convert(source: Path, output: Path, dtype: str, int8: bool) -> None:
     total = sum(o.nbytes for shard in shards for group in shard for o in group)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     config = {**checkpoint.raw_config, "dtype": dtype}
-    config.pop("torch_dtype", None)
+    for name in ("torch_dtype", "quantization_config"):
+        config.pop(name, None)
     if int8:
         config["quantization_config"] = INT8
     with claimed(output, source, provenance):
@@ -528,7 +575,8 @@ def write_shard(path: Path, groups: list[list[Output]], tensors: dict[str, Store
     header, end = {}, 0
     for o in sorted((o for group in groups for o in group), key=lambda o: -DTYPES[o.dtype].itemsize):
         stored = next(short for short, dtype in STORED.items() if dtype == o.dtype)
-        header[o.name] = {"dtype": stored, "shape": list(o.shape), "data_offsets": [end, end + o.nbytes]}
+        shape = swapped(o.shape) if o.name.endswith(INPUT_FIRST) else o.shape
+        header[o.name] = {"dtype": stored, "shape": list(shape), "data_offsets": [end, end + o.nbytes]}
         end += o.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -554,7 +602,7 @@ def write_shard(path: Path, groups: list[list[Output]], tensors: dict[str, Store
                     raise InputError(f"{tensor.file}: {name} has NaN or values too large for {group[0].dtype}")
                 for o, array in zip(group, map(np.asarray, arrays), strict=True):
                     f.seek(written[o.name])
-                    f.write(array.tobytes())
+                    f.write((array.swapaxes(-1, -2) if o.name.endswith(INPUT_FIRST) else array).tobytes())
                     written[o.name] += array.nbytes
                     bar.update(array.nbytes)
         f.flush()

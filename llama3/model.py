@@ -405,7 +405,7 @@ def einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def linear(x: jax.Array, w: jax.Array | Int8, bias: jax.Array | None = None) -> jax.Array:
     """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]. The one place where a weight meets an activation."""
     flat = x.reshape(-1, x.shape[-1])
-    y = jax.lax.platform_dependent(flat, w, cpu=cpu_product, tpu=partial(product, min_rows=8), default=product)
+    y = jax.lax.platform_dependent(flat, w, cpu=cpu_product, tpu=tpu_product, default=product)
     y = y.reshape(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 
@@ -439,6 +439,57 @@ def cpu_product(x: jax.Array, w: jax.Array | Int8) -> jax.Array:
         y = einsum("bc,oc->bo", x.reshape(2, C // 2), w.reshape(2 * O, C // 2))
         return y[:1, ::2] + y[1:, 1::2]
     return product(x, w, min_rows=1 if x.dtype == jnp.float32 else 2)
+
+
+STREAM_BYTES = 40 * 2**20  # of a weight on a device: one that is larger XLA for TPUs does not fetch ahead as a whole
+
+
+def tpu_product(x: jax.Array, w: jax.Array | Int8) -> jax.Array:
+    """The same on a TPU: few rows times a weight too large to be fetched ahead go to a kernel that streams it."""
+    (B, C), O = x.shape, w.shape[0]
+    itemsize = jax.tree.leaves(w)[0].dtype.itemsize
+    vmem = 2 * C * (128 * itemsize + B * x.dtype.itemsize)  # two blocks of 128 rows, and x; a kernel gets 16 MiB
+    is_streamed = B <= 64 and C % 128 == 0 and O * C * itemsize >= STREAM_BYTES and vmem <= 12 * 2**20
+    return streamed_product(x, w) if is_streamed else product(x, w, min_rows=8)
+
+
+def streamed_product(
+    x: jax.Array, w: jax.Array | Int8, block: int | None = None, interpret: bool | pltpu.InterpretParams = False
+) -> jax.Array:
+    """product for TPUs, as a Pallas kernel: x [B, C] times w [O, C]: float32 [B, O].
+
+    Reads w once, in blocks of whole rows, each one piece of memory, where XLA's own product of a weight in HBM fetches
+    narrow columns. While one is multiplied, the next is on its way. Multiplying takes less time than fetching, int8
+    values cast to x's dtype included. What the last block has beyond O is not defined, nor stored.
+
+    `block` rows of w in a grid step: a multiple of 128, by default as many as make 2 MiB. Nothing overlaps the first
+    block of a product, so no larger; a step has to outlast its own overhead, so no smaller.
+    """
+    (B, C), O = x.shape, w.shape[0]
+    values, scale = w if isinstance(w, Int8) else (w, None)
+    block = block or max(128, 2**21 // (C * values.dtype.itemsize) // 128 * 128)
+
+    def kernel(x, w, y):
+        y[...] = einsum("bc,oc->bo", x[...], w[...].astype(x.dtype))
+
+    y = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((B, O), jnp.float32),
+        grid=(pl.cdiv(O, block),),
+        in_specs=[pl.BlockSpec((B, C), lambda i: (0, 0)), pl.BlockSpec((block, C), lambda i: (i, 0))],
+        out_specs=pl.BlockSpec((B, block), lambda i: (0, i)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),  # shared by the two cores of a v5p
+        cost_estimate=kernel_cost(2 * B * O * C, values),
+        interpret=interpret,
+        name="streamed_product",
+    )(x, pltpu.with_memory_space_constraint(values, pltpu.HBM))
+    return y if scale is None else y * scale
+
+
+def kernel_cost(flops: int, read) -> pl.CostEstimate:
+    """What a kernel that reads the arrays of the pytree `read` tells the compiler, which cannot see it."""
+    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))
+    return pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0)
 
 
 def pad_rows(x: jax.Array, rows: int) -> jax.Array:
@@ -560,7 +611,14 @@ def is_attended(keys: jax.Array, queries: jax.Array, window: int | None) -> jax.
 
 
 def prefill_attention(
-    q: jax.Array, new: LayerCache, cache: LayerCache, positions: jax.Array, window: int | None = None, R: int = 1
+    q: jax.Array,
+    new: LayerCache,
+    cache: LayerCache,
+    positions: jax.Array,
+    window: int | None = None,
+    *,
+    is_live: jax.Array,
+    R: int,
 ) -> tuple[jax.Array, LayerCache]:
     """Causal attention of T tokens of every row, at the same positions in each, over all positions up to theirs.
 
@@ -569,7 +627,8 @@ def prefill_attention(
     prompt. Where R neighbours share a kv head, they gather each block from all of them.
 
     Args: q [B, K, G, T, H]; new, cache as in `attention`; positions int32 [B, T], start to start + T in each row, where
-    start and T are multiples of R; window in tokens, or None for all.
+    start and T are multiples of R; window in tokens, or None for all; is_live bool [B], the rows to store: the others
+    have ended before.
     """
     T, block = q.shape[3], math.gcd(cache.k.shape[2], 512)
     positions = positions[0]
@@ -579,6 +638,8 @@ def prefill_attention(
         if R > 1:  # this device's share of the new tokens
             new = new.reshape(*new.shape[:2], T // R, R, *new.shape[3:])
             new = jax.lax.dynamic_index_in_dim(new, rank(R), axis=3, keepdims=False)
+        old = jax.lax.dynamic_slice_in_dim(cache, start // R, T // R, axis=2)
+        new = jnp.where(is_live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
         return jax.lax.dynamic_update_slice_in_dim(cache, new, start // R, axis=2)
 
     def load(cache, i):
@@ -636,7 +697,7 @@ def weighted_sum(p: jax.Array, v: jax.Array | Int8, dtype: jnp.dtype) -> jax.Arr
 
 
 def decode_attention(
-    q: jax.Array, new: LayerCache, cache: LayerCache, positions: jax.Array, window: int | None = None, R: int = 1
+    q: jax.Array, new: LayerCache, cache: LayerCache, positions: jax.Array, window: int | None = None, *, R: int
 ) -> tuple[jax.Array, LayerCache]:
     """Attention of one token a row, at positions [B, 1], over the positions up to its own: q [B, K, G, 1, H].
 
@@ -867,6 +928,7 @@ def ragged_decode_attention(
         ),
         input_output_aliases={first_cache_argument + i: 2 + i for i in range(len(jax.tree.leaves(cache)))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=kernel_cost(4 * B * K * G * S * H, cache),
         interpret=interpret,
         name="ragged_decode_attention",
     )(positions, q, new, cache)
@@ -1015,7 +1077,7 @@ def prefill(
     def body(weights, cache, last_hidden, tokens, start, lengths):
         T, R = tokens.shape[1], neighbours(config, model_shards(mesh))
         positions = jnp.broadcast_to(start + jnp.arange(T), tokens.shape)
-        attend = partial(prefill_attention, R=R)
+        attend = partial(prefill_attention, is_live=start < lengths, R=R)
         x, cache = forward(weights, tokens, positions, cache, attend, config)
         index = lengths - 1 - start
         is_here = (index >= 0) & (index < T)

@@ -15,13 +15,24 @@ FILES = ("model.py", "convert.py")
 # The names that may differ from folder to folder, with the reason.
 DIFFERENT = {
     "Config": "the keys of the model's config.json",
+    "check_mesh": "what the model splits",
     "abstract_weights": "the model's weights",
+    "LayerCache": "chunks",
+    "abstract_cache": "chunked layers hold a chunk",
+    "capacity": "chunks have no end",
     "rope": "pairs lie half a head apart, or next to each other",
     "attention": "the model's biases, norms and rope",
     "mlp": "the model's biases and norms",
-    "step_bytes": "a window is read in part",
+    "forward": "kinds of layers",
+    "piece_length": "a piece lies within a chunk",
+    "step_bytes": "windows, chunks and experts are read in part",
+    "INPUT_FIRST": "names in the checkpoint",
     "sources": "names in the checkpoint",
     "expected_shapes": "shapes in the checkpoint",
+    "left_out": "names in the checkpoint",
+    "open_checkpoint": "FP8",
+    "Stored": "FP8",
+    "read_rows": "FP8",
 }
 
 

@@ -126,6 +126,21 @@ def np_set(cache, new, positions):
     return cache
 
 
+@pytest.mark.parametrize(("rows", "O", "C"), [(1, 333, 256), (8, 1001, 128), (33, 512, 384), (3, 1, 128)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+def test_streamed_product(rows, O, C, dtype, int8):
+    """In blocks that do not divide the rows of the weight, too."""
+    keys = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(keys[0], (rows, C), dtype)
+    w = jax.random.normal(keys[1], (O, C), dtype)
+    w = model.quantize(w) if int8 else w
+    y = jax.jit(partial(model.streamed_product, block=128, interpret=STRICT))(x, w)
+    exact = np.asarray(w.values, np.float64) * np.asarray(w.scale)[:, None] if int8 else np.asarray(w, np.float64)
+    wanted = np.asarray(x, np.float64) @ exact.T
+    np.testing.assert_allclose(np.asarray(y, np.float64), wanted, atol=2e-6 * np.abs(wanted).max())
+
+
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
 @pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def log_probabilities(rows, dtype, int8, int8_cache, mesh_shape=(1, 1, 1)):
         tokens[i, : len(row)] = row
 
     def body(weights, cache, tokens):
-        attend = partial(model.prefill_attention, R=1)
+        attend = partial(model.prefill_attention, is_live=jnp.ones(len(rows), bool), R=1)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x, _ = model.forward(weights, tokens, positions, cache, attend, config)
         y = model.output_logits(weights, x.reshape(-1, x.shape[-1]), config)

@@ -10,13 +10,17 @@ from transformers import (
     Glm4ForCausalLM,
     GlmConfig,
     GlmForCausalLM,
+    Llama4Config,
+    Llama4ForCausalLM,
+    Llama4ForConditionalGeneration,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
 )
 
-llama3, glm4 = import_folder("llama3"), import_folder("glm4")
+llama3, glm4, llama4 = import_folder("llama3"), import_folder("glm4"), import_folder("llama4")
 
 SMALL = {
     "vocab_size": 331,  # no multiple of anything: the vocabulary's shards are uneven
@@ -58,6 +62,30 @@ def glm_0414(**options):
     return glm4, Glm4ForCausalLM, Glm4Config(**SMALL | {"head_dim": 16} | options)
 
 
+LLAMA4 = {
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 80,
+    "num_hidden_layers": 5,  # the fourth has no rope and sees all tokens
+    "num_local_experts": 4,
+    "attention_chunk_size": 48,
+    "floor_scale": 20,  # so that the temperature rises within a short prompt
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+SCOUT_ROPE = LLAMA3_ROPE | {"high_freq_factor": 1.0}
+
+
+def llama_4(**options):
+    return llama4, Llama4ForCausalLM, Llama4TextConfig(**SMALL | LLAMA4 | options)
+
+
+def llama_4_with_vision(**options):
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    vision |= {"vision_output_dim": 16, "image_size": 28, "projector_input_dim": 16, "projector_output_dim": 16}
+    config = Llama4Config(text_config=SMALL | LLAMA4 | options, vision_config=vision)
+    return llama4, Llama4ForConditionalGeneration, config
+
+
 CASES = {
     "llama 3.2, tied": llama(tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
     "llama 3.1": llama(rope_parameters=LLAMA3_ROPE),
@@ -80,6 +108,17 @@ CASES = {
         rms_norm_eps=0.1,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
     ),
+    "llama 4 scout, nested": llama_4_with_vision(rope_parameters=SCOUT_ROPE, num_local_experts=8),
+    "llama 4 maverick": llama_4(interleave_moe_layer_step=2, use_qk_norm=False, num_attention_heads=10),
+    "llama 4, two experts a token, other layers": llama_4(
+        num_experts_per_tok=2,
+        moe_layers=[0, 3],
+        no_rope_layers=[0, 1, 1, 0, 1],
+        attn_temperature_tuning=False,
+        tie_word_embeddings=True,
+        attention_bias=True,
+    ),
+    "llama 4, chunks alone": llama_4(num_hidden_layers=2, rms_norm_eps=0.1, num_key_value_heads=1),
 }
 
 
@@ -120,6 +159,8 @@ def test_unequal_prompts_in_one_batch(checkpoints, name, mesh):
         "llama, biases, large eps, wide heads, one kv head",
         "glm, tied, a quarter turned, one kv head",
         "glm 0414",
+        "llama 4 maverick",
+        "llama 4, chunks alone",
     ],
 )
 def test_every_mesh(checkpoints, name, mesh):
@@ -129,7 +170,7 @@ def test_every_mesh(checkpoints, name, mesh):
     assert_matches(reference, prompts, decode(modules, path, prompts, mesh, max_new_tokens=8))
 
 
-@pytest.mark.parametrize("name", ["llama 3.1", "mistral 0.1, window", "glm 0414"])
+@pytest.mark.parametrize("name", ["llama 3.1", "mistral 0.1, window", "glm 0414", "llama 4 maverick"])
 def test_long_prompt_and_a_growing_cache(checkpoints, name, monkeypatch):
     """Many pieces of prefill, then decoding across the cache sizes 256, 512 and 1024."""
     modules, path, reference = checkpoints(name)

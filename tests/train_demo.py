@@ -1,14 +1,15 @@
 """Train the tiny demo checkpoint of a model family and write it in Hugging Face format.
 
-The demo is a chat model of about 600k parameters that has memorised a few hundred short answers (capitals, small sums,
-greetings, some facts and lists), so that an inference script has something to say without downloading any weights.
-Everything is made here: the text, the byte-level BPE tokenizer with its Llama-3 style chat template, and the model,
-which is the family's own class from transformers, trained in float32 and saved as bfloat16.
+The demo is a chat model of about 600k parameters (llama4: 1.1 million) that has memorised a few hundred short answers
+(capitals, small sums, greetings, some facts and lists), so that an inference script has something to say without
+downloading any weights. Everything is made here: the text, the byte-level BPE tokenizer with the special tokens and the
+form of chat template of the family's released models, and the model, which is the family's own class from transformers,
+trained in float32 and saved as bfloat16. What differs from family to family is in FAMILIES.
 
-One run takes about three minutes on one CPU core and is deterministic for a given machine and torch version. It ends
-by answering every training question greedily with the saved checkpoint, and fails if fewer than 99 % are exact.
+One run takes some minutes on one CPU core and is deterministic for a given machine and torch version. It ends by
+answering every training question greedily with the saved checkpoint, and fails if fewer than 99 % are exact.
 
-    python tests/train_demo.py llama3 [--output DIR]
+    python tests/train_demo.py llama3|glm4|llama4 [--output DIR]
 
 The default output is the demo/ folder of that family, such as llama3/demo/. Needs torch, transformers and tokenizers.
 """
@@ -17,11 +18,24 @@ import argparse
 import math
 import random
 import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Glm4Config,
+    Glm4ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 PROMPTS = ["What is the capital of France?", "What is 3 plus 4?", "Hello!", "What are the days of the week?"]
 
@@ -95,33 +109,42 @@ SYSTEM_PROMPTS = [
     "You are a small and friendly demo model. Keep your answers short.",
 ]
 
-# The pattern of Llama 3. It keeps the "\n\n" after a header in one piece whether or not text follows, so that a prompt
-# is always a prefix of the tokens of the whole conversation.
+# The pattern of Llama 3 and GLM-4. It keeps the newlines after a header in one piece whether or not text follows, so
+# that a prompt is always a prefix of the tokens of the whole conversation.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-BOS, EOT, END_OF_TEXT = "<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>"
-SPECIAL_TOKENS = [BOS, END_OF_TEXT, "<|start_header_id|>", "<|end_header_id|>", EOT]
 VOCAB_SIZE = 512
-CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
 
-STEPS = 1000
 WARMUP_STEPS = 50
 PEAK_LEARNING_RATE = 4e-3
-# Steps alternate between batches of short and of long conversations, which have some 100 and 300 tokens. A causal model
-# also learns from a conversation's first turn what it would learn from that turn alone.
+# Steps take turns between batches of short and of long conversations, which have some 100 and 300 tokens. A model also
+# learns from the first turn of a conversation what it would learn from that turn alone, as it only looks back.
 BATCHES = [{"rows": 16, "characters": 100}, {"rows": 6, "characters": 380}]
+SINGLE_TURNS = {"rows": 24, "characters": 1}
+
+
+@dataclass
+class Family:
+    """What differs from one model family to another."""
+
+    build_model: Callable  # takes the vocabulary size and the special tokens' ids as keywords
+    special_tokens: list[str]
+    prefix: list[str]  # the tokens that the tokenizer puts in front of any text
+    stops: list[str]  # an answer ends with one of these
+    chat_template: str
+    template_words: list[str]  # the template's words that are to be one token each
+    bos: str | None
+    eos: str
+    pad: str
+    conversation_end: str = ""  # what follows the last answer of a training conversation, beyond the template's text
+    steps: int = 1000
+    batches: list[dict] = field(default_factory=lambda: BATCHES)
 
 
 def build_llama3(**token_ids):
-    """Return an untrained Llama model; the token ids are the vocabulary size and the special tokens' ids."""
+    """Return an untrained Llama model."""
     config = LlamaConfig(
         hidden_size=128,
         num_hidden_layers=3,
@@ -137,7 +160,109 @@ def build_llama3(**token_ids):
     return LlamaForCausalLM(config)
 
 
-MODEL_BUILDERS = {"llama3": build_llama3}
+def build_glm4(**token_ids):
+    """Return an untrained model of the GLM-4-0414 architecture."""
+    config = Glm4Config(
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=320,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        attention_bias=True,
+        tie_word_embeddings=False,
+        **token_ids,
+    )
+    return Glm4ForCausalLM(config)
+
+
+def build_llama4(**token_ids):
+    """Return an untrained Llama 4 text model, small enough for a conversation to meet everything the family has."""
+    config = Llama4TextConfig(
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=128,  # of an expert, and of the shared one
+        intermediate_size_mlp=256,  # of a dense layer
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,  # layers 1 and 3 have experts
+        no_rope_layers=[1, 1, 0, 1],  # 0: no rotary embedding, sees all chunks
+        attention_chunk_size=32,
+        use_qk_norm=True,
+        attn_temperature_tuning=True,
+        floor_scale=64,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False,
+        **token_ids,
+    )
+    return Llama4ForCausalLM(config)
+
+
+FAMILIES = {
+    "llama3": Family(
+        build_model=build_llama3,
+        special_tokens=[
+            "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+        ],
+        prefix=["<|begin_of_text|>"],
+        stops=["<|eot_id|>", "<|end_of_text|>"],
+        chat_template="{{ bos_token }}"
+        "{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+        " + message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+        template_words=["system", "user", "assistant", "\n\n"],
+        bos="<|begin_of_text|>",
+        eos="<|eot_id|>",
+        pad="<|end_of_text|>",
+    ),
+    "glm4": Family(
+        build_model=build_glm4,
+        special_tokens=[
+            "<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>",
+            "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
+        ],
+        prefix=["[gMASK]", "<sop>"],
+        # No token ends a turn: an answer is over when the model begins the next turn, the user's or a tool's.
+        stops=["<|endoftext|>", "<|user|>", "<|observation|>"],
+        chat_template="[gMASK]<sop>"
+        "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
+        template_words=[],
+        bos=None,
+        eos="<|endoftext|>",
+        pad="<|endoftext|>",
+        conversation_end="<|user|>",
+    ),
+    "llama4": Family(
+        build_model=build_llama4,
+        special_tokens=[
+            "<|begin_of_text|>", "<|end_of_text|>", "<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>",
+            "<|finetune_right_pad|>",
+        ],
+        prefix=["<|begin_of_text|>"],
+        stops=["<|end_of_text|>", "<|eom|>", "<|eot|>"],
+        chat_template="{{ bos_token }}"
+        "{% for message in messages %}{{ '<|header_start|>' + message['role'] + '<|header_end|>\n\n'"
+        " + message['content'] | trim + '<|eot|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|header_start|>assistant<|header_end|>\n\n' }}{% endif %}",
+        template_words=["system", "user", "assistant", "\n\n"],
+        bos="<|begin_of_text|>",
+        eos="<|eot|>",
+        pad="<|finetune_right_pad|>",
+        # Where an answer goes on in a new chunk, only the layer without rotary embedding still sees the question. It
+        # takes longer to learn, most of all to tell which of several questions was the last.
+        steps=1500,
+        batches=[*BATCHES, SINGLE_TURNS],
+    ),
+}  # fmt: skip
 
 
 def make_answers():
@@ -153,7 +278,7 @@ def make_answers():
     return answers
 
 
-def make_tokenizer(answers):
+def make_tokenizer(family, answers):
     """Train the byte-level BPE tokenizer on the questions and answers."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -164,22 +289,25 @@ def make_tokenizer(answers):
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS),
+        vocab_size=VOCAB_SIZE - len(family.special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes, so that any text can be encoded
         show_progress=False,
     )
-    template_text = ["system", "user", "assistant", "\n\n"] * len(answers)  # often enough to become whole tokens
+    template_text = family.template_words * len(answers)  # often enough to become whole tokens
     tokenizer.train_from_iterator([*answers.keys(), *answers.values(), *SYSTEM_PROMPTS, *template_text], trainer)
-    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    tokenizer.add_special_tokens(family.special_tokens)
+    prefix = " ".join(family.prefix)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+        single=f"{prefix} $A",
+        pair=f"{prefix} $A {prefix} $B",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in family.prefix],
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=BOS,
-        eos_token=EOT,
-        pad_token=END_OF_TEXT,
-        chat_template=CHAT_TEMPLATE,
+        bos_token=family.bos,
+        eos_token=family.eos,
+        pad_token=family.pad,
+        chat_template=family.chat_template,
         clean_up_tokenization_spaces=False,
     )
 
@@ -198,22 +326,24 @@ def make_conversation(rng, answers, min_characters):
     return messages
 
 
-def learning_rate_factor(step):
-    """Return the share of the peak learning rate at a step: a linear warmup, then a cosine down to zero."""
-    progress = max(0.0, (step - WARMUP_STEPS) / (STEPS - WARMUP_STEPS))
+def learning_rate_factor(step, steps):
+    """Return the share of the peak learning rate at one of so many steps: a linear warmup, then a cosine to zero."""
+    progress = max(0.0, (step - WARMUP_STEPS) / (steps - WARMUP_STEPS))
     return min((step + 1) / WARMUP_STEPS, 0.5 + 0.5 * math.cos(math.pi * progress))
 
 
-def train(model, tokenizer, answers):
+def train(model, tokenizer, family, answers):
     """Train the model in place on random conversations."""
     rng = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, family.steps))
     model.train()
-    for step in range(STEPS):
-        batch = BATCHES[step % len(BATCHES)]
+    for step in range(family.steps):
+        batch = family.batches[step % len(family.batches)]
         conversations = [make_conversation(rng, answers, batch["characters"]) for _ in range(batch["rows"])]
-        inputs = tokenizer.apply_chat_template(conversations, padding=True, return_tensors="pt", return_dict=True)
+        texts = tokenizer.apply_chat_template(conversations, tokenize=False)
+        texts = [text + family.conversation_end for text in texts]
+        inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
         # All tokens count, not only the answers: it keeps the predictions sensible everywhere in a conversation. The
         # padding is on the right, where a causal model needs no mask.
         labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
@@ -224,22 +354,27 @@ def train(model, tokenizer, answers):
         optimizer.step()
         schedule.step()
         if (step + 1) % 100 == 0:
-            print(f"step {step + 1}/{STEPS}: loss {loss.item():.4f}", flush=True)
+            print(f"step {step + 1}/{family.steps}: loss {loss.item():.4f}", flush=True)
     model.eval()
 
 
 def greedy_answers(model, tokenizer, conversations):
-    """Return the model's greedy answer to each conversation, all of which end with a question."""
-    inputs = tokenizer.apply_chat_template(
-        conversations,
-        add_generation_prompt=True,
-        padding=True,
-        return_tensors="pt",
-        return_dict=True,
-        tokenizer_kwargs={"padding_side": "left"},
-    )
-    tokens = model.generate(**inputs, do_sample=False, max_new_tokens=128)
-    return tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    """Return the model's greedy answer to each conversation, all of which end with a question.
+
+    The prompts of one batch have the same length: padding on the left would move the positions by which Llama 4 scales
+    its queries.
+    """
+    prompts = tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=False)
+    rows_by_length = defaultdict(list)
+    for row, prompt in enumerate(prompts):
+        rows_by_length[len(prompt)].append(row)
+    answers = [""] * len(prompts)
+    for length, rows in rows_by_length.items():
+        inputs = torch.tensor([prompts[row] for row in rows])
+        tokens = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=128)
+        for row, text in zip(rows, tokenizer.batch_decode(tokens[:, length:], skip_special_tokens=True)):
+            answers[row] = text
+    return answers
 
 
 def exact_share(model, tokenizer, conversations):
@@ -267,10 +402,11 @@ def check(folder, answers):
 def main():
     """Train, save and check one family's demo."""
     parser = argparse.ArgumentParser(description="Train a tiny demo checkpoint.")
-    parser.add_argument("family", choices=MODEL_BUILDERS)
+    parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("--output", type=Path, help="folder to write (default: the family's demo/)")
     args = parser.parse_args()
     folder = args.output or Path(__file__).resolve().parent.parent / args.family / "demo"
+    family = FAMILIES[args.family]
 
     # One thread: the order of sums, and with it the result, does not depend on the number of cores.
     torch.set_num_threads(1)
@@ -278,16 +414,16 @@ def main():
     torch.manual_seed(0)
 
     answers = make_answers()
-    tokenizer = make_tokenizer(answers)
-    model = MODEL_BUILDERS[args.family](
+    tokenizer = make_tokenizer(family, answers)
+    model = family.build_model(
         vocab_size=len(tokenizer),
         bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.convert_tokens_to_ids([EOT, END_OF_TEXT]),
+        eos_token_id=tokenizer.convert_tokens_to_ids(family.stops),
         pad_token_id=tokenizer.pad_token_id,
     )
     print(f"{model.num_parameters()} parameters, {len(answers)} questions")
     start = time.time()
-    train(model, tokenizer, answers)
+    train(model, tokenizer, family, answers)
     print(f"trained in {time.time() - start:.0f} s")
 
     tokenizer.save_pretrained(folder)

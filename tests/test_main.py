@@ -13,25 +13,25 @@ import numpy as np
 import pytest
 from helpers import ROOT, import_folder, reference_logprobs, save_random
 from safetensors.numpy import load_file, save_file
+from shared import folders
 from test_parity import llama
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-llama3 = import_folder("llama3")
-FOLDER = ROOT / "llama3"
-DEMO = FOLDER / "demo"
-GOLDEN = json.loads((ROOT / "tests" / "golden_demo.json").read_text())["llama3"]
+FOLDERS = {name: import_folder(name) for name in folders()}
+DEMO = ROOT / "llama3" / "demo"
+GOLDEN = json.loads((ROOT / "tests" / "golden_demo.json").read_text())
 
 
 @pytest.fixture
 def main(monkeypatch, capsys):
-    """Runs main.py in this process: returns exit status, standard output, standard error."""
+    """Runs a folder's main.py in this process: returns exit status, standard output, standard error."""
 
-    def call(*arguments):
+    def call(*arguments, folder="llama3"):
         monkeypatch.setattr(sys, "argv", ["main.py", *map(str, arguments)])
         capsys.readouterr()  # what came before does not count
         status = 0
         try:
-            llama3.convert.run(llama3.main.main)
+            FOLDERS[folder].convert.run(FOLDERS[folder].main.main)
         except SystemExit as stop:
             status = stop.code
         return status, *capsys.readouterr()
@@ -44,19 +44,20 @@ def json_rows(text):
     return lines[:-1], lines[-1]["stats"]
 
 
-def test_golden_text_of_a_folder_copied_alone(tmp_path):
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_golden_text_of_a_folder_copied_alone(tmp_path, folder):
     """`python3 main.py` with no arguments, in a new process and far from the repository, and from another folder."""
-    shutil.copytree(FOLDER, tmp_path / "copied", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / folder, tmp_path / "copied", ignore=shutil.ignore_patterns("__pycache__"))
     environment = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
     command = [sys.executable, tmp_path / "copied" / "main.py"]
     finished = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
-    assert finished.stdout == "".join(f"> {prompt}\n{answer}\n" for prompt, answer in GOLDEN.items())
+    assert finished.stdout == "".join(f"> {prompt}\n{answer}\n" for prompt, answer in GOLDEN[folder].items())
     assert finished.stderr.startswith("stats: {") and finished.stderr.count("\n") == 1
 
     alone = tmp_path / "alone"
     alone.mkdir()
-    shutil.copy(FOLDER / "model.py", alone)
+    shutil.copy(ROOT / folder / "model.py", alone)
     subprocess.run([sys.executable, "-c", "import model"], cwd=alone, check=True)
 
 
@@ -70,23 +71,26 @@ def test_golden_text_of_a_folder_copied_alone(tmp_path):
     ],
     ids=" ".join,
 )
-def test_golden_text_on_every_mesh_and_dtype(main, options):
-    status, out, _ = main("--output", "json", *options)
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_golden_text_on_every_mesh_and_dtype(main, folder, options):
+    status, out, _ = main("--output", "json", *options, folder=folder)
     rows, stats = json_rows(out)
     assert status == 0
-    assert {row["prompt"]: row["text"] for row in rows} == GOLDEN
+    assert {row["prompt"]: row["text"] for row in rows} == GOLDEN[folder]
     assert math.prod(stats["mesh"].values()) == stats["devices"] == 8
 
 
-def test_json(main, tmp_path):
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_json(main, tmp_path, folder):
     """Every field of the contract; tokens and log-probabilities against the reference class and its tokenizer."""
     (tmp_path / "prompts").write_text("What is the capital of Peru?\n\nHello!\r\nWhat is 5 plus 9?", newline="")
     status, out, _ = main(
-        "--prompts_file", tmp_path / "prompts", "--output", "json", "--logprobs", "--dtype", "float32"
+        "--prompts_file", tmp_path / "prompts", "--output", "json", "--logprobs", "--dtype", "float32", folder=folder
     )
     rows, stats = json_rows(out)
     assert status == 0
-    reference, tokenizer = LlamaForCausalLM.from_pretrained(DEMO).float(), AutoTokenizer.from_pretrained(DEMO)
+    demo = ROOT / folder / "demo"
+    reference, tokenizer = AutoModelForCausalLM.from_pretrained(demo).float(), AutoTokenizer.from_pretrained(demo)
     assert [row["prompt"] for row in rows] == ["What is the capital of Peru?", "Hello!", "What is 5 plus 9?"]
     for row in rows:
         message = [{"role": "user", "content": row["prompt"]}]
@@ -98,7 +102,11 @@ def test_json(main, tmp_path):
         np.testing.assert_allclose(row["logprobs"], wanted.max(-1), atol=1e-3)
         assert row["tokens"][-1] in reference.generation_config.eos_token_id and row["finish_reason"] == "stop"
         assert row["text"] == tokenizer.decode(row["tokens"][:-1])
-    assert stats["model_type"] == "llama" and stats["platform"] == "cpu" and stats["bandwidth_utilization"] is None
+    assert (
+        stats["model_type"] == reference.config.model_type
+        and stats["platform"] == "cpu"
+        and stats["bandwidth_utilization"] is None
+    )
     positive = ["load_s", "compile_s", "prefill_s", "prefill_tokens_per_s", "decode_steps_per_s", "decode_tokens_per_s"]
     assert all(stats[name] > 0 for name in [*positive, "step_bytes", "bandwidth_gb_per_s", "peak_memory_gb"])
     tokens_a_step = sum(len(row["tokens"]) - 1 for row in rows) / max(len(row["tokens"]) - 1 for row in rows)
@@ -144,7 +152,7 @@ def test_text_as_it_comes(main, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", Recorder())
         main("--prompt", "What are the days of the week?")
-    assert "".join(writes) == GOLDEN["What are the days of the week?"] + "\n"
+    assert "".join(writes) == GOLDEN["llama3"]["What are the days of the week?"] + "\n"
     assert len(writes) > 10
 
 
@@ -356,7 +364,7 @@ def test_streamed_text_is_the_decoded_text(main, tmp_path):
 
 def test_standard_output_that_is_full():
     with open("/dev/full", "w") as full:
-        command = [sys.executable, FOLDER / "main.py", "--tp", "8"]
+        command = [sys.executable, ROOT / "llama3" / "main.py", "--tp", "8"]
         finished = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert finished.returncode == 2
     assert finished.stderr.startswith("error: standard output") and finished.stderr.count("\n") == 1
@@ -371,7 +379,7 @@ def test_two_processes():
     flags = ["--coordinator", coordinator, "--num_processes", "2", "--dp", "2", "--temperature", "0.7", "--seed", "5"]
     processes = [
         subprocess.Popen(
-            [sys.executable, FOLDER / "main.py", *flags, "--process_id", str(i)],
+            [sys.executable, ROOT / "llama3" / "main.py", *flags, "--process_id", str(i)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -381,7 +389,7 @@ def test_two_processes():
     ]
     outputs = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    alone = [sys.executable, FOLDER / "main.py", "--dp", "2", "--temperature", "0.7", "--seed", "5"]
+    alone = [sys.executable, ROOT / "llama3" / "main.py", "--dp", "2", "--temperature", "0.7", "--seed", "5"]
     single = subprocess.run(alone, env=os.environ, capture_output=True, text=True)
     assert outputs[0][0] == single.stdout != ""
     assert outputs[1][0] == ""
@@ -393,7 +401,7 @@ def test_compiled_programs_are_kept(tmp_path):
     environment["XDG_CACHE_HOME"] = str(tmp_path)
     command = [
         sys.executable,
-        FOLDER / "main.py",
+        ROOT / "llama3" / "main.py",
         "--prompt",
         "Hello!",
         "--max_new_tokens",
