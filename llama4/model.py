@@ -716,15 +716,242 @@ def mlp(x: jax.Array, gate_up: jax.Array | Int8, down: jax.Array | Int8) -> jax.
 # Experts
 
 
-def experts(x, ids, scale, gate_up, down):
-    E = down.shape[0]
-    first = jax.lax.axis_index("ep") * E
-    out = 0
-    for e in range(E):
-        s = jnp.sum(jnp.where(ids == first + e, scale, 0), axis=1, keepdims=True)
-        gate, up = jnp.split(linear(x, jax.tree.map(lambda a: a[e], gate_up)) * s, 2, axis=-1)
-        out = out + linear((jax.nn.silu(gate) * up).astype(x.dtype), jax.tree.map(lambda a: a[e], down))
-    return out
+# k is the number of experts chosen for a row; a pair is a row and one of its experts.
+
+
+def activation(gate: jax.Array, up: jax.Array, scale: jax.Array) -> jax.Array:
+    """The router's `scale` [B, 1] is on the expert's input, and comes through the linear gate and up products.
+
+    A row that did not choose the expert has scale 0, and adds nothing.
+    """
+    return jax.nn.silu(gate * scale) * (up * scale)
+
+
+@jax.named_scope("experts")
+def experts(
+    x: jax.Array, ids: jax.Array, scale: jax.Array, w_gate_up: jax.Array | Int8, w_down: jax.Array | Int8
+) -> jax.Array:
+    """What this device's experts, and its columns of them, contribute to the rows that chose them: float32 [B, D], to
+    be summed over ep x tp.
+
+    Args: x [B, D]; ids int32 [B, k], the experts chosen, counted over all devices; scale float32 [B, k];
+    w_gate_up [E, 2F, D], gate rows before up rows; w_down [E, D, F].
+
+    No expert is read, or multiplied, that no row chose.
+    """
+    E = w_down.shape[0]
+    ids = ids - jax.lax.axis_index("ep") * E
+    ids = jnp.where((ids >= 0) & (ids < E), ids, E)  # E: not here
+    mean = ids.size // E  # rows of an expert
+    on_cpu = partial(in_tiles, expert_loop, tile=min(max(power_of_two(mean), 16), 64))
+    # gathered_experts reads an expert once for each pair; expert_loop reads, writes and reads again each chosen one.
+    on_gpu = gathered_experts if mean < 3 else partial(in_tiles, partial(expert_loop, columns=None), tile=512)
+    on_tpu = partial(in_tiles, expert_kernel, tile=128)
+    arguments = x, ids, scale, w_gate_up, w_down
+    return jax.lax.platform_dependent(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
+
+
+def in_tiles(run, x, ids, scale, w_gate_up, w_down, tile: int) -> jax.Array:
+    """`run(..)` on tiles of at most `tile` rows. Each tile computes all its rows with every expert that one of them
+    chose: more rows than a tile are therefore sorted by expert, a row once for each expert that it chose.
+
+    ids are those of this device, E for experts that are elsewhere; as in all functions below.
+    """
+    (B, k), E = ids.shape, w_down.shape[0]
+    if tile >= B:
+        return run(x, ids, scale, w_gate_up, w_down, tile=B)
+    ids = jnp.pad(ids.ravel(), (0, -B * k % tile), constant_values=E)  # to whole tiles
+    scale = jnp.pad(scale.ravel(), (0, -B * k % tile))
+    order = jnp.argsort(ids)
+    x = jnp.take(x, order // k, axis=0, mode="clip")
+    y = run(x, ids[order, None], scale[order, None], w_gate_up, w_down, tile=tile)
+    y = y[jnp.argsort(order)[: B * k]]  # zeros for experts that are elsewhere
+    return jnp.sum(y.reshape(B, k, -1), axis=1)
+
+
+def shares(ids: jax.Array, scale: jax.Array, E: int) -> jax.Array:
+    """ids, scale [B, k]: float32 [B, E], the scale of each row for each expert, 0 where it did not choose it."""
+    return jnp.sum(jnp.where(ids[:, :, None] == jnp.arange(E), scale[:, :, None], 0), axis=1)
+
+
+def gathered_experts(x, ids, scale, w_gate_up, w_down) -> jax.Array:
+    """For GPUs and few pairs: written so that XLA fuses the choice of the expert into the product. Each pair reads its
+    expert, and nothing is copied."""
+    (B, k), E = ids.shape, w_down.shape[0]
+    expert = jnp.minimum(ids.ravel(), E - 1)
+
+    def pair_product(x, w):  # x [P, C], w [E, O, C]
+        values, scale = values_and_scale(w, jnp.float32)
+        y = jnp.sum(x.astype(jnp.float32)[:, None] * values[expert].astype(jnp.float32), axis=-1)
+        return y if scale is None else y * scale[expert]
+
+    gate, up = jnp.split(pair_product(jnp.repeat(x, k, axis=0), w_gate_up), 2, axis=-1)
+    h = activation(gate, up, jnp.where(ids < E, scale, 0).reshape(-1, 1)).astype(x.dtype)
+    return jnp.sum(pair_product(h, w_down).reshape(B, k, -1), axis=1)
+
+
+def expert_loop(x, ids, scale, w_gate_up, w_down, tile: int, columns: int | None = 256) -> jax.Array:
+    """For CPUs, and GPUs with many rows: a loop over tiles of rows, the experts that they chose, and `columns` columns
+    of these at a time (None: all), a piece that is still in the CPU's caches when it is multiplied."""
+    (R, D), (E, _, F) = x.shape, w_down.shape
+    columns = columns if columns and F % columns == 0 else F
+    chosen = jnp.any(ids.reshape(R // tile, -1, 1) == jnp.arange(E), axis=1).ravel()  # [tiles E]
+    pairs = jnp.flatnonzero(chosen, size=min(chosen.size, ids.size), fill_value=0)
+    share = shares(ids, scale, E)
+
+    def step(i, out):
+        # The weights seem to change with i: else XLA for CPUs moves what it makes of all of them out of the loop.
+        weights, i = jax.lax.optimization_barrier(((w_gate_up, w_down), i))
+        t, e = jnp.divmod(pairs[i // (F // columns)], E)
+        column = i % (F // columns) * columns
+
+        def part(w, axis, start):  # of the expert e, `columns` of an axis
+            def cut(a):
+                if a.ndim <= axis:  # the scale has no such axis
+                    return jax.lax.dynamic_index_in_dim(a, e, keepdims=False)
+                starts, sizes = [e] + [0] * (a.ndim - 1), [1, *a.shape[1:]]
+                starts[axis], sizes[axis] = start, columns
+                bits = jax.lax.bitcast_convert_type(a, jnp.uint16) if a.dtype == jnp.bfloat16 else a
+                piece = jax.lax.dynamic_slice(bits, starts, sizes)[0]
+                return jax.lax.bitcast_convert_type(piece, a.dtype)
+
+            return jax.tree.map(cut, w)
+
+        multiply = partial(jax.lax.platform_dependent, cpu=cpu_product, default=product)
+        rows = jax.lax.dynamic_slice_in_dim(x, t * tile, tile)
+        row_scale = jax.lax.dynamic_slice(share, (t * tile, e), (tile, 1))
+        gate, up = (multiply(rows, part(weights[0], 1, start + column)) for start in (0, F))
+        h = activation(gate, up, row_scale).astype(x.dtype)
+        y = jax.lax.dynamic_slice_in_dim(out, t * tile, tile) + multiply(h, part(weights[1], 2, column))
+        return jax.lax.dynamic_update_slice_in_dim(out, y, t * tile, axis=0)
+
+    steps = jnp.sum(chosen) * (F // columns)
+    return jax.lax.fori_loop(0, steps, step, jnp.zeros((R, D), jnp.float32))
+
+
+def expert_kernel(
+    x: jax.Array,
+    ids: jax.Array,
+    scale: jax.Array,
+    w_gate_up: jax.Array | Int8,
+    w_down: jax.Array | Int8,
+    tile: int,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> jax.Array:
+    """For TPUs, one Pallas kernel: fetches the experts that a tile's rows chose, each once, and no other.
+
+    The grid is the tiles of rows. For each, a list of its experts is made from the ids in scalar memory, which takes
+    less time than XLA's launches would. Then it goes through these experts, 128 of their columns at a time, and fetches
+    the next piece of gate, up and down while it multiplies this one. The hidden columns never leave the chip, and the
+    sums stay in VMEM until the tile is done. A tile, or a device, without work fetches nothing.
+    """
+    (R, D), (E, _, F) = x.shape, w_down.shape
+    entries = tile * ids.shape[1]  # of the ids, for a tile
+    columns = 128 if F % 128 == 0 else F
+    pieces = F // columns
+
+    def piece(w_gate_up, w_down, e, f):
+        """Of an expert, the f-th piece of gate, up and down."""
+        here = pl.ds(pl.multiple_of(f * columns, columns), columns)
+        above = pl.ds(pl.multiple_of(F + f * columns, columns), columns)
+        if not isinstance(w_down, Int8):
+            return w_gate_up.at[e, here], w_gate_up.at[e, above], w_down.at[e, :, here]
+        row = pl.ds(e, 1)
+        return (
+            Int8(w_gate_up.values.at[e, here], w_gate_up.scale.at[row, here]),
+            Int8(w_gate_up.values.at[e, above], w_gate_up.scale.at[row, above]),
+            Int8(w_down.values.at[e, :, here], w_down.scale.at[row]),
+        )
+
+    def kernel(ids, x, share, w_gate_up, w_down, out, seen, active, buffers, semaphores):
+        def clear(e, _):
+            seen[e] = 0
+
+        def enter(i, count):
+            e = ids[pl.program_id(0) * entries + i]
+            active[count] = e  # the next one takes this place if this is in the list already
+            count += 1 - seen[e]
+            seen[e] = 1
+            return count
+
+        jax.lax.fori_loop(0, E, clear, None)
+        seen[E] = 1  # what is elsewhere never enters the list
+        steps = jax.lax.fori_loop(0, entries, enter, 0) * pieces
+
+        def copies(i):
+            sources = piece(w_gate_up, w_down, active[jax.lax.div(i, pieces)], jax.lax.rem(i, pieces))
+            slot = jax.lax.rem(i, 2)
+            return jax.tree.leaves(
+                jax.tree.map(
+                    lambda source, buffer: pltpu.make_async_copy(source, buffer.at[slot], semaphores.at[slot]),
+                    sources,
+                    buffers,
+                )
+            )
+
+        def start(i):
+            @pl.when(i < steps)
+            def fetch():
+                for copy in copies(i):
+                    copy.start()
+
+        def add(i, _):
+            start(i + 1)
+            for copy in copies(i):
+                copy.wait()
+            e, slot = active[jax.lax.div(i, pieces)], jax.lax.rem(i, 2)
+
+            def product(x, w):
+                if isinstance(w, Int8):
+                    return einsum("bc,oc->bo", x, w.values[slot].astype(x.dtype)) * w.scale[slot]
+                return einsum("bc,oc->bo", x, w[slot])
+
+            gate, up, down = buffers
+            is_e = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1) == e
+            row_scale = jnp.sum(jnp.where(is_e, share[...], 0), axis=1, keepdims=True)
+            h = activation(product(x[...], gate), product(x[...], up), row_scale)
+            out[...] += product(h.astype(x.dtype), down)
+
+        start(0)
+        out[...] = jnp.zeros(out.shape, jnp.float32)
+        jax.lax.fori_loop(0, steps, add, None)
+
+    def buffers():
+        if not isinstance(w_down, Int8):
+            rows, cut = pltpu.VMEM((2, columns, D), w_down.dtype), pltpu.VMEM((2, D, columns), w_down.dtype)
+            return rows, rows, cut
+        rows = Int8(pltpu.VMEM((2, columns, D), jnp.int8), pltpu.VMEM((2, 1, columns), jnp.float32))
+        return rows, rows, Int8(pltpu.VMEM((2, D, columns), jnp.int8), pltpu.VMEM((2, 1, D), jnp.float32))
+
+    def of_tile(width):
+        return pl.BlockSpec((tile, width), lambda t, ids: (t, 0))
+
+    # How many experts are read, if the router prefers none.
+    reads = R // tile * E * (1 - (1 - 1 / (E * jax.lax.axis_size("ep"))) ** entries)
+    nbytes = int(reads / E * sum(w.size * w.dtype.itemsize for w in jax.tree.leaves((w_gate_up, w_down))))
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    # Else XLA would move all of the weights to VMEM where they fit, chosen or not.
+    weights = jax.tree.map(lambda w: pltpu.with_memory_space_constraint(w, pltpu.HBM), (w_gate_up, w_down))
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((R, D), jnp.float32),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(R // tile,),
+            in_specs=[of_tile(D), of_tile(E), *jax.tree.map(lambda _: in_hbm, weights)],
+            out_specs=of_tile(D),
+            scratch_shapes=[
+                pltpu.SMEM((E + 1,), jnp.int32),
+                pltpu.SMEM((min(E, entries) + 1,), jnp.int32),
+                buffers(),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=2**26),
+        cost_estimate=pl.CostEstimate(flops=int(6 * tile * D * F * reads), bytes_accessed=nbytes, transcendentals=0),
+        interpret=interpret,
+        name="experts",
+    )(ids.ravel(), x, shares(ids, scale, E), *weights)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

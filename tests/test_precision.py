@@ -9,43 +9,52 @@ import numpy as np
 import pytest
 from helpers import ROOT, import_folder
 from jax.sharding import PartitionSpec as P
+from shared import folders
 from transformers import AutoTokenizer
 
-llama3 = import_folder("llama3")
-DEMO = ROOT / "llama3" / "demo"
+FOLDERS = {name: import_folder(name) for name in folders()}
+linear, quantize = FOLDERS["llama3"].model.linear, FOLDERS["llama3"].model.quantize
 
 
-def conversations():
+def conversations(folder):
     """The demo's prompts with the demo's answers, and text that it never saw: token ids of each."""
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / folder / "demo")
     golden = json.loads((ROOT / "tests" / "golden_demo.json").read_text())
-    for prompt, answer in golden["llama3"].items():
+    for prompt, answer in golden[folder].items():
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
         yield tokenizer.apply_chat_template(messages, return_dict=False)
     yield tokenizer("The quick brown fox jumps over the lazy dog while 17 bees watch the moon.")["input_ids"]
 
 
-def log_probabilities(rows, dtype, int8, int8_cache, mesh_shape=(1, 1, 1)):
+def log_probabilities(folder, rows, dtype, int8, int8_cache, mesh_shape=(1, 1, 1)):
     """float32 [len(row), V] for each row of token ids: the distribution of the token after each of them."""
-    model, convert = llama3.model, llama3.convert
-    checkpoint = convert.open_checkpoint(DEMO)
+    model, convert = FOLDERS[folder].model, FOLDERS[folder].convert
+    checkpoint = convert.open_checkpoint(ROOT / folder / "demo")
     config = checkpoint.config
     mesh = model.make_mesh(*mesh_shape, devices=jax.devices()[: int(np.prod(mesh_shape))])
     weights = convert.load(checkpoint, mesh, dtype, int8)
     cache = model.zeros(model.abstract_cache(config, mesh, len(rows), 256, convert.DTYPES[dtype], int8_cache))
-    tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)  # padded at the end, where nothing looks
+    longest = max(map(len, rows))
+    T = model.piece_length(longest, len(rows), model.neighbours(config, model.model_shards(mesh)), config)
+    tokens = np.zeros((len(rows), -(-longest // T) * T), np.int32)  # padded at the end, where nothing looks
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
 
-    def body(weights, cache, tokens):
-        attend = partial(model.prefill_attention, is_live=jnp.ones(len(rows), bool), R=1)
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        x, _ = model.forward(weights, tokens, positions, cache, attend, config)
+    def body(weights, cache, tokens, start):
+        R = model.neighbours(config, model.model_shards(mesh))
+        attend = partial(model.prefill_attention, is_live=jnp.ones(len(rows), bool), R=R)
+        positions = jnp.broadcast_to(start + jnp.arange(T), tokens.shape)
+        x, cache = model.forward(weights, tokens, positions, cache, attend, config)
         y = model.output_logits(weights, x.reshape(-1, x.shape[-1]), config)
-        return jax.lax.all_gather(y, model.MODEL_AXES, axis=1, tiled=True).reshape(*tokens.shape, -1)
+        return jax.lax.all_gather(y, model.MODEL_AXES, axis=1, tiled=True).reshape(*tokens.shape, -1), cache
 
-    program = model.sharded(body, mesh, weights, config, (model.CACHE_SPEC, P()), P())
-    y = np.asarray(jax.nn.log_softmax(jax.jit(program)(weights, cache, tokens)))
+    specs = (model.CACHE_SPEC, P(), P())
+    program = jax.jit(model.sharded(body, mesh, weights, config, specs, (P(), model.CACHE_SPEC)))
+    pieces = []
+    for start in range(0, tokens.shape[1], T):
+        y, cache = program(weights, cache, tokens[:, start : start + T], start)
+        pieces.append(y)
+    y = np.asarray(jax.nn.log_softmax(jnp.concatenate(pieces, axis=1)))
     return [y[i, : len(row)] for i, row in enumerate(rows)]
 
 
@@ -61,10 +70,11 @@ def log_probabilities(rows, dtype, int8, int8_cache, mesh_shape=(1, 1, 1)):
         ("bfloat16", True, True, (1, 2, 4), 2e-2),
     ],
 )
-def test_mean_kl_from_float32(dtype, int8, int8_cache, mesh, limit):
-    rows = list(conversations())
-    exact = log_probabilities(rows, "float32", False, False)
-    rounded = log_probabilities(rows, dtype, int8, int8_cache, mesh)
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_mean_kl_from_float32(folder, dtype, int8, int8_cache, mesh, limit):
+    rows = list(conversations(folder))
+    exact = log_probabilities(folder, rows, "float32", False, False)
+    rounded = log_probabilities(folder, rows, dtype, int8, int8_cache, mesh)
     divergences = [(np.exp(e) * (e - r)).sum(-1) for e, r in zip(exact, rounded, strict=True)]
     mean = np.concatenate(divergences).mean()
     print(f"mean KL {mean:.1e}, of unseen text {divergences[-1].mean():.1e}")
@@ -88,7 +98,7 @@ def test_products_on_a_cpu(rows, contracted, dtype, int8):
     keys = jax.random.split(jax.random.key(0))
     x = jax.random.normal(keys[0], (rows, contracted)).astype(dtype)
     w = jax.random.normal(keys[1], (70, contracted)).astype(dtype)
-    w = llama3.model.quantize(w) if int8 else w
+    w = quantize(w) if int8 else w
     values = np.asarray(w.values, np.float64) * np.asarray(w.scale, np.float64)[:, None] if int8 else w
     wanted = np.asarray(x, np.float64) @ np.asarray(values, np.float64).T
-    np.testing.assert_allclose(jax.jit(llama3.model.linear)(x, w), wanted, atol=5e-3 if int8 else 1e-4)
+    np.testing.assert_allclose(jax.jit(linear)(x, w), wanted, atol=5e-3 if int8 else 1e-4)

@@ -1,0 +1,184 @@
+"""The routed experts of llama4/: every path against numpy in float64, the kernel under the interpreter and compiled."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import import_folder
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+model = import_folder("llama4").model
+STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+
+
+def random_arguments(B, k, E, D, F, dtype, int8, chosen=None):
+    """x, ids, scale, w_gate_up, w_down of the whole mesh; `chosen`: the experts that rows may choose."""
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.standard_normal((B, D)), dtype)
+    chosen = np.arange(E) if chosen is None else np.array(chosen)
+    ids = np.stack([random.permutation(chosen)[:k] for _ in range(B)]).astype(np.int32)
+    scale = random.uniform(0.2, 1, (B, k)).astype(np.float32)
+    weights = [random.standard_normal(shape) * shape[-1] ** -0.5 for shape in ((E, 2 * F, D), (E, D, F))]
+    weights = [model.quantize(jnp.asarray(w)) if int8 else jnp.asarray(w, dtype) for w in weights]
+    return x, ids, scale, *weights
+
+
+def reference(x, ids, scale, w_gate_up, w_down):
+    """In numpy and float64, a pair at a time, the scale on the expert's input."""
+
+    def floats(w):
+        if isinstance(w, model.Int8):
+            return np.asarray(w.values, np.float64) * np.asarray(w.scale, np.float64)[..., None]
+        return np.asarray(w, np.float64)
+
+    x, w_gate_up, w_down = floats(x), floats(w_gate_up), floats(w_down)
+    out = np.zeros(x.shape)
+    for b, row in enumerate(ids):
+        for slot, e in enumerate(row):
+            gate, up = np.split(w_gate_up[e] @ (x[b] * scale[b, slot]), 2)
+            out[b] += w_down[e] @ (gate / (1 + np.exp(-gate)) * up)
+    return out
+
+
+def grouped(w, tp):
+    """The rows of gate_up as a mesh of `tp` holds them: each device's gate rows, then its up rows."""
+
+    def change(a):
+        return a.reshape(a.shape[0], 2, tp, -1, *a.shape[2:]).swapaxes(1, 2).reshape(a.shape)
+
+    return jax.tree.map(change, w)
+
+
+def on_mesh(mesh, x, ids, scale, w_gate_up, w_down):
+    """experts(..) on a mesh (dp, ep, tp), summed as the model does it."""
+
+    def body(*arguments):
+        return jax.lax.psum(model.experts(*arguments), model.MODEL_AXES)
+
+    def specs(w, values, scale):
+        return model.Int8(values, scale) if isinstance(w, model.Int8) else values
+
+    weights = specs(w_gate_up, P("ep", "tp"), P("ep", "tp")), specs(w_down, P("ep", None, "tp"), P("ep"))
+    rows = (P("dp"),) * 3
+    program = jax.shard_map(body, mesh=mesh, in_specs=(*rows, *weights), out_specs=P("dp"), check_vma=False)
+    return jax.jit(program)(x, ids, scale, grouped(w_gate_up, mesh.shape["tp"]), w_down)
+
+
+def assert_close(out, wanted, dtype):
+    tolerance = 2e-3 if dtype == jnp.float32 else 5e-2
+    np.testing.assert_allclose(np.asarray(out, np.float64), wanted, atol=tolerance)
+
+
+KINDS = pytest.mark.parametrize(
+    ("dtype", "int8"), [(jnp.float32, False), (jnp.bfloat16, False), (jnp.bfloat16, True)], ids=["f32", "bf16", "int8"]
+)
+ROWS = pytest.mark.parametrize(("B", "k"), [(1, 1), (5, 1), (16, 1), (300, 1), (1, 2), (5, 8), (16, 2), (300, 2)])
+
+
+def select(monkeypatch, platform):
+    """Has experts(..) take the path of another platform, the kernel under the interpreter."""
+    if platform == "cpu":
+        return
+
+    def choose(*arguments, default, cpu=None, tpu=None):
+        return {"tpu": tpu, "gpu": default}[platform](*arguments) if tpu else default(*arguments)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", choose)
+    monkeypatch.setattr(model, "expert_kernel", partial(model.expert_kernel, interpret=STRICT))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@KINDS
+@ROWS
+def test_against_float64(monkeypatch, platform, dtype, int8, B, k):
+    select(monkeypatch, platform)
+    arguments = random_arguments(B, k, 8, 128, 256, dtype, int8)
+    mesh = model.make_mesh(devices=jax.devices()[:1])
+    assert_close(on_mesh(mesh, *arguments), reference(*arguments), dtype)
+
+
+@pytest.mark.parametrize(
+    ("platform", "mesh"),
+    [("cpu", (1, 8, 1)), ("cpu", (2, 2, 2)), ("gpu", (1, 1, 8)), ("gpu", (1, 4, 2)), ("tpu", (1, 2, 2))],
+    ids=str,
+)
+@pytest.mark.parametrize(("dtype", "int8"), [(jnp.float32, False), (jnp.bfloat16, True)], ids=["f32", "int8"])
+@pytest.mark.parametrize(("B", "k"), [(2, 1), (140, 2)])
+def test_on_meshes(monkeypatch, platform, dtype, int8, mesh, B, k):
+    select(monkeypatch, platform)
+    arguments = random_arguments(B, k, 8, 64, 256, dtype, int8)
+    mesh = model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
+    assert_close(on_mesh(mesh, *arguments), reference(*arguments), dtype)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("B", [3, 150])
+def test_devices_without_work(monkeypatch, platform, B):
+    """All rows choose experts of one device."""
+    select(monkeypatch, platform)
+    arguments = random_arguments(B, 2, 8, 64, 128, jnp.float32, True, chosen=(4, 5))
+    assert_close(on_mesh(model.make_mesh(1, 4, 2), *arguments), reference(*arguments), jnp.float32)
+
+
+def test_rows_do_not_depend_on_others():
+    """What a tile's other rows are must not show: not even where they are not finite."""
+    arguments = random_arguments(16, 2, 8, 128, 256, jnp.float32, False)
+    x = arguments[0].at[3].set(jnp.nan)
+    mesh = model.make_mesh(devices=jax.devices()[:1])
+    out = np.asarray(on_mesh(mesh, x, *arguments[1:]))
+    rest = np.arange(16) != 3
+    assert_close(out[rest], reference(*arguments)[rest], jnp.float32)
+
+
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v5p:2x2x4"])
+@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+@pytest.mark.parametrize(
+    ("ep", "tp", "B", "k", "E", "D", "F"),
+    [
+        (1, 16, 1, 1, 16, 5120, 8192),  # Scout
+        (1, 16, 16, 1, 16, 5120, 8192),
+        (4, 4, 5, 1, 16, 5120, 8192),
+        (4, 4, 4096, 1, 16, 5120, 8192),
+        (1, 16, 4096, 1, 16, 5120, 8192),
+        (16, 1, 16, 8, 64, 7168, 2048),  # DeepSeek, a quarter of its experts
+    ],
+)
+def test_compiles_for_tpus(topology, int8, ep, tp, B, k, E, D, F):
+    """The kernel and XLA agree on layouts: no copy of a weight, and nothing of a weight's size beside it."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = model.make_mesh(1, ep, tp, devices=devices)
+
+    def array(shape, dtype, *spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    def weight(shape, *spec):
+        if int8:
+            return model.Int8(array(shape, jnp.int8, *spec), array(shape[:-1], jnp.float32, *spec[:-1]))
+        return array(shape, jnp.bfloat16, *spec)
+
+    arguments = (
+        array((B, D), jnp.bfloat16),
+        array((B, k), jnp.int32),
+        array((B, k), jnp.float32),
+        weight((E, 2 * F, D), "ep", "tp", None),
+        weight((E, D, F), "ep", None, "tp"),
+    )
+
+    def body(*arguments):
+        return jax.lax.psum(model.experts(*arguments).astype(jnp.bfloat16), model.MODEL_AXES)
+
+    specs = jax.tree.map(lambda a: a.sharding.spec, arguments)
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
+    program = program.lower(*arguments).compile()
+    text = program.as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 1
+    for dims in re.findall(r"= \w+\[([\d,]*)\]\S* (?:copy|copy-start|slice-start)\(", text):
+        assert np.prod([int(d) for d in dims.split(",") if d]) < 4 * 2**10 or B == 4096
+    activations = 0 if B < 128 else (B * k + 128) * D * 4 * 3
+    assert program.memory_analysis().temp_size_in_bytes < 2**20 + activations

@@ -1,0 +1,136 @@
+"""What llama4/ alone has: FP8 experts, the cache of chunked layers, what its config.json may not say."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from helpers import assert_matches, decode, import_folder, save_random
+from safetensors.torch import load_file, save_file
+from test_parity import llama_4, llama_4_with_vision, random_prompts
+
+llama4 = import_folder("llama4")
+
+
+def as_fp8(packed):
+    """Of experts [E, input, output], each as a matrix [output, input] in e4m3 with a scale for each row, and those
+    numbers again [E, input, output] in float32."""
+    matrices = packed.transpose(1, 2).contiguous()
+    scale = (matrices.abs().amax(-1, keepdim=True) / 448).bfloat16()
+    values = (matrices / scale.float()).to(torch.float8_e4m3fn)
+    return values, scale, (values.float() * scale.float()).transpose(1, 2)
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory):
+    """A checkpoint as the released FP8 Maverick has it, and the reference model with the same numbers."""
+    path = tmp_path_factory.mktemp("fp8")
+    _, model_class, config = llama_4_with_vision(interleave_moe_layer_step=2)
+    reference = save_random(path, model_class, config)
+    tensors = load_file(path / "model.safetensors")
+    parameters = dict(reference.named_parameters())
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        values, scale, dequantized = as_fp8(tensors.pop(name))
+        with torch.no_grad():
+            parameters[f"model.{name}" if f"model.{name}" in parameters else name].copy_(dequantized)
+        prefix, _, kind = name.rpartition(".")
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        for e in range(len(values)):
+            for part, v, s in zip(parts, values[e].chunk(len(parts)), scale[e].chunk(len(parts)), strict=True):
+                tensors[f"{prefix}.{e}.{part}.weight"] = v.clone()
+                tensors[f"{prefix}.{e}.{part}.weight_scale"] = s.clone()
+    save_file(tensors, path / "model.safetensors")
+    file = path / "config.json"
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps(raw | {"quantization_config": {"quant_method": "compressed-tensors"}}))
+    return path, reference
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
+def test_fp8(fp8, mesh):
+    path, reference = fp8
+    prompts = random_prompts(70, 3)
+    assert_matches(reference, prompts, decode(llama4, path, prompts, mesh, max_new_tokens=8))
+
+
+def test_fp8_converted(fp8, tmp_path):
+    """To float32 it stays what it is; to int8 it is what loading in int8 gives."""
+    path, reference = fp8
+    prompts = random_prompts(30)
+    llama4.convert.convert(path, tmp_path / "float32", "float32", int8=False)
+    assert_matches(reference, prompts, decode(llama4, tmp_path / "float32", prompts, (1, 2, 2), max_new_tokens=8))
+    llama4.convert.convert(path, tmp_path / "int8", "float32", int8=True)
+    converted = decode(llama4, tmp_path / "int8", prompts, max_new_tokens=8)
+    loaded = decode(llama4, path, prompts, int8=True, max_new_tokens=8)
+    assert [token.id for token in converted[0]] == [token.id for token in loaded[0]]
+
+
+def test_fp8_without_its_scales(fp8, tmp_path):
+    path, _ = fp8
+    tensors = load_file(path / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if not n.endswith("_scale")}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    with pytest.raises(llama4.model.InputError, match="dtype F8_E4M3"):
+        llama4.convert.open_checkpoint(tmp_path)
+
+
+def test_a_chunked_layer_holds_a_chunk():
+    _, _, config = llama_4(attention_chunk_size=1024)
+    config = llama4.model.Config.from_dict(config.to_dict())
+    mesh = llama4.model.make_mesh(1, 1, 4, devices=jax.devices()[:4])  # two devices share a kv head
+    cache = llama4.model.abstract_cache(config, mesh, 2, 5000, jnp.float32)
+    slots = [2 * layer.k.shape[2] for layer in cache]
+    assert slots[:3] == [1024] * 3 and slots[4] == 1024 and 5000 <= slots[3] < 6300
+    assert llama4.model.capacity(cache, config, 2) == slots[3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"no_rope_layers": [1, 1]}, "no_rope_layers has 2 entries for 5 layers"),
+        ({"no_rope_layers": [1, 2, 0, 1, 1]}, "no_rope_layers cannot be"),
+        ({"moe_layers": [0, -1]}, "moe_layers cannot be"),
+        ({"moe_layers": "all"}, "moe_layers cannot be"),
+        ({"layer_types": ["sliding_attention"] * 5}, "layer_types cannot be"),
+        ({"interleave_moe_layer_step": 0, "moe_layers": None}, "interleave_moe_layer_step cannot be 0"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok 5 of num_local_experts 4"),
+        ({"num_local_experts": 0}, "num_local_experts cannot be 0"),
+        ({"attention_chunk_size": -4}, "attention_chunk_size cannot be -4"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
+    ],
+)
+def test_configurations_that_cannot_be(changes, words):
+    _, _, config = llama_4()
+    with pytest.raises(llama4.model.InputError, match=words):
+        llama4.model.Config.from_dict(config.to_dict() | changes)
+
+
+def test_a_config_without_its_text_model():
+    with pytest.raises(llama4.model.InputError, match="text_config must be a table"):
+        llama4.model.Config.from_dict({"model_type": "llama4"})
+
+
+@pytest.mark.parametrize(
+    ("options", "mesh", "words"),
+    [
+        ({"num_local_experts": 6}, (1, 4, 2), "ep = 4 does not divide num_local_experts 6"),
+        ({"intermediate_size": 12}, (1, 2, 4), "does not divide intermediate_size 12"),
+        ({"moe_layers": [1], "intermediate_size_mlp": 36}, (1, 2, 4), "does not divide intermediate_size_mlp 36"),
+        ({"attention_chunk_size": 18}, (1, 1, 8), "do not divide attention_chunk_size 18"),
+    ],
+)
+def test_meshes_that_cannot_be(options, mesh, words):
+    _, _, config = llama_4(**options)
+    config = llama4.model.Config.from_dict(config.to_dict())
+    with pytest.raises(llama4.model.InputError, match=words):
+        llama4.model.check_mesh(config, llama4.model.make_mesh(*mesh))
+
+
+def test_chunks_of_any_length(tmp_path):
+    """A prime chunk, and one longer than anything."""
+    for chunk in (37, 4096):
+        _, model_class, config = llama_4(attention_chunk_size=chunk, num_hidden_layers=4)
+        reference = save_random(tmp_path / str(chunk), model_class, config)
+        prompts = random_prompts(200, 36, 37, 38)
+        assert_matches(reference, prompts, decode(llama4, tmp_path / str(chunk), prompts, max_new_tokens=40))
