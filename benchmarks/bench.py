@@ -7,10 +7,10 @@
 Each pair of --batch and --prompt_len is measured by `generate`, which main.py calls too, on random prompts: --rounds
 times after one that does not count, and the median counts. Compilation is never inside.
 
-MFU is the arithmetic that prefill has to do (2 operations for each number of a layer's matrices and each token, 4 for
-each number of a query and each token it attends to, the output head for the last token alone) over the published dense
-bfloat16 peak. MBU is what a decode step has to read (model.py's step_bytes) over the published bandwidth. They are null
-where the peak is not known, as for CPUs.
+MFU is the arithmetic that prefill has to do (2 operations for each token and each number of a layer's matrices, of
+experts those that it chooses, 4 for each number of a query and each token it attends to, the output head for the last
+token alone) over the published dense bfloat16 peak. MBU is what a decode step has to read (model.py's step_bytes) over
+the published bandwidth. They are null where the peak is not known, as for CPUs.
 
 --vs transformers runs the Hugging Face class in this same process on the same weights, turn about: a round of ours,
 a round of theirs, each prefill and decode loop timed apart. --components divides a decode step's time among the parts
@@ -58,24 +58,24 @@ PEAK_TFLOPS = {
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 
 
-def random_weights(abstract: dict, seed: int) -> dict:
+def random_weights(model, abstract: dict, seed: int) -> dict:
     """Random numbers in the shapes, dtypes and shardings of `abstract`, made on the devices."""
 
     def numbers(key, x):
-        if x.dtype == jnp.int8:
-            return jax.random.randint(key, x.shape, -127, 128, jnp.int8)
-        if len(x.shape) == 1:  # norms, and the scales of int8 matrices
-            return jnp.full(x.shape, 1 if x.dtype == abstract["norm"].dtype else 2e-4, x.dtype)
+        if isinstance(x, model.Int8):
+            values = jax.random.randint(key, x.shape, -127, 128, jnp.int8)
+            return model.Int8(values, jnp.full(x.scale.shape, 2e-4, x.scale.dtype))
+        if len(x.shape) == 1:  # a norm
+            return jnp.ones(x.shape, x.dtype)
         return 0.02 * jax.random.normal(key, x.shape, x.dtype)
 
-    leaves, tree = jax.tree.flatten(abstract)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    leaves, tree = jax.tree.flatten(abstract, is_leaf=lambda x: isinstance(x, model.Int8))
     make = {}  # a program for each kind of array
     for x in leaves:
-        make.setdefault(
-            (x.shape, x.dtype, x.sharding), jax.jit(lambda key, x=x: numbers(key, x), out_shardings=x.sharding)
-        )
-    return tree.unflatten(make[x.shape, x.dtype, x.sharding](key) for key, x in zip(keys, leaves, strict=True))
+        shardings = jax.tree.map(lambda x: x.sharding, x)
+        make.setdefault(x, jax.jit(lambda key, x=x: numbers(key, x), out_shardings=shardings))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return tree.unflatten(make[x](key) for key, x in zip(keys, leaves, strict=True))
 
 
 def flops(model, config, batch: int, first: int, last: int) -> int:
@@ -84,11 +84,26 @@ def flops(model, config, batch: int, first: int, last: int) -> int:
     The output head counts once a row.
     """
     weights = model.abstract_weights(config, model.make_mesh(devices=jax.devices()[:1]), jnp.bfloat16)
-    matrices = sum(math.prod(x.shape) for x in jax.tree.leaves(weights["layers"]) if len(x.shape) == 2)
-    window = config.sliding_window or last
-    attended = sum(min(position + 1, window) for position in range(first, last))
-    attention = 4 * config.num_attention_heads * config.head_dim * attended * config.num_hidden_layers
-    return batch * (2 * matrices * (last - first) + attention + 2 * config.vocab_size * config.hidden_size)
+    active = 0  # numbers of the matrices that a token meets
+    for x in jax.tree.leaves(weights["layers"]):
+        if len(x.shape) > 1:
+            active += math.prod(x.shape)
+        if len(x.shape) == 3:  # experts
+            active -= math.prod(x.shape) * (1 - config.num_experts_per_tok / x.shape[0])
+    attended = sum(
+        tokens_attended(config, layer, position)
+        for layer in range(config.num_hidden_layers)
+        for position in range(first, last)
+    )
+    attention = 4 * config.num_attention_heads * config.head_dim * attended
+    return batch * (2 * int(active) * (last - first) + attention + 2 * config.vocab_size * config.hidden_size)
+
+
+def tokens_attended(config, layer: int, position: int) -> int:
+    """How many tokens the one at `position` attends to in a layer."""
+    if chunk := hasattr(config, "chunk") and config.chunk(layer):
+        return position % chunk + 1
+    return min(position + 1, getattr(config, "sliding_window", None) or position + 1)
 
 
 def measure(folder, weights, config, mesh, args, batch: int, length: int) -> dict:
@@ -121,7 +136,7 @@ class Transformers:
         self.torch = torch
         torch.manual_seed(args.seed)
         self.device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
-        kind = transformers.AutoConfig.for_model(**raw_config)
+        kind = transformers.AutoConfig.for_model(**raw_config.get("text_config", raw_config))
         dtype = getattr(torch, args.dtype)
         self.model = transformers.AutoModelForCausalLM.from_config(kind, dtype=dtype).eval()
         self.model.save_pretrained(folder)
@@ -157,7 +172,7 @@ def parts(hlo: str) -> dict[str, str]:
             computation = header[1]
         if not (match := re.match(r"\s+(?:ROOT )?%([\w.-]+) = .*? ([\w-]+)\(", line)):
             continue
-        scope = re.search(r'op_name="[^"]*/(attention|mlp|embed|head)/', line)
+        scope = re.search(r'op_name="[^"]*/(attention|mlp|experts|embed|head)/', line)
         calls = re.search(r"calls=%([\w.-]+)", line)
         part = scope[1] if scope else inside.get(calls[1], "rest") if calls else "rest"
         # The model's own kernel between chips is named exchange.
@@ -220,7 +235,9 @@ def bench(args) -> dict:
             rival = Transformers(raw_config, args, Path(checkpoint))
             weights = folder.convert.load(folder.convert.open_checkpoint(Path(checkpoint)), mesh, args.dtype, int8)
         else:
-            weights = random_weights(model.abstract_weights(config, mesh, jnp.dtype(args.dtype), int8), args.seed)
+            weights = random_weights(
+                model, model.abstract_weights(config, mesh, jnp.dtype(args.dtype), int8), args.seed
+            )
     results = []
     for batch in args.batch:
         for length in args.prompt_len:
@@ -304,7 +321,7 @@ def main() -> None:
             raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
         return int(text)
 
-    add("folder", help="llama3")
+    add("folder", help="a model folder, such as llama3")
     add("--config", required=True, help="a released size, FOLDER/configs without .json, or a config.json")
     add("--layers", type=count, help="so many layers of it")
     add("--batch", type=count, nargs="+", default=[1])

@@ -292,7 +292,7 @@ def sweep(args) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("folder", help="llama3")
+    add("folder", help="a model folder, such as llama3")
     add("--config", required=True, help="a released size, FOLDER/configs without .json, or a config.json")
     add("--layers", type=int, help="so many layers of it")
     add("--target", required=True, nargs="+", help="v5e:4x4, v6e:2x4, v5p:2x2x4, .., h100, h200")

@@ -97,7 +97,7 @@ def sources(config: Config) -> dict:
             "o": [Part(f"model.layers.{i}.self_attn.o_proj.weight", heads, axis=1, groups=kv_heads)],
             "mlp_norm": f"model.layers.{i}.post_attention_layernorm.weight",
             "gate_up": [gate, gate._replace(piece=1)],
-            "down": f"model.layers.{i}.mlp.down_proj.weight",
+            "down": [Part(f"model.layers.{i}.mlp.down_proj.weight", config.intermediate_size, axis=1)],
         }
         if config.attention_bias:
             tensors["qkv_bias"] = qkv("bias")
@@ -401,8 +401,8 @@ def assemble(
 ) -> np.ndarray:
     """One device's block `index` of a weight of global `shape`.
 
-    Of a single tensor these are the same rows and columns; rows past its end, which even out the shards of the
-    vocabulary, are zeros. Of Parts they are this device's share of each, in order.
+    Of a single tensor these are the same rows and columns, of Parts this device's share of each, in order. What lies
+    past the end of a tensor or a share is zeros (see model.abstract_weights and model.stored_width).
     """
     bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
     block = aligned([stop - start for start, stop in bounds], dtype)
@@ -424,9 +424,13 @@ def assemble(
     for name, start, stop, room in ranges:
         part = [slice(*b) for b in bounds]
         part[axis] = slice(start, stop)
-        along[filled : filled + stop - start] = np.moveaxis(read_rows(tensors[name], *part), axis, 0)
-        along[filled + stop - start : filled + room] = 0
+        read = np.moveaxis(read_rows(tensors[name], *part), axis, 0)
+        region = along[filled : filled + room]
+        if read.shape != region.shape:
+            region[...] = 0
+        region[tuple(map(slice, read.shape))] = read
         filled += room
+    along[filled:] = 0
     return block
 
 

@@ -112,7 +112,7 @@ def sources(config: Config) -> dict:
             tensors |= {
                 "router": f"{feed_forward}.router.weight",
                 "shared_gate_up": gate_up(f"{feed_forward}.shared_expert", F),
-                "shared_down": f"{feed_forward}.shared_expert.down_proj.weight",
+                "shared_down": [Part(f"{feed_forward}.shared_expert.down_proj.weight", F, axis=1)],
                 "experts_gate_up": [gate, gate._replace(piece=1)],
                 "experts_down": [Part(f"{feed_forward}.experts.down_proj", F, axis=2)],
             }
@@ -124,7 +124,7 @@ def sources(config: Config) -> dict:
         else:
             tensors |= {
                 "gate_up": gate_up(feed_forward, config.intermediate_size_mlp),
-                "down": f"{feed_forward}.down_proj.weight",
+                "down": [Part(f"{feed_forward}.down_proj.weight", config.intermediate_size_mlp, axis=1)],
             }
         return tensors
 
@@ -441,8 +441,8 @@ def assemble(
 ) -> np.ndarray:
     """One device's block `index` of a weight of global `shape`.
 
-    Of a single tensor these are the same rows and columns; rows past its end, which even out the shards of the
-    vocabulary, are zeros. Of Parts they are this device's share of each, in order.
+    Of a single tensor these are the same rows and columns, of Parts this device's share of each, in order. What lies
+    past the end of a tensor or a share is zeros (see model.abstract_weights and model.stored_width).
     """
     bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
     block = aligned([stop - start for start, stop in bounds], dtype)
@@ -464,9 +464,13 @@ def assemble(
     for name, start, stop, room in ranges:
         part = [slice(*b) for b in bounds]
         part[axis] = slice(start, stop)
-        along[filled : filled + stop - start] = np.moveaxis(read_rows(tensors[name], *part), axis, 0)
-        along[filled + stop - start : filled + room] = 0
+        read = np.moveaxis(read_rows(tensors[name], *part), axis, 0)
+        region = along[filled : filled + room]
+        if read.shape != region.shape:
+            region[...] = 0
+        region[tuple(map(slice, read.shape))] = read
         filled += room
+    along[filled:] = 0
     return block
 
 

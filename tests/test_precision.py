@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ROOT, import_folder
+from helpers import ROOT, decode, import_folder, reference_logprobs, save_random
 from jax.sharding import PartitionSpec as P
 from shared import folders
+from test_parity import llama, random_prompts
 from transformers import AutoTokenizer
 
 FOLDERS = {name: import_folder(name) for name in folders()}
@@ -82,15 +83,35 @@ def test_mean_kl_from_float32(folder, dtype, int8, int8_cache, mesh, limit):
     assert divergences[-1].mean() < limit
 
 
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 2)], ids=str)
+def test_matrices_stored_wider_on_a_cpu(tmp_path, mesh):
+    """Rows of 4,096 bytes: in the embedding, qkv and gate_up, and in o and down where four devices share them."""
+    _, model_class, config = llama(
+        hidden_size=2048, intermediate_size=8192, num_attention_heads=4, head_dim=2048, num_hidden_layers=1
+    )
+    reference = save_random(tmp_path, model_class, config)
+    prompts = random_prompts(3, 9)
+    for int8, limit in ((False, 0.1), (True, 0.2)):
+        rows = decode(FOLDERS["llama3"], tmp_path, prompts, mesh, "bfloat16", int8, max_new_tokens=1)
+        for prompt, (token,) in zip(prompts, rows, strict=True):
+            wanted = reference_logprobs(reference, prompt, [token.id])[0]
+            assert (
+                token.logprob == pytest.approx(wanted[token.id], abs=limit) and wanted[token.id] > wanted.max() - limit
+            )
+
+
 @pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
 @pytest.mark.parametrize(
     ("rows", "contracted", "dtype"),
     [
         (1, 96, jnp.bfloat16),  # as two halves
+        (1, 2080, jnp.bfloat16),
         (1, 95, jnp.bfloat16),
         (1, 96, jnp.float32),
         (3, 96, jnp.bfloat16),
+        (3, 96, jnp.float32),
         (60, 96, jnp.bfloat16),  # int8 weights are cast
+        (200, 96, jnp.bfloat16),
     ],
 )
 def test_products_on_a_cpu(rows, contracted, dtype, int8):
