@@ -12,21 +12,24 @@ from helpers import ROOT, import_folder
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from shared import folders
 
-llama3 = import_folder("llama3")
+FOLDERS = {name: import_folder(name) for name in folders()}
+KERNEL = re.compile(r"%(ragged_decode_attention|exchange|experts|streamed_product)[.\d]* = ")
 COLLECTIVE = re.compile(r"= [^=]*? (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* copy\(")
 BITS = {"bf16": 16, "f32": 32, "s32": 32, "s8": 8, "u32": 32, "pred": 8}
 
 
-def full_size(name, **changes):
-    config = json.loads((ROOT / "llama3" / "configs" / f"{name}.json").read_text())
-    return llama3.model.Config.from_dict(config | changes)
+def full_size(name, folder="llama3", **changes):
+    config = json.loads((ROOT / folder / "configs" / f"{name}.json").read_text())
+    config.get("text_config", config).update(changes)
+    return FOLDERS[folder].model.Config.from_dict(config)
 
 
-def compile_step(config, mesh, batch, slots, int8):
+def compile_step(config, mesh, batch, slots, int8, folder="llama3"):
     """The compiled decode step."""
-    model = llama3.model
+    model = FOLDERS[folder].model
     replicated = NamedSharding(mesh, P())
     vector = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=replicated)
     seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=replicated)
@@ -43,27 +46,30 @@ def compile_step(config, mesh, batch, slots, int8):
 
 def tpu_mesh(topology, tp):
     topology = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    return llama3.model.make_mesh(1, 1, tp, devices=topology.devices[:tp])
+    return FOLDERS["llama3"].model.make_mesh(1, 1, tp, devices=topology.devices[:tp])
 
 
 @pytest.mark.parametrize(
-    ("name", "topology", "tp", "int8", "slots", "gigabytes"),
+    ("folder", "name", "topology", "tp", "int8", "slots", "gigabytes"),
     [
-        ("llama-3.1-8b", "v5e:2x4", 8, False, 2048, 2.35),  # 2.28 GB of weights and cache, 39 MB of XLA's own
-        ("llama-3.1-70b", "v5e:4x4", 16, True, 2048, 4.7),
-        ("llama-3.1-70b", "v5e:4x4", 16, True, 8192, 5.2),
+        ("llama3", "llama-3.1-8b", "v5e:2x4", 8, False, 2048, 2.35),  # 2.28 GB of weights and cache, 39 MB of XLA's own
+        ("llama3", "llama-3.1-70b", "v5e:4x4", 16, True, 2048, 4.7),
+        ("llama3", "llama-3.1-70b", "v5e:4x4", 16, True, 8192, 5.2),
+        ("glm4", "glm-4-9b-0414", "v5e:4x4", 16, False, 2048, 1.4),
+        ("llama4", "llama-4-scout-17b-16e", "v5e:4x4", 16, True, 4096, 7.2),
     ],
 )
-def test_full_size_on_tpus(name, topology, tp, int8, slots, gigabytes):
+def test_full_size_on_tpus(folder, name, topology, tp, int8, slots, gigabytes):
     """Two all-reduces a layer, one for the embedding, one all-gather for the next token, and no other collective."""
-    config = full_size(name)
-    program = compile_step(config, tpu_mesh(topology, tp), 8, slots, int8)
+    config = full_size(name, folder)
+    program = compile_step(config, tpu_mesh(topology, tp), 8, slots, int8, folder)
     text, memory = program.as_text(), program.memory_analysis()
-    counts = Counter(COLLECTIVE.findall(text))
-    assert counts == {"all-reduce": 2 * config.num_hidden_layers + 1, "all-gather": 1}
-    # One kernel a layer, and two exchanges between chips that share a kv head.
-    kernels = 3 if tp > config.num_key_value_heads else 1
-    assert text.count('custom_call_target="tpu_custom_call"') == kernels * config.num_hidden_layers
+    counts, layers = Counter(COLLECTIVE.findall(text)), config.num_hidden_layers
+    assert counts == {"all-reduce": 2 * layers + 1, "all-gather": 1}
+    kernels = Counter(KERNEL.findall(text))
+    assert kernels["ragged_decode_attention"] == layers
+    assert kernels["exchange"] == (2 * layers if tp > config.num_key_value_heads else 0)
+    assert kernels["experts"] == len(getattr(config, "moe_layers", ()))
     assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < gigabytes * 1e9
     assert largest_copy(text) < 2**20
 
@@ -81,7 +87,7 @@ def test_other_shapes_on_a_tpu(name, int8, batch):
 def test_on_a_cpu_the_cache_is_updated_in_place(int8):
     """No copy of it: of one layer at a time, int8 keys turn to float32, and there are scores."""
     config = full_size("llama-3.2-1b", num_hidden_layers=2, vocab_size=1024)
-    mesh = llama3.model.make_mesh(devices=jax.devices()[:1])
+    mesh = FOLDERS["llama3"].model.make_mesh(devices=jax.devices()[:1])
     temporaries = compile_step(config, mesh, 8, 16384, int8).memory_analysis().temp_size_in_bytes
     keys = 8 * config.num_key_value_heads * 16384 * config.head_dim * 4
     assert temporaries < (1.1 if int8 else 0.2) * keys
