@@ -132,7 +132,7 @@ class Config:
 
 def read_rope(config: dict) -> dict:
     """The rope parameters of a config.json, wherever they stand in it. As in transformers, the table wins over the top
-    level, but for the original context, which is the whole one by default."""
+    level, except for original_max_position_embeddings, which defaults to max_position_embeddings."""
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(table, dict):
         raise InputError(f"config.json: the rope parameters must be a table, not {table!r}")
@@ -234,8 +234,9 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
 class Int8(NamedTuple):
     """int8 `values [..., C]` times float32 `scale [...]`: one scale for each vector along the last dimension.
 
-    A weight [O, C] has a scale for each output channel, which moves to the output side of the product; the embedding
-    [V, D] one for each token; a cache [B, K, S, H] one for each token and head; an activation [B, C] one for each row.
+    A weight [.., O, C] has a scale for each output channel, which moves to the output side of the product; the
+    embedding [V, D] one for each token; a cache [B, K, S, H] one for each token and head; an activation [B, C] one for
+    each row.
     """
 
     values: jax.Array
@@ -396,7 +397,7 @@ def einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def linear(x: jax.Array, w: jax.Array | Int8, bias: jax.Array | None = None) -> jax.Array:
-    """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]. The one place where a weight meets an activation."""
+    """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
     flat = jnp.pad(x.reshape(-1, x.shape[-1]), ((0, 0), (0, w.shape[-1] - x.shape[-1])))  # see stored_width
     y = jax.lax.platform_dependent(flat, w, cpu=cpu_product, tpu=tpu_product, default=product)
     y = y.reshape(*x.shape[:-1], -1)
@@ -598,7 +599,7 @@ def groups(R: int) -> list[list[int]]:
 
 def is_attended(keys: jax.Array, queries: jax.Array, window: int | None) -> jax.Array:
     """Whether queries see keys, both given by their positions (in shapes that broadcast): no later token, none before
-    the window."""
+    the window (of models that have a sliding window, None elsewhere)."""
     seen = keys <= queries
     return seen if window is None else seen & (keys > queries - window)
 
@@ -1060,7 +1061,8 @@ def prefill(
     """One piece of the prompts, T tokens of each row, at positions start to start + T.
 
     Rows are padded at the end. What is computed there is not attended to: each of those slots is overwritten before a
-    later token could.
+    later token could. A row that has ended before this piece stores nothing (where attention is chunked, that would
+    overwrite its last chunk).
 
     Args: cache and last_hidden [B, D] are donated; tokens int32 [B, T]; start int32 []; lengths int32 [B], of the
     prompts. Returns the cache, and `last_hidden` with the hidden state of each prompt's last token where that stands

@@ -20,7 +20,7 @@ import math
 import os
 import re
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -70,7 +70,7 @@ class Part(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Matrices one upon the other, such as experts: the sources of each, along the weight's first dimension."""
+    """The sources of matrices, such as experts, that are stacked along the weight's first dimension."""
 
     members: list
 
@@ -334,9 +334,9 @@ def one_line(error: Exception) -> str:
 def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool = False) -> dict:
     """The weights of a checkpoint on the devices of `mesh`, as model.abstract_weights declares them.
 
-    Some weights are read ahead, in threads. They reach the devices in the dtype on disk, and are cast there or, with
-    `int8`, rounded (a checkpoint in int8 stays as it is). A scale needs the whole row, which may lie on several
-    devices: the reduction over them makes it the same on every mesh.
+    Some weights are read ahead, in threads. They reach the devices in the dtype that read_rows gives, and are cast
+    there or, with `int8`, rounded (a checkpoint in int8 stays as it is). A scale needs the whole row, which may lie on
+    several devices: the reduction over them makes it the same on every mesh.
     """
     target = abstract_weights(checkpoint.config, mesh, DTYPES[dtype], int8 or checkpoint.int8)
 
@@ -521,8 +521,8 @@ def convert(source: Path, output: Path, dtype: str, int8: bool) -> None:
                     write_whole(output / file.name, file.read_bytes())
         write_whole(output / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
         write_whole(output / "config.json", json.dumps(config, indent=2).encode())
-    for name, reason in checkpoint.left_out.items():
-        print(f"left out {name}: {reason}", file=sys.stderr)
+    for reason, count in Counter(checkpoint.left_out.values()).items():
+        print(f"left out {count} tensors, see conversion.json: {reason}", file=sys.stderr)
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

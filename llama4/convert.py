@@ -22,7 +22,7 @@ import math
 import os
 import re
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -72,7 +72,7 @@ class Part(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Matrices one upon the other, such as experts: the sources of each, along the weight's first dimension."""
+    """The sources of matrices, such as experts, that are stacked along the weight's first dimension."""
 
     members: list
 
@@ -108,15 +108,18 @@ def sources(config: Config) -> dict:
             tensors |= {"qkv_bias": qkv("bias"), "o_bias": f"{attention}.o_proj.bias"}
         if i in config.moe_layers:
             F, experts = config.intermediate_size, range(config.num_local_experts)
-            gate = Part(f"{feed_forward}.experts.gate_up_proj", F, axis=1, pieces=2)
             tensors |= {
                 "router": f"{feed_forward}.router.weight",
                 "shared_gate_up": gate_up(f"{feed_forward}.shared_expert", F),
                 "shared_down": [Part(f"{feed_forward}.shared_expert.down_proj.weight", F, axis=1)],
-                "experts_gate_up": [gate, gate._replace(piece=1)],
-                "experts_down": [Part(f"{feed_forward}.experts.down_proj", F, axis=2)],
             }
-            if not config.experts_are_packed:
+            if config.experts_are_packed:
+                gate = Part(f"{feed_forward}.experts.gate_up_proj", F, axis=1, pieces=2)
+                tensors |= {
+                    "experts_gate_up": [gate, gate._replace(piece=1)],
+                    "experts_down": f"{feed_forward}.experts.down_proj",
+                }
+            else:
                 tensors |= {
                     "experts_gate_up": Stack([gate_up(f"{feed_forward}.experts.{e}", F) for e in experts]),
                     "experts_down": Stack([f"{feed_forward}.experts.{e}.down_proj.weight" for e in experts]),
@@ -206,7 +209,7 @@ class Stored(NamedTuple):
 
     file: Path
     offset: int  # of its first byte in the file
-    dtype: str  # a key of DTYPES, or safetensors' name of another
+    dtype: str  # that read_rows gives: a key of DTYPES, or safetensors' name of another, which it cannot read
     shape: tuple[int, ...]  # with the input dimension last
     is_input_first: bool  # whether on disk the last two dimensions are exchanged
     scale: "Stored | None" = None  # of FP8 (e4m3): [O, 1], what the rows of a matrix are multiplied by
@@ -260,8 +263,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise InputError(f"{folder}: quantization {method!r} is not supported; give the unquantized checkpoint")
     config, int8 = Config.from_dict(raw_config), quantization == INT8
     found = stored_tensors(folder)
-    for name in [name for name, tensor in found.items() if tensor.dtype == "F8_E4M3" and f"{name}_scale" in found]:
-        found[name] = found[name]._replace(dtype="float32", scale=found.pop(f"{name}_scale"))
+    for name in [name for name, tensor in found.items() if tensor.dtype == "F8_E4M3"]:
+        tensor, scale = found[name], found.get(f"{name}_scale")
+        if scale and scale.shape == (*tensor.shape[:-1], 1) and scale.dtype in DTYPES:
+            found[name] = tensor._replace(dtype="float32", scale=found.pop(f"{name}_scale"))
     if any(".experts.0." in name for name in found):  # as in FP8 checkpoints, and what was converted from them
         config = dataclasses.replace(config, experts_are_packed=False)
     return Checkpoint(folder, config, raw_config, int8, *check_tensors(folder, found, config, int8))
@@ -373,9 +378,9 @@ def one_line(error: Exception) -> str:
 def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool = False) -> dict:
     """The weights of a checkpoint on the devices of `mesh`, as model.abstract_weights declares them.
 
-    Some weights are read ahead, in threads. They reach the devices in the dtype on disk, and are cast there or, with
-    `int8`, rounded (a checkpoint in int8 stays as it is). A scale needs the whole row, which may lie on several
-    devices: the reduction over them makes it the same on every mesh.
+    Some weights are read ahead, in threads. They reach the devices in the dtype that read_rows gives, and are cast
+    there or, with `int8`, rounded (a checkpoint in int8 stays as it is). A scale needs the whole row, which may lie on
+    several devices: the reduction over them makes it the same on every mesh.
     """
     target = abstract_weights(checkpoint.config, mesh, DTYPES[dtype], int8 or checkpoint.int8)
 
@@ -560,8 +565,8 @@ def convert(source: Path, output: Path, dtype: str, int8: bool) -> None:
                     write_whole(output / file.name, file.read_bytes())
         write_whole(output / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
         write_whole(output / "config.json", json.dumps(config, indent=2).encode())
-    for name, reason in checkpoint.left_out.items():
-        print(f"left out {name}: {reason}", file=sys.stderr)
+    for reason, count in Counter(checkpoint.left_out.values()).items():
+        print(f"left out {count} tensors, see conversion.json: {reason}", file=sys.stderr)
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

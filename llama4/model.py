@@ -12,12 +12,12 @@ TPUs), the forward pass, the choice of the next token, decoding. It needs jax an
         ...
 
 Parallelism. A mesh has three axes. `dp` splits the batch. `ep` splits the experts, and `tp` the columns of each; both
-together split all else, attention by heads and MLPs by columns (Shoeybi et al. 2019, "Megatron-LM"). All device code
-runs under `jax.shard_map`, where an array is this device's part and nothing is communicated but by the collectives
-written out here. A decode step has one `psum` after attention and one after the feed-forward of each layer, one after
-the embedding, and at its end an `all_gather` over ep x tp for the next token and one over dp, so that every host sees
-all rows. Where ep x tp exceeds the kv heads, the devices that share one each hold a part of the sequence and `exchange`
-queries and outputs.
+together split all other matrices but the router, attention by heads and MLPs by columns (Shoeybi et al. 2019,
+"Megatron-LM"). All device code runs under `jax.shard_map`, where an array is this device's part and nothing is
+communicated but by the collectives written out here. A decode step has one `psum` after attention and one after the
+feed-forward of each layer, one after the embedding, and at its end an `all_gather` over ep x tp for the next token and
+one over dp, so that every host sees all rows. Where ep x tp exceeds the kv heads, the devices that share one each hold
+a part of the sequence and `exchange` queries and outputs.
 
 Some words of JAX. A pytree is nested dicts, lists and tuples of arrays; jax.tree.map applies a function to each array.
 jit compiles a function once for each set of shapes; inside, arrays are traced: they have a shape and a dtype, and no
@@ -83,7 +83,7 @@ ROPE_PARAMETERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The numbers of config.json that inference needs, under config.json's own names.
+    """The numbers of config.json that inference needs, under config.json's own names, and two facts of the checkpoint.
 
     config.json may nest them in `text_config`, and the rope fields in `rope_scaling` (transformers 4) or
     `rope_parameters` (transformers 5). Defaults are the reference's.
@@ -102,7 +102,7 @@ class Config:
     moe_layers: tuple[int, ...] = ()  # the layers with experts
     no_rope_layers: tuple[int, ...] = ()  # for each layer 1 where it has rope, 0 where it has none
     layer_types: tuple[str, ...] = ()  # for each layer "chunked_attention" or "full_attention"
-    attention_chunk_size: int | None = 8192
+    attention_chunk_size: int = 8192
     use_qk_norm: bool = True
     attn_temperature_tuning: bool = True
     floor_scale: int = 8192
@@ -131,25 +131,26 @@ class Config:
             raise InputError(f"config.json: text_config must be a table, not {text!r:.40}")
         rope = read_rope(text)
         check_supported(
-            model_type=(
-                text.get("model_type", "llama4_text") if is_nested else config.get("model_type"),
-                ("llama4_text",),
-            ),
+            model_type=(config.get("model_type"), ("llama4", "llama4_text")),
             rope_type=(rope["rope_type"], tuple(ROPE_PARAMETERS)),
             partial_rotary_factor=(rope.get("partial_rotary_factor", 1), (1,)),
             hidden_act=(text.get("hidden_act", "silu"), ("silu", "swish")),
         )
         needed = ROPE_PARAMETERS[rope["rope_type"]]
         rope = {name: value for name, value in rope.items() if name in ("rope_type", "rope_theta", *needed)}
-        given = {
-            name: value for name, value in text.items() if name not in ("moe_layers", "no_rope_layers", "layer_types")
-        }
+        # What says something of each layer is read apart; the last two fields are not config.json's.
+        apart = ("moe_layers", "no_rope_layers", "layer_types", "is_nested", "experts_are_packed")
+        given = {name: value for name, value in text.items() if name not in apart} | rope
         # Released checkpoints have a number here, which transformers takes as a yes or no.
         given["attn_temperature_tuning"] = bool(given.get("attn_temperature_tuning", True))
-        if text.get("attention_chunk_size", 1) is None:
-            given["layer_types"] = None
-        given = read_fields(cls, {**given, **rope, "is_nested": is_nested}, (*REQUIRED, *needed))
-        result = cls(**given, **read_layers(text, given["num_hidden_layers"]))
+        given = read_fields(cls, given, (*REQUIRED, *needed))
+        if "num_key_value_heads" in text:  # and null
+            given.setdefault("num_key_value_heads", given["num_attention_heads"])
+        if "head_dim" in text:
+            given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
+        result = cls(**given, **read_layers(text, given["num_hidden_layers"]), is_nested=is_nested)
+        if "chunked_attention" in result.layer_types and text.get("attention_chunk_size", 1) is None:
+            raise InputError("config.json: layers with chunked_attention need an attention_chunk_size")
         result.check()
         return result
 
@@ -164,37 +165,33 @@ class Config:
             raise InputError("config.json: low_freq_factor must not be above high_freq_factor")
         if self.num_experts_per_tok > self.num_local_experts:
             raise InputError(
-                f"config.json: num_experts_per_tok {self.num_experts_per_tok} of num_local_experts "
-                f"{self.num_local_experts} experts cannot be chosen"
+                f"config.json: num_experts_per_tok {self.num_experts_per_tok} exceeds num_local_experts "
+                f"{self.num_local_experts}"
             )
 
     def chunk(self, layer: int) -> int | None:
-        """How many tokens attend to each other in a layer, None where all do."""
+        """The length of a chunk in a layer, None where attention is full."""
         return self.attention_chunk_size if self.layer_types[layer] == "chunked_attention" else None
 
 
 def read_layers(config: dict, layers: int) -> dict[str, tuple]:
-    """What config.json says, or leaves to its defaults, of each layer: Config's fields of that kind."""
+    """The fields of Config that say something of each layer: as config.json gives them, or the reference's defaults."""
 
-    def given(name, default, allowed):
-        values = config.get(name)
-        values = default if values is None else values
-        if not isinstance(values, list) or any(
-            type(value) is not type(allowed[0]) or value not in allowed for value in values
-        ):
+    def per_layer(name, default, allowed):
+        values = default if config.get(name) is None else config[name]
+        kind = type(allowed[0])  # True is no 1 here
+        if not isinstance(values, list) or any(type(value) is not kind or value not in allowed for value in values):
             raise InputError(f"config.json: {name} cannot be {values!r:.40}")
         return values
 
-    numbers = {"interleave_moe_layer_step": 1, "no_rope_layer_interval": 4}
-    for name, default in numbers.items():
-        numbers[name] = config.get(name, default)
-        if not is_valid(numbers[name], int):
-            raise InputError(f"config.json: {name} cannot be {numbers[name]!r:.40}")
-    step, interval = numbers.values()
-    moe_layers = given("moe_layers", list(range(step - 1, layers, step)), range(2**16))
-    no_rope_layers = given("no_rope_layers", [], (0, 1)) or [int((i + 1) % interval != 0) for i in range(layers)]
+    step, interval = config.get("interleave_moe_layer_step", 1), config.get("no_rope_layer_interval", 4)
+    for name, value in {"interleave_moe_layer_step": step, "no_rope_layer_interval": interval}.items():
+        if not is_valid(value, int):
+            raise InputError(f"config.json: {name} cannot be {value!r:.40}")
+    moe_layers = per_layer("moe_layers", list(range(step - 1, layers, step)), range(2**31))
+    no_rope_layers = per_layer("no_rope_layers", [], (0, 1)) or [int((i + 1) % interval != 0) for i in range(layers)]
     kinds = ("full_attention", "chunked_attention")
-    layer_types = given("layer_types", [kinds[rope] for rope in no_rope_layers], kinds)
+    layer_types = per_layer("layer_types", [kinds[has_rope] for has_rope in no_rope_layers], kinds)
     for name, values in {"no_rope_layers": no_rope_layers, "layer_types": layer_types}.items():
         if len(values) < layers:
             raise InputError(f"config.json: {name} has {len(values)} entries for {layers} layers")
@@ -207,7 +204,7 @@ def read_layers(config: dict, layers: int) -> dict[str, tuple]:
 
 def read_rope(config: dict) -> dict:
     """The rope parameters of a config.json, wherever they stand in it. As in transformers, the table wins over the top
-    level, but for the original context, which is the whole one by default."""
+    level, except for original_max_position_embeddings, which defaults to max_position_embeddings."""
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(table, dict):
         raise InputError(f"config.json: the rope parameters must be a table, not {table!r}")
@@ -303,12 +300,12 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
         raise InputError(f"ep = {mesh.shape['ep']} does not divide num_local_experts {config.num_local_experts}")
     if kv_heads % shards and shards % kv_heads:
         raise InputError(f"ep x tp = {shards} is neither a divisor nor a multiple of num_key_value_heads {kv_heads}")
-    for layer in range(config.num_hidden_layers):
-        if (config.chunk(layer) or 0) % neighbours(config, shards):
-            raise InputError(
-                f"ep x tp = {shards}: the {neighbours(config, shards)} devices that share a kv head do not divide "
-                f"attention_chunk_size {config.attention_chunk_size}; choose fewer"
-            )
+    R = neighbours(config, shards)
+    if "chunked_attention" in config.layer_types and config.attention_chunk_size % R:
+        raise InputError(
+            f"ep x tp = {shards}: the {R} devices that share a kv head do not divide "
+            f"attention_chunk_size {config.attention_chunk_size}; choose fewer"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -318,8 +315,9 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
 class Int8(NamedTuple):
     """int8 `values [..., C]` times float32 `scale [...]`: one scale for each vector along the last dimension.
 
-    A weight [O, C] has a scale for each output channel, which moves to the output side of the product; the embedding
-    [V, D] one for each token; a cache [B, K, S, H] one for each token and head; an activation [B, C] one for each row.
+    A weight [.., O, C] has a scale for each output channel, which moves to the output side of the product; the
+    embedding [V, D] one for each token; a cache [B, K, S, H] one for each token and head; an activation [B, C] one for
+    each row.
     """
 
     values: jax.Array
@@ -439,7 +437,8 @@ class LayerCache(NamedTuple):
 def abstract_cache(
     config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, int8: bool = False
 ) -> list[LayerCache]:
-    """The KV cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens and somewhat more, or a chunk of them.
+    """The KV cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens and somewhat more; a chunked layer holds
+    no more than a chunk.
 
     On CPUs a 16-bit cache is kept in float32: to update one slot XLA would convert all of it to float32 and back. On
     TPUs H is rounded up to the 128 lanes: a narrower array would have its slots innermost in memory, and be laid out
@@ -483,8 +482,8 @@ def cache_slots(tokens: int) -> int:
 
 
 def capacity(cache: list[LayerCache], config: Config, R: int) -> int:
-    """Tokens of a row that the cache holds, on all R neighbours that share a kv head; a whole chunk is enough for any
-    number of them."""
+    """Tokens of a row that the cache holds, on all R neighbours that share a kv head. A layer that holds a whole chunk
+    sets no limit."""
     tokens = [R * layer.k.shape[2] for layer in cache]
     chunks = [config.chunk(i) for i in range(config.num_hidden_layers)]
     return min((n for n, chunk in zip(tokens, chunks, strict=True) if not chunk or n < chunk), default=2**31 - 1)
@@ -501,7 +500,7 @@ def einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def linear(x: jax.Array, w: jax.Array | Int8, bias: jax.Array | None = None) -> jax.Array:
-    """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]. The one place where a weight meets an activation."""
+    """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
     flat = jnp.pad(x.reshape(-1, x.shape[-1]), ((0, 0), (0, w.shape[-1] - x.shape[-1])))  # see stored_width
     y = jax.lax.platform_dependent(flat, w, cpu=cpu_product, tpu=tpu_product, default=product)
     y = y.reshape(*x.shape[:-1], -1)
@@ -642,13 +641,13 @@ def rope(x: jax.Array, positions: jax.Array, frequencies: np.ndarray) -> jax.Arr
 
 
 def l2_norm(x: jax.Array, eps: float) -> jax.Array:
-    """float32 x [.., H] over its root mean square."""
+    """float32 x [..., H] over its root mean square: the reference's name for an RMS norm without weights."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
 def temperature(positions: jax.Array, config: Config) -> jax.Array:
-    """What queries at `positions` are multiplied by on layers without rope, float32: it grows with each `floor_scale`
-    tokens, so that attention stays sharp far along (Nakanishi 2025, "Scalable-Softmax")."""
+    """What queries at positions [B, T] are multiplied by on layers without rope: float32 [B, T]. It grows with each
+    `floor_scale` tokens, so that attention stays sharp far along (Nakanishi 2025, "Scalable-Softmax")."""
     return jnp.log1p(jnp.floor((positions + 1.0) / config.floor_scale)) * config.attn_scale + 1.0
 
 
@@ -684,7 +683,8 @@ def attention(
     `attend(q [B, K, G, T, H], new, cache, positions)` stores the LayerCache `new` of these T tokens in `cache` and
     returns the attention output [B, K, G, T, H] and the cache. Prefill and decode differ in nothing else.
 
-    Where `chunk` tokens attend to each other, attend's positions count from the beginning of a chunk.
+    Where attention is chunked, `chunk` is the length of a chunk, and attend gets positions within it: to attend, a
+    chunk is a sequence of its own.
     """
     B, T, _ = x.shape
     H = config.head_dim
@@ -739,42 +739,42 @@ def mlp(x: jax.Array, gate_up: jax.Array | Int8, down: jax.Array | Int8) -> jax.
 # Experts
 
 
-# k is the number of experts chosen for a row; a pair is a row and one of its experts.
+def activation(gate: jax.Array, up: jax.Array, score: jax.Array) -> jax.Array:
+    """silu(gate) * up of an expert whose input is multiplied by its score [B, 1]: float32 [B, F].
 
-
-def activation(gate: jax.Array, up: jax.Array, scale: jax.Array) -> jax.Array:
-    """The router's `scale` [B, 1] is on the expert's input, and comes through the linear gate and up products.
-
-    A row that did not choose the expert has scale 0, and adds nothing.
+    Both products are linear, so the score is applied behind them, to gate and up [B, F]. A row that did not choose the
+    expert has score 0, and adds nothing.
     """
-    return jax.nn.silu(gate * scale) * (up * scale)
+    return jax.nn.silu(gate * score) * (up * score)
 
 
 @jax.named_scope("experts")
 def experts(
-    x: jax.Array, ids: jax.Array, scale: jax.Array, w_gate_up: jax.Array | Int8, w_down: jax.Array | Int8
+    x: jax.Array, ids: jax.Array, scores: jax.Array, w_gate_up: jax.Array | Int8, w_down: jax.Array | Int8
 ) -> jax.Array:
     """What this device's experts, and its columns of them, contribute to the rows that chose them: float32 [B, D], to
     be summed over ep x tp.
 
-    Args: x [B, D]; ids int32 [B, k], the experts chosen, counted over all devices; scale float32 [B, k];
+    Args: x [B, D]; ids int32 [B, k], the experts chosen, counted over all devices; scores float32 [B, k];
     w_gate_up [E, 2F, D], gate rows before up rows; w_down [E, D, F].
 
-    No expert is read, or multiplied, that no row chose.
+    B counts tokens here, rows times T; k is the number of experts chosen for each; a pair is a token and one of them.
+    No expert is read, or multiplied, that no token chose (but on GPUs, few pairs whose expert is on another device read
+    the last one here, times 0).
     """
     E = w_down.shape[0]
     ids = ids - jax.lax.axis_index("ep") * E
     ids = jnp.where((ids >= 0) & (ids < E), ids, E)  # E: not here
-    mean = ids.size // E  # rows of an expert
+    mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
     on_cpu = partial(in_tiles, expert_loop, tile=min(max(power_of_two(mean), 16), 64))
     # gathered_experts reads an expert once for each pair; expert_loop reads, writes and reads again each chosen one.
-    on_gpu = gathered_experts if mean < 3 else partial(in_tiles, partial(expert_loop, columns=None), tile=512)
+    on_gpu = gathered_experts if ids.size < 3 * E else partial(in_tiles, partial(expert_loop, columns=None), tile=512)
     on_tpu = partial(in_tiles, expert_kernel, tile=128)
-    arguments = x, ids, scale, w_gate_up, w_down
+    arguments = x, ids, scores, w_gate_up, w_down
     return jax.lax.platform_dependent(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
 
-def in_tiles(run, x, ids, scale, w_gate_up, w_down, tile: int) -> jax.Array:
+def in_tiles(run, x, ids, scores, w_gate_up, w_down, tile: int) -> jax.Array:
     """`run(..)` on tiles of at most `tile` rows. Each tile computes all its rows with every expert that one of them
     chose: more rows than a tile are therefore sorted by expert, a row once for each expert that it chose.
 
@@ -782,50 +782,50 @@ def in_tiles(run, x, ids, scale, w_gate_up, w_down, tile: int) -> jax.Array:
     """
     (B, k), E = ids.shape, w_down.shape[0]
     if tile >= B:
-        return run(x, ids, scale, w_gate_up, w_down, tile=B)
+        return run(x, ids, scores, w_gate_up, w_down, tile=B)
     ids = jnp.pad(ids.ravel(), (0, -B * k % tile), constant_values=E)  # to whole tiles
-    scale = jnp.pad(scale.ravel(), (0, -B * k % tile))
+    scores = jnp.pad(scores.ravel(), (0, -B * k % tile))
     order = jnp.argsort(ids)
     x = jnp.take(x, order // k, axis=0, mode="clip")
-    y = run(x, ids[order, None], scale[order, None], w_gate_up, w_down, tile=tile)
+    y = run(x, ids[order, None], scores[order, None], w_gate_up, w_down, tile=tile)
     y = y[jnp.argsort(order)[: B * k]]  # zeros for experts that are elsewhere
     return jnp.sum(y.reshape(B, k, -1), axis=1)
 
 
-def shares(ids: jax.Array, scale: jax.Array, E: int) -> jax.Array:
-    """ids, scale [B, k]: float32 [B, E], the scale of each row for each expert, 0 where it did not choose it."""
-    return jnp.sum(jnp.where(ids[:, :, None] == jnp.arange(E), scale[:, :, None], 0), axis=1)
+def scores_by_expert(ids: jax.Array, scores: jax.Array, E: int) -> jax.Array:
+    """ids, scores [B, k]: float32 [B, E], the score of each token for each expert, 0 where it did not choose it."""
+    return jnp.sum(jnp.where(ids[:, :, None] == jnp.arange(E), scores[:, :, None], 0), axis=1)
 
 
-def gathered_experts(x, ids, scale, w_gate_up, w_down) -> jax.Array:
+def gathered_experts(x, ids, scores, w_gate_up, w_down) -> jax.Array:
     """For GPUs and few pairs: written so that XLA fuses the choice of the expert into the product. Each pair reads its
     expert, and nothing is copied."""
     (B, k), E = ids.shape, w_down.shape[0]
     expert = jnp.minimum(ids.ravel(), E - 1)
 
-    def pair_product(x, w):  # x [P, C], w [E, O, C]
+    def pair_product(x, w):  # x [pairs, C], w [E, O, C]
         values, scale = values_and_scale(w, jnp.float32)
         y = jnp.sum(x.astype(jnp.float32)[:, None] * values[expert].astype(jnp.float32), axis=-1)
         return y if scale is None else y * scale[expert]
 
     gate, up = jnp.split(pair_product(jnp.repeat(x, k, axis=0), w_gate_up), 2, axis=-1)
-    h = activation(gate, up, jnp.where(ids < E, scale, 0).reshape(-1, 1)).astype(x.dtype)
+    h = activation(gate, up, jnp.where(ids < E, scores, 0).reshape(-1, 1)).astype(x.dtype)
     return jnp.sum(pair_product(h, w_down).reshape(B, k, -1), axis=1)
 
 
-def expert_loop(x, ids, scale, w_gate_up, w_down, tile: int, columns: int | None = 256) -> jax.Array:
+def expert_loop(x, ids, scores, w_gate_up, w_down, tile: int, columns: int | None = 256) -> jax.Array:
     """For CPUs, and GPUs with many rows: a loop over tiles of rows, the experts that they chose, and `columns` columns
     of these at a time (None: all), a piece that is still in the CPU's caches when it is multiplied."""
-    (R, D), (E, _, F) = x.shape, w_down.shape
+    (B, D), (E, _, F) = x.shape, w_down.shape
     columns = columns if columns and F % columns == 0 else F
-    chosen = jnp.any(ids.reshape(R // tile, -1, 1) == jnp.arange(E), axis=1).ravel()  # [tiles E]
-    pairs = jnp.flatnonzero(chosen, size=min(chosen.size, ids.size), fill_value=0)
-    share = shares(ids, scale, E)
+    chosen = jnp.any(ids.reshape(B // tile, -1, 1) == jnp.arange(E), axis=1).ravel()  # [tiles * E]
+    visits = jnp.flatnonzero(chosen, size=min(chosen.size, ids.size))  # tile * E + expert, where there is work
+    scores = scores_by_expert(ids, scores, E)
 
     def step(i, out):
-        # The weights seem to change with i: else XLA for CPUs moves what it makes of all of them out of the loop.
+        # The barrier ties the weights to i: else XLA for CPUs hoists its conversion of all experts out of the loop.
         weights, i = jax.lax.optimization_barrier(((w_gate_up, w_down), i))
-        t, e = jnp.divmod(pairs[i // (F // columns)], E)
+        t, e = jnp.divmod(visits[i // (F // columns)], E)
         column = i % (F // columns) * columns
 
         def part(w, axis, start):  # of the expert e, `columns` of an axis
@@ -834,6 +834,7 @@ def expert_loop(x, ids, scale, w_gate_up, w_down, tile: int, columns: int | None
                     return jax.lax.dynamic_index_in_dim(a, e, keepdims=False)
                 starts, sizes = [e] + [0] * (a.ndim - 1), [1, *a.shape[1:]]
                 starts[axis], sizes[axis] = start, columns
+                # As integers: XLA for CPUs would turn all of a bfloat16 array to float32 to cut a piece of it.
                 bits = jax.lax.bitcast_convert_type(a, jnp.uint16) if a.dtype == jnp.bfloat16 else a
                 piece = jax.lax.dynamic_slice(bits, starts, sizes)[0]
                 return jax.lax.bitcast_convert_type(piece, a.dtype)
@@ -842,20 +843,20 @@ def expert_loop(x, ids, scale, w_gate_up, w_down, tile: int, columns: int | None
 
         multiply = partial(jax.lax.platform_dependent, cpu=cpu_product, default=product)
         rows = jax.lax.dynamic_slice_in_dim(x, t * tile, tile)
-        row_scale = jax.lax.dynamic_slice(share, (t * tile, e), (tile, 1))
+        score = jax.lax.dynamic_slice(scores, (t * tile, e), (tile, 1))
         gate, up = (multiply(rows, part(weights[0], 1, start + column)) for start in (0, F))
-        h = activation(gate, up, row_scale).astype(x.dtype)
+        h = activation(gate, up, score).astype(x.dtype)
         y = jax.lax.dynamic_slice_in_dim(out, t * tile, tile) + multiply(h, part(weights[1], 2, column))
         return jax.lax.dynamic_update_slice_in_dim(out, y, t * tile, axis=0)
 
     steps = jnp.sum(chosen) * (F // columns)
-    return jax.lax.fori_loop(0, steps, step, jnp.zeros((R, D), jnp.float32))
+    return jax.lax.fori_loop(0, steps, step, jnp.zeros((B, D), jnp.float32))
 
 
 def expert_kernel(
     x: jax.Array,
     ids: jax.Array,
-    scale: jax.Array,
+    scores: jax.Array,
     w_gate_up: jax.Array | Int8,
     w_down: jax.Array | Int8,
     tile: int,
@@ -864,11 +865,12 @@ def expert_kernel(
     """For TPUs, one Pallas kernel: fetches the experts that a tile's rows chose, each once, and no other.
 
     The grid is the tiles of rows. For each, a list of its experts is made from the ids in scalar memory, which takes
-    less time than XLA's launches would. Then it goes through these experts, 128 of their columns at a time, and fetches
-    the next piece of gate, up and down while it multiplies this one. The hidden columns never leave the chip, and the
-    sums stay in VMEM until the tile is done. A tile, or a device, without work fetches nothing.
+    less time than XLA's launches would. Then it goes through these experts, 128 of their columns at a time (all, where
+    128 does not divide F), and fetches the next piece of gate, up and down while it multiplies this one. The hidden
+    columns never leave the chip, and the sums stay in VMEM until the tile is done. A tile, or a device, without work
+    fetches nothing.
     """
-    (R, D), (E, _, F) = x.shape, w_down.shape
+    (B, D), (E, _, F) = x.shape, w_down.shape
     entries = tile * ids.shape[1]  # of the ids, for a tile
     columns = 128 if F % 128 == 0 else F
     pieces = F // columns
@@ -886,7 +888,8 @@ def expert_kernel(
             Int8(w_down.values.at[e, :, here], w_down.scale.at[row]),
         )
 
-    def kernel(ids, x, share, w_gate_up, w_down, out, seen, active, buffers, semaphores):
+    def kernel(ids, x, scores, w_gate_up, w_down, out, seen, active, buffers, semaphores):
+        # seen[e] is 1 once e is listed in active; buffers has two slots for a piece of gate, of up and of down.
         def clear(e, _):
             seen[e] = 0
 
@@ -904,13 +907,11 @@ def expert_kernel(
         def copies(i):
             sources = piece(w_gate_up, w_down, active[jax.lax.div(i, pieces)], jax.lax.rem(i, pieces))
             slot = jax.lax.rem(i, 2)
-            return jax.tree.leaves(
-                jax.tree.map(
-                    lambda source, buffer: pltpu.make_async_copy(source, buffer.at[slot], semaphores.at[slot]),
-                    sources,
-                    buffers,
-                )
-            )
+
+            def copy(source, buffer):
+                return pltpu.make_async_copy(source, buffer.at[slot], semaphores.at[slot])
+
+            return jax.tree.leaves(jax.tree.map(copy, sources, buffers))
 
         def start(i):
             @pl.when(i < steps)
@@ -924,16 +925,16 @@ def expert_kernel(
                 copy.wait()
             e, slot = active[jax.lax.div(i, pieces)], jax.lax.rem(i, 2)
 
-            def product(x, w):
+            def multiply(x, w):
                 if isinstance(w, Int8):
                     return einsum("bc,oc->bo", x, w.values[slot].astype(x.dtype)) * w.scale[slot]
                 return einsum("bc,oc->bo", x, w[slot])
 
             gate, up, down = buffers
             is_e = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1) == e
-            row_scale = jnp.sum(jnp.where(is_e, share[...], 0), axis=1, keepdims=True)
-            h = activation(product(x[...], gate), product(x[...], up), row_scale)
-            out[...] += product(h.astype(x.dtype), down)
+            score = jnp.sum(jnp.where(is_e, scores[...], 0), axis=1, keepdims=True)
+            h = activation(multiply(x[...], gate), multiply(x[...], up), score)
+            out[...] += multiply(h.astype(x.dtype), down)
 
         start(0)
         out[...] = jnp.zeros(out.shape, jnp.float32)
@@ -950,17 +951,17 @@ def expert_kernel(
         return pl.BlockSpec((tile, width), lambda t, ids: (t, 0))
 
     # How many experts are read, if the router prefers none.
-    reads = R // tile * E * (1 - (1 - 1 / (E * jax.lax.axis_size("ep"))) ** entries)
+    reads = B // tile * E * (1 - (1 - 1 / (E * jax.lax.axis_size("ep"))) ** entries)
     nbytes = int(reads / E * sum(w.size * w.dtype.itemsize for w in jax.tree.leaves((w_gate_up, w_down))))
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     # Else XLA would move all of the weights to VMEM where they fit, chosen or not.
     weights = jax.tree.map(lambda w: pltpu.with_memory_space_constraint(w, pltpu.HBM), (w_gate_up, w_down))
     return pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((R, D), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((B, D), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(R // tile,),
+            grid=(B // tile,),
             in_specs=[of_tile(D), of_tile(E), *jax.tree.map(lambda _: in_hbm, weights)],
             out_specs=of_tile(D),
             scratch_shapes=[
@@ -974,7 +975,7 @@ def expert_kernel(
         cost_estimate=pl.CostEstimate(flops=int(6 * tile * D * F * reads), bytes_accessed=nbytes, transcendentals=0),
         interpret=interpret,
         name="experts",
-    )(ids.ravel(), x, shares(ids, scale, E), *weights)
+    )(ids.ravel(), x, scores_by_expert(ids, scores, E), *weights)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -993,7 +994,7 @@ def groups(R: int) -> list[list[int]]:
 
 def is_attended(keys: jax.Array, queries: jax.Array, window: int | None) -> jax.Array:
     """Whether queries see keys, both given by their positions (in shapes that broadcast): no later token, none before
-    the window."""
+    the window (of models that have a sliding window, None elsewhere)."""
     seen = keys <= queries
     return seen if window is None else seen & (keys > queries - window)
 
@@ -1455,7 +1456,8 @@ def prefill(
     """One piece of the prompts, T tokens of each row, at positions start to start + T.
 
     Rows are padded at the end. What is computed there is not attended to: each of those slots is overwritten before a
-    later token could.
+    later token could. A row that has ended before this piece stores nothing (where attention is chunked, that would
+    overwrite its last chunk).
 
     Args: cache and last_hidden [B, D] are donated; tokens int32 [B, T]; start int32 []; lengths int32 [B], of the
     prompts. Returns the cache, and `last_hidden` with the hidden state of each prompt's last token where that stands
@@ -1688,7 +1690,7 @@ def piece_length(longest: int, rows: int, R: int, config: Config) -> int:
     is chunked a divisor of the chunk."""
     piece = min(PREFILL_PIECE, power_of_two(longest), max(1, PREFILL_TOKENS // power_of_two(rows)))
     piece = -(-piece // R) * R
-    if "chunked_attention" in config.layer_types and config.attention_chunk_size:
+    if "chunked_attention" in config.layer_types:
         piece = next(n for n in range(piece, 0, -R) if config.attention_chunk_size % n == 0)
     return piece
 
@@ -1753,11 +1755,11 @@ def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], con
     """
     if "head" in weights:
         weights = {name: value for name, value in weights.items() if name != "embedding"}
-    layers = [{name: w[name] for name in w if name.startswith("experts")} for w in weights["layers"]]
+    expert_weights = [{name: w[name] for name in w if name.startswith("experts")} for w in weights["layers"]]
     E = config.num_local_experts
     rows = len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
     idle = (1 - config.num_experts_per_tok / E) ** rows
-    read = stored(weights) - idle * stored(layers)
+    read = stored(weights) - idle * stored(expert_weights)
     for i, layer in enumerate(cache):
         chunk = config.chunk(i)
         tokens = sum((length - 1) % chunk + 1 if chunk else length for length in lengths)
