@@ -180,8 +180,9 @@ def encode(tokenizer, prompts: list[str], raw: bool) -> list[list[int]]:
 def read_stop_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
     """eos_token_id of generation_config.json, else of config.json or the text model in it: one id or a list."""
     file, config = checkpoint.folder / "generation_config.json", checkpoint.raw_config
-    places = [read_json(file) if file.exists() else {}, config, config.get("text_config") or {}]
-    stop = next((place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), None)
+    places = [read_json(file) if file.exists() else {}, config, config.get("text_config")]
+    given = [place.get("eos_token_id") for place in places if isinstance(place, dict)]
+    stop = next((value for value in given if value is not None), None)
     stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
     if not all(type(token) is int and token >= 0 for token in stop):
         raise InputError(f"{checkpoint.folder}: eos_token_id {stop!r} is neither a token id nor a list of them")

@@ -265,7 +265,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     found = stored_tensors(folder)
     for name in [name for name, tensor in found.items() if tensor.dtype == "F8_E4M3"]:
         tensor, scale = found[name], found.get(f"{name}_scale")
-        if scale and scale.shape == (*tensor.shape[:-1], 1) and scale.dtype in DTYPES:
+        if scale and scale.shape == (tensor.shape[0], 1) and scale.dtype in ("bfloat16", "float32", "float16"):
             found[name] = tensor._replace(dtype="float32", scale=found.pop(f"{name}_scale"))
     if any(".experts.0." in name for name in found):  # as in FP8 checkpoints, and what was converted from them
         config = dataclasses.replace(config, experts_are_packed=False)

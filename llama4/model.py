@@ -163,6 +163,8 @@ class Config:
             raise InputError(f"config.json: head_dim {self.head_dim} must be even: rotary embedding turns pairs")
         if self.rope_type == "llama3" and self.low_freq_factor > self.high_freq_factor:
             raise InputError("config.json: low_freq_factor must not be above high_freq_factor")
+        if self.num_local_experts >= 2**12:
+            raise InputError(f"config.json: num_local_experts cannot be {self.num_local_experts}")
         if self.num_experts_per_tok > self.num_local_experts:
             raise InputError(
                 f"config.json: num_experts_per_tok {self.num_experts_per_tok} exceeds num_local_experts "
@@ -184,6 +186,8 @@ def read_layers(config: dict, layers: int) -> dict[str, tuple]:
             raise InputError(f"config.json: {name} cannot be {values!r:.40}")
         return values
 
+    if layers >= 2**16:  # before lists of that length are made
+        raise InputError(f"config.json: num_hidden_layers cannot be {layers}")
     step, interval = config.get("interleave_moe_layer_step", 1), config.get("no_rope_layer_interval", 4)
     for name, value in {"interleave_moe_layer_step": step, "no_rope_layer_interval": interval}.items():
         if not is_valid(value, int):

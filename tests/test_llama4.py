@@ -66,10 +66,15 @@ def test_fp8_converted(fp8, tmp_path):
     assert [token.id for token in converted[0]] == [token.id for token in loaded[0]]
 
 
-def test_fp8_without_its_scales(fp8, tmp_path):
+@pytest.mark.parametrize("change", [None, lambda s: s[:, 0], lambda s: s[:1], lambda s: s.to(torch.int8)])
+def test_fp8_without_the_scales_of_its_rows(fp8, tmp_path, change):
     path, _ = fp8
     tensors = load_file(path / "model.safetensors")
-    save_file({n: t for n, t in tensors.items() if not n.endswith("_scale")}, tmp_path / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("_scale"))
+    scale = tensors.pop(name)
+    if change:
+        tensors[name] = change(scale).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     with pytest.raises(llama4.model.InputError, match="dtype F8_E4M3"):
         llama4.convert.open_checkpoint(tmp_path)
@@ -96,6 +101,8 @@ def test_a_chunked_layer_holds_a_chunk():
         ({"interleave_moe_layer_step": 0, "moe_layers": None}, "interleave_moe_layer_step cannot be 0"),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok 5 exceeds num_local_experts 4"),
         ({"num_local_experts": 0}, "num_local_experts cannot be 0"),
+        ({"num_local_experts": 10**6}, "num_local_experts cannot be 1000000"),
+        ({"num_hidden_layers": 2**31 - 1, "moe_layers": None}, "num_hidden_layers cannot be 2147483647"),
         ({"attention_chunk_size": None}, "need an attention_chunk_size"),
         ({"attention_chunk_size": -4}, "attention_chunk_size cannot be -4"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
