@@ -71,7 +71,7 @@ class Chip(NamedTuple):
 
 
 CHIPS = {
-    "v4": Chip(32 * 2**30, 1228e9, 300e9, 1.05e9),
+    "v4": Chip(16 * 2**30, 614e9, 150e9, 1.05e9),  # a half: the compiler has a device for each of a chip's two cores
     "v5e": Chip(16 * 2**30, 819e9, 200e9, 1.5e9),
     "v5p": Chip(95 * 2**30, 2765e9, 600e9, 1.75e9),
     "v6e": Chip(32 * 2**30, 1640e9, 448e9, 1.75e9),
