@@ -3,7 +3,7 @@ r"""Compiles a model's real step for a machine that is not there, and reads off 
     python3 benchmarks/plan.py llama3 --config llama-3.1-70b --target v5e:4x4 --batch 8 --max_seq_len 2048 \
         --quantize int8 --quantize_cache int8
 
-The target is a TPU slice (v5e:4x4, v6e:2x4, v5p:2x2x4, v4:2x2x4) or a GPU (h100, h200). No weights are needed, and no
+The target is a TPU slice (v5e:4x4, v6e:2x4, v5p:2x2x4) or a GPU (h100, h200). No weights are needed, and no
 memory: the shapes of a released size are in FOLDER/configs. Several targets, batches, lengths or tp give a table.
 
 What a step is expected to take is core_ms + collective_ms, an estimate:
@@ -71,7 +71,6 @@ class Chip(NamedTuple):
 
 
 CHIPS = {
-    "v4": Chip(16 * 2**30, 614e9, 150e9, 1.05e9),  # a half: the compiler has a device for each of a chip's two cores
     "v5e": Chip(16 * 2**30, 819e9, 200e9, 1.5e9),
     "v5p": Chip(95 * 2**30, 2765e9, 600e9, 1.75e9),
     "v6e": Chip(32 * 2**30, 1640e9, 448e9, 1.75e9),
