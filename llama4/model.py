@@ -23,7 +23,9 @@ Some words of JAX. A pytree is nested dicts, lists and tuples of arrays; jax.tre
 jit compiles a function once for each set of shapes; inside, arrays are traced: they have a shape and a dtype, and no
 numbers yet. A donated argument gives its memory to the result. A mesh names the axes of a grid of devices, and a
 PartitionSpec (P) says which of them splits which dimension of an array. psum adds an array over devices, all_gather
-joins their parts.
+joins their parts. platform_dependent takes one of several functions, by the platform that is compiled for; the compiler
+moves nothing across an optimization_barrier. A Pallas kernel is the program of a TPU core, which itself fetches blocks
+of its arguments (BlockSpec says which) into the fast memory, VMEM.
 
 Dimension letters, in shapes and einsums. Under shard_map B, N, K, F, E and V are the sizes on one device.
 
@@ -356,8 +358,8 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = 
     """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 where `int8`. Raises as check_mesh.
 
     Matrices are [output, input], as Hugging Face stores them: the contracted dimension comes last, so that a row is
-    read as one run of memory, and loading transposes nothing. Split by output, each device computes a part of the
-    outputs, without communication. Split by input, as `o` and `down` are, each has a partial sum of every
+    read as one run of memory, and loading transposes nothing but packed experts. Split by output, each device computes
+    a part of the outputs, without communication. Split by input, as `o` and `down` are, each has a partial sum of every
     output, and a psum adds them.
 
     `qkv` and `gate_up` are one product each. Their rows are grouped by device: device x of X holds its query heads, its
@@ -514,7 +516,7 @@ def linear(x: jax.Array, w: jax.Array | Int8, bias: jax.Array | None = None) -> 
 def product(x: jax.Array, w: jax.Array | Int8, min_rows: int = 1) -> jax.Array:
     """x [B, C] times w [O, C]: float32 [B, O].
 
-    Padded to `min_rows`, since the compilers for CPUs and TPUs turn fewer rows into slow vector code.
+    Padded to `min_rows`, since the compiler for TPUs turns fewer rows into slow vector code.
     """
     values, scale = values_and_scale(w, x.dtype)
     y = einsum("bc,oc->bo", pad_rows(x, min_rows), values)[: x.shape[0]]
@@ -522,7 +524,7 @@ def product(x: jax.Array, w: jax.Array | Int8, min_rows: int = 1) -> jax.Array:
 
 
 def cpu_product(x: jax.Array, w: jax.Array | Int8) -> jax.Array:
-    """The same on a CPU, where one row of 16 bits is ten times slower than two, and XLA rearranges the second operand.
+    """product on a CPU, where one row of 16 bits is ten times slower than two, and XLA rearranges the second operand.
 
     So few rows come second; and a short single row goes in as its two halves, against the halves of each row of the
     weight.
@@ -553,11 +555,11 @@ def weights_first(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jax.lax.optimization_barrier(y).T
 
 
-STREAM_BYTES = 40 * 2**20  # of a weight on a device: one that is larger XLA for TPUs does not fetch ahead as a whole
+STREAM_BYTES = 40 * 2**20  # of a weight on a device: from here on XLA for TPUs does not fetch all of it ahead
 
 
 def tpu_product(x: jax.Array, w: jax.Array | Int8) -> jax.Array:
-    """The same on a TPU: few rows times a weight too large to be fetched ahead go to a kernel that streams it."""
+    """product on a TPU: few rows times a weight too large to be fetched ahead go to a kernel that streams it."""
     (B, C), O = x.shape, w.shape[0]
     itemsize = jax.tree.leaves(w)[0].dtype.itemsize
     vmem = 2 * C * (128 * itemsize + B * x.dtype.itemsize)  # two blocks of 128 rows, and x; a kernel gets 16 MiB
