@@ -266,7 +266,7 @@ def values_and_scale(x: jax.Array | Int8, dtype: jnp.dtype) -> tuple[jax.Array, 
 # Weights and cache: shape, dtype and sharding, declared once
 
 
-CACHE_SPEC = P("dp", MODEL_AXES)  # [B, K, ..]: rows over dp, kv heads over ep x tp
+CACHE_SPEC = P("dp", MODEL_AXES)  # [B, K, ..]: rows over dp, kv heads or parts of one over ep x tp
 
 
 def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = False) -> dict:

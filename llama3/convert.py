@@ -42,6 +42,7 @@ DTYPES = {
 }
 STORED = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "I8": "int8"}  # safetensors' names
 INPUT_FIRST = ()  # how the names of tensors end that lie [.., input, output] in the checkpoint: none here
+FLOAT32 = ()  # tensors that conversion never rounds
 INT8 = {"quant_method": "int8_per_channel"}  # config.json's quantization_config
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
@@ -339,6 +340,7 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
     several devices: the reduction over them makes it the same on every mesh.
     """
     target = abstract_weights(checkpoint.config, mesh, DTYPES[dtype], int8 or checkpoint.int8)
+    print_left_out(checkpoint)
 
     def read(weight):
         """A weight as it is on disk, each device's part of it."""
@@ -486,7 +488,7 @@ def convert(source: Path, output: Path, dtype: str, int8: bool) -> None:
     shard_bytes = 0
     rounded = set(matrices(checkpoint.config)) if int8 else set()
     for name, tensor in checkpoint.tensors.items():
-        group = [Output(name, dtype, tensor.shape)]
+        group = [Output(name, "float32" if name.endswith(FLOAT32) else dtype, tensor.shape)]
         if name in rounded:
             group = [Output(name, "int8", tensor.shape), Output(f"{name}_scale", "float32", tensor.shape[:-1])]
         group_bytes = sum(o.nbytes for o in group)
@@ -521,8 +523,14 @@ def convert(source: Path, output: Path, dtype: str, int8: bool) -> None:
                     write_whole(output / file.name, file.read_bytes())
         write_whole(output / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
         write_whole(output / "config.json", json.dumps(config, indent=2).encode())
-    for reason, count in Counter(checkpoint.left_out.values()).items():
-        print(f"left out {count} tensors, see conversion.json: {reason}", file=sys.stderr)
+    print_left_out(checkpoint)
+
+
+def print_left_out(checkpoint: Checkpoint) -> None:
+    """Says what is left out on purpose, on standard error, from process 0 alone."""
+    if jax.process_index() == 0:
+        for reason, count in Counter(checkpoint.left_out.values()).items():
+            print(f"left out {count} tensors of the checkpoint: {reason}", file=sys.stderr)
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

@@ -44,6 +44,7 @@ DTYPES = {
 }
 STORED = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "I8": "int8"}  # safetensors' names
 INPUT_FIRST = ("experts.gate_up_proj", "experts.down_proj")  # tensors that lie [.., input, output] in the checkpoint
+FLOAT32 = ()  # tensors that conversion never rounds
 INT8 = {"quant_method": "int8_per_channel"}  # config.json's quantization_config
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
@@ -212,7 +213,8 @@ class Stored(NamedTuple):
     dtype: str  # that read_rows gives: a key of DTYPES, or safetensors' name of another, which it cannot read
     shape: tuple[int, ...]  # with the input dimension last
     is_input_first: bool  # whether on disk the last two dimensions are exchanged
-    scale: "Stored | None" = None  # of FP8 (e4m3): [O, 1], what the rows of a matrix are multiplied by
+    scale: "Stored | None" = None  # of FP8 (e4m3): what the blocks of a matrix are multiplied by
+    block: tuple[int, int] = (1, 1)  # rows and columns of such a block
 
 
 class Checkpoint(NamedTuple):
@@ -266,7 +268,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     for name in [name for name, tensor in found.items() if tensor.dtype == "F8_E4M3"]:
         tensor, scale = found[name], found.get(f"{name}_scale")
         if scale and scale.shape == (tensor.shape[0], 1) and scale.dtype in ("bfloat16", "float32", "float16"):
-            found[name] = tensor._replace(dtype="float32", scale=found.pop(f"{name}_scale"))
+            block = (1, tensor.shape[1])
+            found[name] = tensor._replace(dtype="float32", scale=found.pop(f"{name}_scale"), block=block)
     if any(".experts.0." in name for name in found):  # as in FP8 checkpoints, and what was converted from them
         config = dataclasses.replace(config, experts_are_packed=False)
     return Checkpoint(folder, config, raw_config, int8, *check_tensors(folder, found, config, int8))
@@ -363,7 +366,11 @@ def read_rows(tensor: Stored, *index: slice) -> np.ndarray:
     dtype = ml_dtypes.float8_e4m3fn if tensor.scale else DTYPES[tensor.dtype]
     array = np.memmap(tensor.file, dtype, "r", tensor.offset, on_disk)
     array = (array.swapaxes(-1, -2) if tensor.is_input_first else array)[index]
-    return array.astype(np.float32) * read_rows(tensor.scale, index[0]).astype(np.float32) if tensor.scale else array
+    if tensor.scale is None:
+        return array
+    index = (*index, slice(None), slice(None))
+    blocks = [np.arange(tensor.shape[i])[index[i]] // tensor.block[i] for i in range(2)]
+    return array.astype(np.float32) * read_rows(tensor.scale)[np.ix_(*blocks)].astype(np.float32)
 
 
 def one_line(error: Exception) -> str:
@@ -383,6 +390,7 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
     several devices: the reduction over them makes it the same on every mesh.
     """
     target = abstract_weights(checkpoint.config, mesh, DTYPES[dtype], int8 or checkpoint.int8)
+    print_left_out(checkpoint)
 
     def read(weight):
         """A weight as it is on disk, each device's part of it."""
@@ -530,7 +538,7 @@ def convert(source: Path, output: Path, dtype: str, int8: bool) -> None:
     shard_bytes = 0
     rounded = set(matrices(checkpoint.config)) if int8 else set()
     for name, tensor in checkpoint.tensors.items():
-        group = [Output(name, dtype, tensor.shape)]
+        group = [Output(name, "float32" if name.endswith(FLOAT32) else dtype, tensor.shape)]
         if name in rounded:
             group = [Output(name, "int8", tensor.shape), Output(f"{name}_scale", "float32", tensor.shape[:-1])]
         group_bytes = sum(o.nbytes for o in group)
@@ -565,8 +573,14 @@ def convert(source: Path, output: Path, dtype: str, int8: bool) -> None:
                     write_whole(output / file.name, file.read_bytes())
         write_whole(output / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
         write_whole(output / "config.json", json.dumps(config, indent=2).encode())
-    for reason, count in Counter(checkpoint.left_out.values()).items():
-        print(f"left out {count} tensors, see conversion.json: {reason}", file=sys.stderr)
+    print_left_out(checkpoint)
+
+
+def print_left_out(checkpoint: Checkpoint) -> None:
+    """Says what is left out on purpose, on standard error, from process 0 alone."""
+    if jax.process_index() == 0:
+        for reason, count in Counter(checkpoint.left_out.values()).items():
+            print(f"left out {count} tensors of the checkpoint: {reason}", file=sys.stderr)
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

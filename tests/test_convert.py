@@ -164,7 +164,7 @@ def test_left_out_on_purpose_or_refused(checkpoint, tmp_path, capsys):
     stray = tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     save_file(stray, tmp_path / "model.safetensors")
     llama3.convert.convert(tmp_path, tmp_path / "out", "float32", int8=False)
-    assert "left out 1 tensors, see conversion.json: computed from config.json" in capsys.readouterr().err
+    assert "left out 1 tensors of the checkpoint: computed from config.json" in capsys.readouterr().err
     record = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert record["left_out"].keys() == {"model.layers.0.self_attn.rotary_emb.inv_freq"}
     assert load_all(tmp_path / "out").keys() == tensors.keys()
