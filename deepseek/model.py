@@ -361,10 +361,12 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = 
     outputs, without communication. Split by input, as `o` and `down` are, each has a partial sum of every output, and a
     psum adds them.
 
-    `qkv_a` (what all heads share: the compressed query, the latent, the rope key) and `gate_up` are one product each.
-    Their rows are grouped by device: device x of X holds its rows of one, then those of the other. Experts are split
-    over ep, and each like an MLP over tp. The router, which every device needs, is whole on each, and never Int8; nor
-    is its bias ever less than float32.
+    `qkv_a` is what all heads share in one product: the compressed query, the latent and the rope key. `gate_up` is one
+    product too: its rows are grouped by device, device x of X holds its gate rows, then its up rows. Experts are split
+    over ep, and each like an MLP over tp. The router, which every device needs, is whole on each, and never Int8.
+
+    The norms of layers and the router's bias are float32: the norms for speed, since XLA for TPUs would spend a launch
+    on turning each to float32 in every step.
     """
     check_mesh(config, mesh)
     D, Q, L, U = config.hidden_size, config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
@@ -391,18 +393,18 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = 
 
     def layer_weights(i):
         weights = {
-            "attention_norm": array((D,), P()),
-            "qkv_a": matrix(even(Q) + even(L + U), D, spec=by_output),
-            "kv_norm": array((L,), P()),
+            "attention_norm": array((D,), P(), jnp.float32),
+            "qkv_a": matrix(even(Q + L + U), D, spec=by_output),
+            "kv_norm": array((L,), P(), jnp.float32),
             "q": matrix(N * (H + U), Q or D, spec=by_output),
             "kv_b": matrix(N * (H + W), L, spec=by_output, is_exact=True),
             "o": matrix(D, N * W, spec=by_input),
-            "mlp_norm": array((D,), P()),
+            "mlp_norm": array((D,), P(), jnp.float32),
         }
         if Q:
-            weights["q_norm"] = array((Q,), P())
+            weights["q_norm"] = array((Q,), P(), jnp.float32)
         if config.attention_bias:
-            weights |= {"qkv_a_bias": array((even(Q) + even(L + U),), P(MODEL_AXES)), "o_bias": array((D,), P())}
+            weights |= {"qkv_a_bias": array((even(Q + L + U),), P(MODEL_AXES)), "o_bias": array((D,), P())}
         if config.has_experts(i):
             shared = F * config.n_shared_experts
             weights |= {
@@ -711,8 +713,8 @@ LATENT_EPS = 1e-6  # of the norms within attention, whatever rms_norm_eps is
 def attention(x: jax.Array, w: dict, cache: LayerCache, positions: jax.Array, attend, config: Config):
     """The first half of a layer, on x [B, T, D] at positions [B, T]. Returns the new x and the new cache.
 
-    `attend(q, q_rope, new, cache, positions, kv_b)` stores the LayerCache `new` of these T tokens, [B, T, L] and
-    [B, T, U], in `cache`, and returns the attention output float32 [B, T, N, W] and the cache. q [B, T, N, H] and
+    `attend(q, q_rope, new, cache, positions, kv_b)` stores `new` of these T tokens, [B, T, L] and [B, T, U] in x's
+    dtype, in `cache`, and returns the attention output float32 [B, T, N, W] and the cache. q [B, T, N, H] and
     q_rope [B, T, N, U] are scaled, kv_b [N, H + W, L] expands a latent to each head's key and value. Prefill and decode
     differ in nothing else.
     """
@@ -720,26 +722,17 @@ def attention(x: jax.Array, w: dict, cache: LayerCache, positions: jax.Array, at
     Q, L, H, U = config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
 
     h = rms_norm(x, w["attention_norm"], config.rms_norm_eps)
-    # Each device has some rows of the compressed query and of latent and rope key; all need all of them.
-    shares = jax.lax.all_gather(linear(h, w["qkv_a"], w.get("qkv_a_bias")).astype(x.dtype), MODEL_AXES)
-    queries = -(-Q // shares.shape[0])
-
-    def joined(shares, size):  # [X, B, T, n] to [B, T, size]
-        return jnp.moveaxis(shares, 0, 2).reshape(B, T, -1)[..., :size]
-
-    latent, rope_key = jnp.split(joined(shares[..., queries:], L + U), [L], axis=-1)
+    # Each device computes some columns, and all need all of them.
+    qkv_a = linear(h, w["qkv_a"], w.get("qkv_a_bias")).astype(x.dtype)
+    qkv_a = jax.lax.all_gather(qkv_a, MODEL_AXES, axis=2, tiled=True)
+    compressed, latent, rope_key, _ = jnp.split(qkv_a, [Q, Q + L, Q + L + U], axis=-1)
     latent = rms_norm(latent, w["kv_norm"], LATENT_EPS)
     rope_key = rope(rope_key[:, :, None].astype(jnp.float32), positions, config)[:, :, 0]
     if Q:
-        h = rms_norm(joined(shares[..., :queries], Q), w["q_norm"], LATENT_EPS)
+        h = rms_norm(compressed, w["q_norm"], LATENT_EPS)
     q, q_rope = jnp.split(linear(h, w["q"]).reshape(B, T, -1, H + U) * softmax_scale(config), [H], axis=-1)
     q, q_rope = q.astype(x.dtype), rope(q_rope, positions, config).astype(x.dtype)
-
-    def store(a, side):  # on TPUs the cache is wider (see abstract_cache): with zeros, which change no score
-        a = jnp.pad(a, ((0, 0), (0, 0), (0, side.shape[-1] - a.shape[-1])))
-        return quantize(a) if isinstance(side, Int8) else a.astype(side.dtype)
-
-    new = LayerCache(store(latent, cache.latent), store(rope_key, cache.rope_key))
+    new = LayerCache(latent, rope_key.astype(x.dtype))
     kv_b = jax.tree.map(lambda a: a.reshape(q.shape[2], -1, *a.shape[1:]), w["kv_b"])
     out, cache = attend(q, q_rope, new, cache, positions, kv_b)
     x = x + jax.lax.psum(linear(out.astype(x.dtype).reshape(B, T, -1), w["o"]).astype(x.dtype), MODEL_AXES)
@@ -778,22 +771,89 @@ def route(logits: jax.Array, bias: jax.Array | None, config: Config) -> tuple[ja
     With a bias [E] (DeepSeek-AI 2024, "DeepSeek-V3"), the sigmoids plus the bias choose, and the sigmoids alone are the
     scores; the groups whose two best experts add up to the most come into question. Without one, softmaxes do both, and
     groups are held against each other by their best expert.
+
+    On TPUs all of this is one kernel: as XLA's dozen small ones, it would take longer than to read the experts.
     """
-    B, E = logits.shape
     scores = jax.nn.softmax(logits) if bias is None else jax.nn.sigmoid(logits)
     choice = scores if bias is None else scores + bias
+    choose = partial(chosen_experts, config=config)
+    on_tpu = partial(routing_kernel, config=config)
+    return jax.lax.platform_dependent(scores, choice, tpu=on_tpu, default=choose)
+
+
+def chosen_experts(scores: jax.Array, choice: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:
+    """The k experts whose float32 choice [B, E] is highest, and their scores, [B, k] each."""
+    B, E = scores.shape
     if config.topk_method != "greedy" and config.topk_group < config.n_group:
         in_groups = choice.reshape(B, config.n_group, -1)
-        best = jnp.sum(jax.lax.top_k(in_groups, 1 if bias is None else 2)[0], axis=-1)
+        best = jnp.sum(jax.lax.top_k(in_groups, 2 if config.topk_method == "noaux_tc" else 1)[0], axis=-1)
         groups = jax.lax.top_k(best, config.topk_group)[1]
         is_in_question = jnp.any(groups[:, :, None] == jnp.arange(config.n_group), axis=1)
-        # Below every choice with a bias; a softmax of 0 is not below one that has vanished, but neither counts then.
-        choice = jnp.where(is_in_question[:, :, None], in_groups, -jnp.inf).reshape(B, E)
+        choice = jnp.where(is_in_question[:, :, None], in_groups, MASKED).reshape(B, E)
     ids = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
-    scores = jnp.take_along_axis(scores, ids, axis=1)
+    return ids, weighed(jnp.take_along_axis(scores, ids, axis=1), config)
+
+
+def weighed(scores: jax.Array, config: Config) -> jax.Array:
+    """The scores [B, k] of the chosen experts as the model weighs them."""
     if config.norm_topk_prob:
         scores = scores / (jnp.sum(scores, axis=1, keepdims=True) + 1e-20)
-    return ids, scores * config.routed_scaling_factor
+    return scores * config.routed_scaling_factor
+
+
+def routing_kernel(
+    scores: jax.Array, choice: jax.Array, config: Config, interpret: bool | pltpu.InterpretParams = False
+) -> tuple[jax.Array, jax.Array]:
+    """chosen_experts for TPUs, as one Pallas kernel: takes the highest choice, and strikes it out, k times."""
+    (B, E), k = scores.shape, config.num_experts_per_tok
+    groups, size = config.n_group, E // config.n_group
+    is_grouped = config.topk_method != "greedy" and config.topk_group < groups
+
+    def highest(x, lanes):  # x [B, n]: the highest and, of equal ones, the first lane that has it, [B, 1] each
+        value = jnp.max(x, axis=1, keepdims=True)
+        return value, jnp.min(jnp.where(x == value, lanes, x.shape[1]), axis=1, keepdims=True)
+
+    def kernel(scores, choice, ids, weights):
+        lanes = jax.lax.broadcasted_iota(jnp.int32, (tile, E), 1)
+        columns = jax.lax.broadcasted_iota(jnp.int32, (tile, k), 1)
+        left = choice[...]
+        if is_grouped:
+            group_of = jax.lax.div(lanes, size)
+            group_lanes = jax.lax.broadcasted_iota(jnp.int32, (tile, groups), 1)
+            best = jnp.zeros((tile, groups), jnp.float32)
+            for group in range(groups):
+                rest, total = jnp.where(group_of == group, left, MASKED), 0.0
+                for _ in range(2 if config.topk_method == "noaux_tc" else 1):
+                    value, lane = highest(rest, lanes)
+                    rest, total = jnp.where(lanes == lane, MASKED, rest), total + value
+                best = jnp.where(group_lanes == group, total, best)
+            is_in_question = lanes < 0
+            for _ in range(config.topk_group):
+                _, group = highest(best, group_lanes)
+                best = jnp.where(group_lanes == group, MASKED, best)
+                is_in_question |= group_of == group
+            left = jnp.where(is_in_question, left, MASKED)
+        chosen, found = jnp.zeros((tile, k), jnp.int32), jnp.zeros((tile, k), jnp.float32)
+        for n in range(k):
+            _, lane = highest(left, lanes)
+            left = jnp.where(lanes == lane, 2 * MASKED, left)
+            score = jnp.sum(jnp.where(lanes == lane, scores[...], 0), axis=1, keepdims=True)
+            chosen, found = jnp.where(columns == n, lane, chosen), jnp.where(columns == n, score, found)
+        ids[...] = chosen
+        weights[...] = weighed(found, config)
+
+    tile = min(B, 128)
+    return pl.pallas_call(
+        kernel,
+        out_shape=(jax.ShapeDtypeStruct((B, k), jnp.int32), jax.ShapeDtypeStruct((B, k), jnp.float32)),
+        grid=(pl.cdiv(B, tile),),
+        in_specs=[pl.BlockSpec((tile, E), lambda i: (i, 0))] * 2,
+        out_specs=[pl.BlockSpec((tile, k), lambda i: (i, 0))] * 2,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        cost_estimate=kernel_cost(8 * k * B * E, (scores, choice)),
+        interpret=interpret,
+        name="routing",
+    )(scores, choice)
 
 
 def activation(gate: jax.Array, up: jax.Array, score: jax.Array) -> jax.Array:
@@ -1061,6 +1121,16 @@ def dealt_out(B: int, R: int) -> tuple[int, int]:
     return math.gcd(B, R), R // math.gcd(B, R)
 
 
+def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
+    """New tokens [.., L] and [.., U] in the dtype and, with zeros, which change no score, in the width of the cache."""
+
+    def stored(x, side):
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, side.shape[-1] - x.shape[-1])])
+        return quantize(x) if isinstance(side, Int8) else x.astype(side.dtype)
+
+    return LayerCache(*map(stored, new, cache))
+
+
 def prefill_attention(
     q: jax.Array,
     q_rope: jax.Array,
@@ -1116,7 +1186,7 @@ def prefill_attention(
         k = jnp.concatenate([k.astype(q.dtype), rope_key], axis=-1)
         return k.swapaxes(1, 2), v.astype(q.dtype).swapaxes(1, 2)
 
-    cache = jax.tree.map(store, cache, new)
+    cache = jax.tree.map(store, cache, as_stored(new, cache))
     q = jnp.concatenate([q, q_rope], axis=-1).swapaxes(1, 2)[:, :, None]  # [B, K, G, T, H + U] with K = N and G = 1
 
     def fold(i, state):
@@ -1189,32 +1259,31 @@ def decode_attention(
     exchange the queries before, and after it the outputs with the log-sum-exp of their scores, by which the partial
     softmaxes of a row merge (as in Dao et al. 2023, "Flash-Decoding"). So no part of the cache is read twice.
     """
-    B, _, N, _ = q.shape
-    L, U = kv_b.shape[-1], q_rope.shape[-1]
+    (B, _, N, _), L = q.shape, kv_b.shape[-1]
     I, parts = dealt_out(B, R)
     w_k, w_v, k_scale, v_scale = by_head(kv_b, q)
 
     q = q[:, 0] if k_scale is None else (q[:, 0] * k_scale).astype(q.dtype)
-    queries = jnp.concatenate([einsum("bnh,nhl->bnl", q, w_k).astype(q.dtype), q_rope[:, 0]], axis=-1)
+    queries = [einsum("bnh,nhl->bnl", q, w_k).astype(q.dtype), q_rope[:, 0]]
+    # As wide as the cache is, see abstract_cache.
+    widths = [(cache.latent.shape[-1] - L), (cache.rope_key.shape[-1] - q_rope.shape[-1])]
+    queries = [jnp.pad(a, ((0, 0), (0, 0), (0, width))) for a, width in zip(queries, widths, strict=True)]
+    queries = jnp.concatenate(queries, axis=-1)
     positions, group = positions[:, 0], jax.lax.div(rank(R), parts)
     if R > 1:
-        queries = exchange(jnp.repeat(queries.reshape(I, B // I, N, L + U), parts, axis=0))  # to each those of its rows
-        queries = queries.swapaxes(0, 1).reshape(B // I, R * N, L + U)
+        queries = exchange(queries.reshape(I, B // I, N, -1), R)  # to each device those of its rows
+        queries = queries.swapaxes(0, 1).reshape(B // I, R * N, -1)
         mine = partial(jax.lax.dynamic_slice_in_dim, start_index=group * (B // I), slice_size=B // I)
         new, positions = jax.tree.map(mine, new), mine(positions)
-    widths = cache.latent.shape[-1] - L, cache.rope_key.shape[-1] - U
-    queries = [
-        jnp.pad(a, ((0, 0), (0, 0), (0, width)))
-        for a, width in zip(jnp.split(queries, [L], axis=-1), widths, strict=True)
-    ]
     plain = partial(plain_latent_attention, parts=parts, R=R)
     kernel = partial(latent_attention_kernel, parts=parts, R=R)
-    out, log_sum_exp, cache = jax.lax.platform_dependent(*queries, new, cache, positions, tpu=kernel, default=plain)
-    out = out[..., :L]
+    out, cache = jax.lax.platform_dependent(queries, new, cache, positions, tpu=kernel, default=plain)
     if R > 1:
-        shares = jnp.concatenate([out, log_sum_exp], axis=-1).reshape(B // I, R, N, L + 1)
-        shares = exchange(shares.swapaxes(0, 1)).reshape(I, parts, B // I, N, L + 1)
-        out = jnp.sum(shares[..., :L] * jax.nn.softmax(shares[..., L:], axis=1), axis=1).reshape(B, N, L)
+        shares = exchange(out.reshape(B // I, R, N, -1).swapaxes(0, 1), R).reshape(I, parts, B // I, N, -1)
+        weights = jnp.exp(shares[..., -1:] - jnp.max(shares[..., -1:], axis=1, keepdims=True))
+        out = jnp.sum(weights * shares, axis=1).reshape(B, N, -1)
+        out = out / out[..., L : L + 1]  # where each share has 1: the sum of the weights
+    out = out[..., :L]
     out = einsum("bnl,nwl->bnw", out.astype(q.dtype), w_v)
     return (out if v_scale is None else out * v_scale)[:, None], cache
 
@@ -1229,11 +1298,12 @@ def by_head(kv_b: jax.Array | Int8, q: jax.Array):
 
 
 def plain_latent_attention(
-    q: jax.Array, q_rope: jax.Array, new: LayerCache, cache: LayerCache, positions: jax.Array, parts: int, R: int
-) -> tuple[jax.Array, jax.Array, LayerCache]:
-    """The queries q [B / I, G, L] and q_rope [B / I, G, U] of this device's rows over its slots: the output float32
-    [B / I, G, L], the log-sum-exp of the scores [B / I, G, 1], and the cache with `new` [B / I, 1, ..] at `positions`
-    [B / I]."""
+    q: jax.Array, new: LayerCache, cache: LayerCache, positions: jax.Array, parts: int, R: int
+) -> tuple[jax.Array, LayerCache]:
+    """The queries q [B / I, G, L + U] of this device's rows, of all R devices' heads, over its slots.
+
+    Returns float32 [B / I, G, L + U]: the output in the first L columns, 1 in the next and, in the last, the log-sum-exp
+    of the scores. And the cache, which got `new` [B / I, 1, ..] at `positions` [B / I]."""
     B, part = len(positions), jax.lax.rem(rank(R), parts)
     slots = cache.latent.shape[0] // B * cache.latent.shape[2]
     # Where another device stores the token, the slot is out of bounds: dropped.
@@ -1244,39 +1314,44 @@ def plain_latent_attention(
         # As it is stored: for a single row XLA's GPU backend would lay it out anew, all of it and twice a step.
         return with_layout_constraint(by_row, Layout(tuple(range(by_row.ndim))))
 
-    by_row = jax.tree.map(store, cache, new)
+    by_row = jax.tree.map(store, cache, as_stored(new, cache))
     latent, rope_key = jax.tree.map(lambda a: a[:, None], by_row)  # one head of keys, K = 1
     mask = is_attended(jnp.arange(slots) * parts + part, positions[:, None], None)[:, None, None, None]
-    scores = attention_scores(q[:, None, :, None], latent, mask)
-    scores = scores + attention_scores(q_rope[:, None, :, None], rope_key, mask)
+    q = q[:, None, :, None]  # [B / I, K, G, T, ..]
+    scores = attention_scores(q[..., : latent.shape[-1]], latent, mask)
+    scores = scores + attention_scores(q[..., latent.shape[-1] :], rope_key, mask)
     largest = jnp.max(scores, axis=-1, keepdims=True)
     exps = jnp.exp(scores - largest)
     total = jnp.sum(exps, axis=-1, keepdims=True)
     out = weighted_sum(exps / total, latent, q.dtype)
     cache = jax.tree.map(lambda a, wanted: a.reshape(wanted.shape), by_row, cache)
-    return out[:, 0, :, 0], (largest + jnp.log(total))[:, 0, :, 0], cache
+    others = jnp.broadcast_to(largest + jnp.log(total), (*out.shape[:-1], rope_key.shape[-1] - 1))
+    out = jnp.concatenate([out, jnp.ones((*out.shape[:-1], 1)), others], axis=-1)
+    return out[:, 0, :, 0], cache
 
 
-def exchange(x: jax.Array) -> jax.Array:
-    """x [R, ..]: part n goes to the n-th of the R neighbours that share a kv head. Returns [R, ..], a part from each.
+def exchange(x: jax.Array, R: int) -> jax.Array:
+    """x [I, ..], where I divides R: the R neighbours that share a kv head, or a cache, get its parts in turn, R / I of
+    them the same. Returns [R, ..], a part from each.
 
     On TPUs by a kernel: these are some kilobytes, and to launch XLA's all-to-all would take longer than to move them.
     """
 
     def plain(x):
-        return jax.lax.all_to_all(x, MODEL_AXES, 0, 0, axis_index_groups=groups(x.shape[0]))
+        parts = jnp.repeat(x, R // x.shape[0], axis=0)
+        return jax.lax.all_to_all(parts, MODEL_AXES, 0, 0, axis_index_groups=groups(R))
 
-    return jax.lax.platform_dependent(x, tpu=exchange_kernel, default=plain)
+    return jax.lax.platform_dependent(x, tpu=partial(exchange_kernel, R=R), default=plain)
 
 
-def exchange_kernel(x: jax.Array, interpret: bool | pltpu.InterpretParams = False) -> jax.Array:
+def exchange_kernel(x: jax.Array, R: int, interpret: bool | pltpu.InterpretParams = False) -> jax.Array:
     """exchange for TPUs: each device writes into its neighbours' memory.
 
     Nothing is written before all have entered. A device leaves when it has a part from each, so all have passed the
     barrier by then: no signal of the next exchange is taken for one of this, and nothing of the next is written before
     all have finished this one.
     """
-    R = x.shape[0]
+    alike = R // x.shape[0]
 
     def kernel(x, y, semaphores):
         device = jax.lax.axis_index(MODEL_AXES)
@@ -1287,7 +1362,7 @@ def exchange_kernel(x: jax.Array, interpret: bool | pltpu.InterpretParams = Fals
             pl.semaphore_signal(barrier, device_id=neighbour)
         pl.semaphore_wait(barrier, R)
         sent, received = semaphores.at[0], semaphores.at[1]
-        copies = [pltpu.make_async_remote_copy(x.at[n], y.at[r], sent, received, group[n]) for n in range(R)]
+        copies = [pltpu.make_async_remote_copy(x.at[n // alike], y.at[r], sent, received, group[n]) for n in range(R)]
         for copy in copies:
             copy.start()
         for copy in copies:
@@ -1295,7 +1370,7 @@ def exchange_kernel(x: jax.Array, interpret: bool | pltpu.InterpretParams = Fals
 
     return pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        out_shape=jax.ShapeDtypeStruct((R, *x.shape[1:]), x.dtype),
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
         out_specs=pl.BlockSpec(memory_space=pl.ANY),
         scratch_shapes=[pltpu.SemaphoreType.DMA((2,))],
@@ -1307,7 +1382,6 @@ def exchange_kernel(x: jax.Array, interpret: bool | pltpu.InterpretParams = Fals
 
 def latent_attention_kernel(
     q: jax.Array,
-    q_rope: jax.Array,
     new: LayerCache,
     cache: LayerCache,
     positions: jax.Array,
@@ -1315,7 +1389,7 @@ def latent_attention_kernel(
     R: int,
     block: int | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[jax.Array, jax.Array, LayerCache]:
+) -> tuple[jax.Array, LayerCache]:
     """plain_latent_attention for TPUs, as one Pallas kernel: reads the slots of a row up to its position and no other.
 
     The grid is (rows of this device, steps of a row). A step takes `block` slots or, where an entry of the cache's
@@ -1334,8 +1408,8 @@ def latent_attention_kernel(
     Args: as above, positions int32, each below the row's slots times parts; `block` by default a power of two of slots,
     at most half a MiB of latents, or 128; `interpret` for tests on a CPU.
     """
-    B, G, L = q.shape  # B rows of this device, of I entries each
-    entries, _, S, _ = cache.latent.shape
+    B, G, _ = q.shape  # B: of this device's rows, each of which has I entries
+    entries, _, S, L = cache.latent.shape
     itemsize = jax.tree.leaves(cache)[0].dtype.itemsize
     block = block or max(128, 1 << (2**19 // (L * itemsize)).bit_length() - 1)
     slots = math.gcd(S, block)  # of an entry, in a step
@@ -1343,19 +1417,23 @@ def latent_attention_kernel(
     per_entry, steps = S // slots, entries // B // together * (S // slots)
     tile = math.gcd(slots, 128)  # slots: the lanes of a scale tile, and whole packed tiles of any dtype
     padded_G = -(-G // 8) * 8  # a product of fewer rows than a register has sublanes may not compile
-    q, q_rope = (jnp.pad(a, ((0, 0), (0, padded_G - G), (0, 0))) for a in (q, q_rope))
+    q = jnp.pad(q, ((0, 0), (0, padded_G - G), (0, 0)))
 
     # Positions are never negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
     def step_of(position):
         return jax.lax.div(position, parts * together * slots)
 
-    def kernel(positions, q, q_rope, new, cache, out, log_sum_exp, new_cache, largest, total, acc):
+    def kernel(positions, q, new, cache, out, new_cache, largest, total, acc):
         # largest and total have one number for each query head, repeated over the 128 lanes of a register: a vector
         # of them alone would have another layout than the scores.
         b, i = pl.program_id(0), pl.program_id(1)
         position = positions[b]
         last = step_of(position)
         part = jax.lax.rem(rank(R), parts)
+
+        def new_token():  # as a cache of one slot: [1, 1, 1, ..]
+            stored = as_stored(LayerCache(new.latent[...], new.rope_key[...]), cache)
+            return jax.tree.map(lambda x: x[None], stored)
 
         def of_entry(x, n):  # [slots, C], and the scale of each slot [1, slots]
             if isinstance(x, Int8):
@@ -1367,8 +1445,8 @@ def latent_attention_kernel(
 
         @pl.when(i == 0)
         def begin():
-            (latent, scale), (rope_key, scale_of_rope) = of_entry(new.latent, 0), of_entry(new.rope_key, 0)
-            scores = product(q[0], latent) * scale + product(q_rope[0], rope_key) * scale_of_rope
+            (latent, scale), (rope_key, scale_of_rope) = (of_entry(x, 0) for x in new_token())
+            scores = product(q[0, :, :L], latent) * scale + product(q[0, :, L:], rope_key) * scale_of_rope
             largest[...] = jnp.broadcast_to(scores, largest.shape)
             total[...] = jnp.full(total.shape, 1 / parts, jnp.float32)
             acc[...] = jnp.broadcast_to(latent.astype(jnp.float32) * (scale / parts), acc.shape)
@@ -1380,8 +1458,8 @@ def latent_attention_kernel(
                 rope_key, scale_of_rope = of_entry(cache.rope_key, entry)
                 first = (i * together + entry) * slots
                 keys = (first + jax.lax.broadcasted_iota(jnp.int32, (1, slots), 1)) * parts + part
-                scores = einsum("gl,sl->gs", q[0], latent) * scale
-                scores += einsum("gu,su->gs", q_rope[0], rope_key) * scale_of_rope
+                scores = einsum("gl,sl->gs", q[0, :, :L], latent) * scale
+                scores += einsum("gu,su->gs", q[0, :, L:], rope_key) * scale_of_rope
                 scores = jnp.where(keys < position, scores, MASKED)
                 old_largest = largest[:, :1]
                 new_largest = jnp.maximum(old_largest, jnp.max(scores, axis=-1, keepdims=True))
@@ -1401,14 +1479,16 @@ def latent_attention_kernel(
             def patch(old, new, patched):
                 shape = (1, 1, tile) + (1,) * (old.ndim - 3)
                 here = (first + jax.lax.broadcasted_iota(jnp.int32, shape, 2)) * parts + part == position
-                patched[...] = jnp.where(here, new[...], old[pl.ds(entry, 1), :, pl.ds(start, tile)])
+                patched[...] = jnp.where(here, new, old[pl.ds(entry, 1), :, pl.ds(start, tile)])
 
-            jax.tree.map(patch, cache, new, new_cache)
+            jax.tree.map(patch, cache, new_token(), new_cache)
 
         @pl.when(i == steps - 1)
         def finish():
-            out[0] = acc[...] / total[:, :1]
-            log_sum_exp[0] = largest[...] + jnp.log(total[...])
+            out[0, :, :L] = acc[...] / total[:, :1]
+            others = out.shape[1], out.shape[2] - L
+            log_sum_exp = largest[:, :1] + jnp.log(total[:, :1])
+            out[0, :, L:] = jnp.where(jax.lax.broadcasted_iota(jnp.int32, others, 1) == 0, 1, log_sum_exp)
 
     def of_row(x):  # the whole of a row's array
         return pl.BlockSpec((1, *x.shape[1:]), lambda b, i, positions: (b,) + (0,) * (x.ndim - 1))
@@ -1429,36 +1509,34 @@ def latent_attention_kernel(
 
         return pl.BlockSpec((1, 1, tile, *x.shape[3:]), index)
 
-    new = jax.tree.map(lambda x: x[:, None], new)  # as the cache is, of one slot
+    new = LayerCache(*(jnp.pad(x, ((0, 0), (0, 0), (0, y.shape[-1] - x.shape[-1]))) for x, y in zip(new, cache)))
     # Else XLA would move the whole cache to VMEM and back where it fits.
     cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
-    first_cache_argument = 1 + 2 + len(jax.tree.leaves(new))
-    log_sum_exp = jax.ShapeDtypeStruct((*q.shape[:2], 128), jnp.float32)
-    out, log_sum_exp, cache = pl.pallas_call(
+    first_cache_argument = 1 + 1 + len(jax.tree.leaves(new))
+    out, cache = pl.pallas_call(
         kernel,
         out_shape=(
             jax.ShapeDtypeStruct(q.shape, jnp.float32),
-            log_sum_exp,
             jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), cache),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(B, steps),
-            in_specs=[*map(of_row, (q, q_rope)), jax.tree.map(of_row, new), jax.tree.map(read, cache)],
-            out_specs=(of_row(q), of_row(log_sum_exp), jax.tree.map(write, cache)),
+            in_specs=[of_row(q), jax.tree.map(of_row, new), jax.tree.map(read, cache)],
+            out_specs=(of_row(q), jax.tree.map(write, cache)),
             scratch_shapes=[
                 pltpu.VMEM((padded_G, 128), jnp.float32),
                 pltpu.VMEM((padded_G, 128), jnp.float32),
                 pltpu.VMEM((padded_G, L), jnp.float32),
             ],
         ),
-        input_output_aliases={first_cache_argument + i: 2 + i for i in range(len(jax.tree.leaves(cache)))},
+        input_output_aliases={first_cache_argument + i: 1 + i for i in range(len(jax.tree.leaves(cache)))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=kernel_cost(4 * G * math.prod(cache.latent.shape), cache),
         interpret=interpret,
         name="latent_attention",
-    )(positions, q, q_rope, new, cache)
-    return out[:, :G], log_sum_exp[:, :G, :1], cache
+    )(positions, q, new, cache)
+    return out[:, :G], cache
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -70,13 +70,19 @@ class Part(NamedTuple):
     pieces: int = 1
 
 
+class Joined(NamedTuple):
+    """Tensors one after the other along their first dimension, as if they were one."""
+
+    names: list[str]
+
+
 class Stack(NamedTuple):
     """The sources of matrices, such as experts, that are stacked along the weight's first dimension."""
 
     members: list
 
 
-Source = str | list[Part] | Stack  # of a weight: a tensor, Parts that lie one after the other, or a Stack
+Source = str | Joined | list[Part] | Stack  # of a weight: one tensor, several as one, shares of several, a Stack
 
 
 def sources(config: Config) -> dict:
@@ -121,6 +127,8 @@ def names_of(source: Source) -> list[str]:
     """The tensors of a source."""
     if isinstance(source, str):
         return [source]
+    if isinstance(source, Joined):
+        return source.names
     if isinstance(source, Stack):
         return [name for member in source.members for name in names_of(member)]
     return [part.name for part in source]
@@ -130,7 +138,7 @@ def with_sources(abstract: dict, config: Config) -> list[tuple]:
     """The weights of a tree as abstract_weights makes it, in its order, each with its Source."""
 
     def is_source(x):
-        return isinstance(x, (str, Stack)) or (isinstance(x, list) and isinstance(x[0], Part))
+        return isinstance(x, (str, Joined, Stack)) or (isinstance(x, list) and isinstance(x[0], Part))
 
     weights = jax.tree.leaves(abstract, is_leaf=lambda x: isinstance(x, Int8))
     return list(zip(weights, jax.tree.leaves(sources(config), is_leaf=is_source), strict=True))
@@ -387,6 +395,8 @@ def scales(source: Source, dims: int) -> Source:
     """The source of the scales, one for each row, of an int8 weight that has so many dimensions."""
     if isinstance(source, str):
         return f"{source}_scale"
+    if isinstance(source, Joined):
+        return Joined([f"{name}_scale" for name in source.names])
     if isinstance(source, Stack):
         return Stack([scales(member, dims - 1) for member in source.members])
     if source[0].axis == dims - 1:  # each device has some columns of all rows
@@ -403,7 +413,7 @@ def assemble(
 ) -> np.ndarray:
     """One device's block `index` of a weight of global `shape`.
 
-    Of a single tensor these are the same rows and columns, of Parts this device's share of each, in order. What lies
+    Of one tensor these are the same rows and columns, of Parts this device's share of each, in order. What lies
     past the end of a tensor or a share is zeros (see model.abstract_weights and model.stored_width).
     """
     bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
@@ -412,10 +422,13 @@ def assemble(
         for matrix, member in zip(block, source.members[slice(*bounds[0])], strict=True):
             matrix[:] = assemble(tensors, member, index[1:], shape[1:], dtype)
         return block
-    if isinstance(source, str):
-        axis, (first, last) = 0, bounds[0]
-        rows = tensors[source].shape[0]
-        ranges = [(source, min(first, rows), min(last, rows), last - first)]
+    if isinstance(source, (str, Joined)):
+        axis, (first, last), ranges = 0, bounds[0], []
+        for name in names_of(source):
+            rows = tensors[name].shape[0]
+            start, stop = (min(max(row, 0), rows) for row in (first, last))
+            ranges.append((name, start, stop, stop - start))
+            first, last = first - rows, last - rows
     else:
         axis = source[0].axis
         first, last = bounds[axis]

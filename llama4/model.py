@@ -1121,37 +1121,39 @@ def decode_attention(
 
     queries = q
     if R > 1:  # K is 1 then; all get the same, so that this exchange is a gather
-        queries = exchange(jnp.broadcast_to(q.reshape(B, G, H), (R, B, G, H)))
+        queries = exchange(q.reshape(1, B, G, H), R)
         queries = queries.swapaxes(0, 1).reshape(B, 1, R * G, 1, H)
     kernel = partial(ragged_decode_attention, window=window, R=R)
     out, log_sum_exp, cache = jax.lax.platform_dependent(queries, new, cache, positions, tpu=kernel, default=plain)
     if R > 1:
         parts = jnp.concatenate([out, log_sum_exp], axis=-1).reshape(B, R, G, H + 1)
-        parts = exchange(parts.swapaxes(0, 1))
+        parts = exchange(parts.swapaxes(0, 1), R)
         out = jnp.sum(parts[..., :H] * jax.nn.softmax(parts[..., H:], axis=0), axis=0).reshape(q.shape)
     return out.astype(q.dtype), cache
 
 
-def exchange(x: jax.Array) -> jax.Array:
-    """x [R, ..]: part n goes to the n-th of the R neighbours that share a kv head. Returns [R, ..], a part from each.
+def exchange(x: jax.Array, R: int) -> jax.Array:
+    """x [I, ..], where I divides R: the R neighbours that share a kv head, or a cache, get its parts in turn, R / I of
+    them the same. Returns [R, ..], a part from each.
 
     On TPUs by a kernel: these are some kilobytes, and to launch XLA's all-to-all would take longer than to move them.
     """
 
     def plain(x):
-        return jax.lax.all_to_all(x, MODEL_AXES, 0, 0, axis_index_groups=groups(x.shape[0]))
+        parts = jnp.repeat(x, R // x.shape[0], axis=0)
+        return jax.lax.all_to_all(parts, MODEL_AXES, 0, 0, axis_index_groups=groups(R))
 
-    return jax.lax.platform_dependent(x, tpu=exchange_kernel, default=plain)
+    return jax.lax.platform_dependent(x, tpu=partial(exchange_kernel, R=R), default=plain)
 
 
-def exchange_kernel(x: jax.Array, interpret: bool | pltpu.InterpretParams = False) -> jax.Array:
+def exchange_kernel(x: jax.Array, R: int, interpret: bool | pltpu.InterpretParams = False) -> jax.Array:
     """exchange for TPUs: each device writes into its neighbours' memory.
 
     Nothing is written before all have entered. A device leaves when it has a part from each, so all have passed the
     barrier by then: no signal of the next exchange is taken for one of this, and nothing of the next is written before
     all have finished this one.
     """
-    R = x.shape[0]
+    alike = R // x.shape[0]
 
     def kernel(x, y, semaphores):
         device = jax.lax.axis_index(MODEL_AXES)
@@ -1162,7 +1164,7 @@ def exchange_kernel(x: jax.Array, interpret: bool | pltpu.InterpretParams = Fals
             pl.semaphore_signal(barrier, device_id=neighbour)
         pl.semaphore_wait(barrier, R)
         sent, received = semaphores.at[0], semaphores.at[1]
-        copies = [pltpu.make_async_remote_copy(x.at[n], y.at[r], sent, received, group[n]) for n in range(R)]
+        copies = [pltpu.make_async_remote_copy(x.at[n // alike], y.at[r], sent, received, group[n]) for n in range(R)]
         for copy in copies:
             copy.start()
         for copy in copies:
@@ -1170,7 +1172,7 @@ def exchange_kernel(x: jax.Array, interpret: bool | pltpu.InterpretParams = Fals
 
     return pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        out_shape=jax.ShapeDtypeStruct((R, *x.shape[1:]), x.dtype),
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
         out_specs=pl.BlockSpec(memory_space=pl.ANY),
         scratch_shapes=[pltpu.SemaphoreType.DMA((2,))],
