@@ -126,7 +126,7 @@ def sources(config: Config) -> dict:
                 "experts_gate_up": Stack([gate_up(f"{mlp}.experts.{e}", F) for e in experts]),
                 "experts_down": Stack([f"{mlp}.experts.{e}.down_proj.weight" for e in experts]),
             }
-            if config.topk_method == "noaux_tc":
+            if config.scoring_func == "sigmoid":
                 tensors["router_bias"] = f"{mlp}.gate.e_score_correction_bias"
         else:
             tensors |= {

@@ -401,7 +401,8 @@ def einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def linear(x: jax.Array, w: jax.Array | Int8, bias: jax.Array | None = None) -> jax.Array:
     """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
     flat = jnp.pad(x.reshape(-1, x.shape[-1]), ((0, 0), (0, w.shape[-1] - x.shape[-1])))  # see stored_width
-    y = jax.lax.platform_dependent(flat, w, cpu=cpu_product, tpu=tpu_product, default=product)
+    on_cpu = partial(cpu_product, columns=x.shape[-1])
+    y = jax.lax.platform_dependent(flat, w, cpu=on_cpu, tpu=tpu_product, default=product)
     y = y.reshape(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 
@@ -416,17 +417,22 @@ def product(x: jax.Array, w: jax.Array | Int8, min_rows: int = 1) -> jax.Array:
     return y if scale is None else y * scale
 
 
-def cpu_product(x: jax.Array, w: jax.Array | Int8) -> jax.Array:
-    """product on a CPU, where one row of 16 bits is ten times slower than two, and XLA rearranges the second operand.
+def cpu_product(x: jax.Array, w: jax.Array | Int8, columns: int | None = None) -> jax.Array:
+    """product on a CPU, of which all but the first `columns` columns are zeros (None: no such).
 
-    So few rows come second; and a short single row goes in as its two halves, against the halves of each row of the
-    weight.
+    A single row of 16 bits has a way of its own where its length allows: XLA's products are ten times slower for one
+    row than for two, and for two at the speed of turning weights to float32. Otherwise few rows come second, since XLA
+    rearranges the second operand; and a short row of another length goes in as its two halves, against the halves of
+    each row of the weight.
 
     With int8 weights, the fast product is int8 with int8: two int8 planes hold 15 bits of an activation, a coarse one,
     and a fine one of what its rounding left. As rows of one product they cost little and lose next to nothing. (From
     some 50 rows on, casting the weight costs less.)
     """
     (B, C), O = x.shape, w.shape[0]
+    is_16_bit, columns = x.dtype != jnp.float32, columns or C
+    if B == 1 and is_16_bit and not isinstance(w, Int8) and columns % 512 == 0 and columns <= 8192:
+        return row_product(x[:, :columns], w[:, :columns])
     if isinstance(w, Int8) and B < 50:
         coarse = quantize(x)
         fine = quantize(x - coarse.values * coarse.scale[:, None])
@@ -434,11 +440,28 @@ def cpu_product(x: jax.Array, w: jax.Array | Int8) -> jax.Array:
         return (y[:B] * coarse.scale[:, None] + y[B:] * fine.scale[:, None]) * w.scale
     if isinstance(w, Int8) or B >= 128:
         return product(x, w)
-    is_16_bit = x.dtype != jnp.float32
     if B == 1 and is_16_bit and C < 2048 and C % 2 == 0:
         y = einsum("bc,oc->bo", x.reshape(2, C // 2), w.reshape(2 * O, C // 2))
         return y[:1, ::2] + y[1:, 1::2]
     return weights_first(pad_rows(x, 2 if is_16_bit else 1), w, jnp.float32)[:B]
+
+
+def row_product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [1, C] times w [O, C], both of 16 bits, C a multiple of 512: float32 [1, O]. On a CPU, 1.5 times as fast as two
+    rows of a product.
+
+    Each 512 columns are 16 runs of 32: XLA makes one loop of multiplying and adding the 16, unrolled, with the 32 side
+    by side in vector registers. What is left, 32 sums for each 512 columns, is a small product with ones.
+
+    reduce_precision changes nothing. It keeps the sum from XLA's library of reductions, which would have all weights
+    turned to float32 in memory first; the barriers keep what follows from being drawn into the loop.
+    """
+    (O, C), runs, lanes = w.shape, 16, 32
+    terms = w.reshape(O, -1, runs, lanes).astype(jnp.float32) * x.reshape(-1, runs, lanes).astype(jnp.float32)
+    sums = jax.lax.reduce(terms, np.float32(0), lambda a, b: jax.lax.reduce_precision(a + b, 8, 23), (2,))
+    sums = jax.lax.optimization_barrier(sums).reshape(-1, lanes)
+    y = jax.lax.optimization_barrier(einsum("rc,bc->rb", sums, jnp.ones((1, lanes)))).reshape(O, -1)
+    return sum(y[:, i] for i in range(C // (runs * lanes)))[None]
 
 
 def weights_first(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
