@@ -294,21 +294,25 @@ def local_heads(config: Config, shards: int) -> int:
 
 def check_mesh(config: Config, mesh: Mesh) -> None:
     """Raises InputError where the mesh does not divide the model."""
-    shards = model_shards(mesh)
-    sizes = {}
-    if config.first_k_dense_replace:
-        sizes["intermediate_size"] = config.intermediate_size
-    if config.first_k_dense_replace < config.num_hidden_layers:
-        sizes["moe_intermediate_size x n_shared_experts"] = config.moe_intermediate_size * config.n_shared_experts
-        if config.n_routed_experts % mesh.shape["ep"]:
-            raise InputError(f"ep = {mesh.shape['ep']} does not divide n_routed_experts {config.n_routed_experts}")
-        if config.moe_intermediate_size % mesh.shape["tp"]:
-            raise InputError(
-                f"tp = {mesh.shape['tp']} does not divide moe_intermediate_size {config.moe_intermediate_size}"
-            )
-    for name, size in sizes.items():
-        if size % shards:
-            raise InputError(f"ep x tp = {shards} does not divide {name} {size}; choose a divisor of it")
+    shards, (_, ep, tp) = model_shards(mesh), mesh.shape.values()
+    kinds = {config.has_experts(i) for i in range(config.num_hidden_layers)}
+    if True in kinds and config.n_routed_experts % ep:
+        raise InputError(
+            f"ep = {ep} does not divide n_routed_experts {config.n_routed_experts}; choose a divisor of it"
+        )
+    sizes = {
+        "intermediate_size": (config.intermediate_size, shards, False),
+        "moe_intermediate_size": (config.moe_intermediate_size, tp, True),
+        "n_shared_experts x moe_intermediate_size": (
+            config.n_shared_experts * config.moe_intermediate_size,
+            shards,
+            True,
+        ),
+    }
+    for name, (size, devices, of_experts) in sizes.items():
+        if of_experts in kinds and size % devices:
+            axes = "tp" if devices == tp else "ep x tp"
+            raise InputError(f"{axes} = {devices} does not divide {name} {size}; choose a divisor of it")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

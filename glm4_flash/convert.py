@@ -1,0 +1,740 @@
+"""Hugging Face safetensors -> the weights of model.py.
+
+`load` fills the pytree that model.abstract_weights declares, straight from a checkpoint folder: each host reads only
+the slices that its own devices hold. Run as a program, this writes a checkpoint in another dtype or in int8:
+
+    python3 convert.py --model_path HF --output DIR [--dtype bfloat16] [--quantize int8]
+
+DIR keeps Hugging Face's names and shapes, so that it loads on any mesh; an int8 matrix `x.weight` [O, C] has its
+float32 scales in `x.weight_scale` [O]. Tensors stream through in pieces of PIECE_BYTES, those in FP8 too. Shards appear
+under their final name when they are whole, and config.json, without which nothing loads, comes last: an interrupted
+conversion is never taken for a complete one, and the same command goes on where it stopped.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import ml_dtypes  # numpy's bfloat16
+import numpy as np
+from jax.sharding import Mesh
+from model import Config, InputError, Int8, abstract_weights, make_mesh, quantize
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+DTYPES = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "int8": np.dtype(np.int8),
+}
+STORED = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "I8": "int8"}  # safetensors' names
+INPUT_FIRST = ()  # how the names of tensors end that lie [.., input, output] in the checkpoint: none here
+FLOAT32 = ("e_score_correction_bias",)  # how the names of tensors end that conversion never rounds
+INT8 = {"quant_method": "int8_per_channel"}  # config.json's quantization_config
+SHARD_BYTES = 4 * 2**30
+PIECE_BYTES = 64 * 2**20
+READERS = 4  # threads that read; with one, copying and page faults take longer than a fast disk
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
+HUB_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "model*.safetensors")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which tensor of the checkpoint goes where
+
+
+class Part(NamedTuple):
+    """A tensor, or the `piece`-th of `pieces` equal parts of it along `axis`, that the devices share by whole units.
+
+    A unit is a head, or a single row or column. Where there are more devices than units, neighbours take the same one,
+    but where `groups` is given: then they deal out the units of a group, see model.local_heads.
+    """
+
+    name: str
+    units: int
+    axis: int = 0
+    groups: int | None = None
+    piece: int = 0
+    pieces: int = 1
+
+
+class Joined(NamedTuple):
+    """Tensors one after the other along their first dimension, as if they were one."""
+
+    names: list[str]
+
+
+class Stack(NamedTuple):
+    """The sources of matrices, such as experts, that are stacked along the weight's first dimension."""
+
+    members: list
+
+
+Source = str | Joined | list[Part] | Stack  # of a weight: one tensor, several as one, shares of several, a Stack
+
+
+def sources(config: Config) -> dict:
+    """abstract_weights' tree, with its Source in the checkpoint in the place of each weight."""
+    heads = config.num_attention_heads
+
+    def layer(i):
+        attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+
+        def by_head(name, axis=0):  # dealt out evenly; the last devices have less, or none
+            return [Part(f"{attention}.{name}.weight", heads, axis, groups=1)]
+
+        def qkv_a(kind):
+            names = ["q_a_proj", "kv_a_proj_with_mqa"] if config.q_lora_rank else ["kv_a_proj_with_mqa"]
+            return Joined([f"{attention}.{name}.{kind}" for name in names])
+
+        def gate_up(module, columns):
+            return [Part(f"{module}.{name}.weight", columns) for name in ("gate_proj", "up_proj")]
+
+        tensors = {
+            "attention_norm": f"model.layers.{i}.input_layernorm.weight",
+            "qkv_a": qkv_a("weight"),
+            "kv_norm": f"{attention}.kv_a_layernorm.weight",
+            "q": by_head("q_b_proj" if config.q_lora_rank else "q_proj"),
+            "kv_b": by_head("kv_b_proj"),
+            "o": by_head("o_proj", axis=1),
+            "mlp_norm": f"model.layers.{i}.post_attention_layernorm.weight",
+        }
+        if config.q_lora_rank:
+            tensors["q_norm"] = f"{attention}.q_a_layernorm.weight"
+        if config.attention_bias:
+            tensors |= {"qkv_a_bias": qkv_a("bias"), "o_bias": f"{attention}.o_proj.bias"}
+        if config.has_experts(i):
+            F, experts = config.moe_intermediate_size, range(config.n_routed_experts)
+            shared = F * config.n_shared_experts
+            tensors |= {
+                "router": f"{mlp}.gate.weight",
+                "router_bias": f"{mlp}.gate.e_score_correction_bias",
+                "shared_gate_up": gate_up(f"{mlp}.shared_experts", shared),
+                "shared_down": [Part(f"{mlp}.shared_experts.down_proj.weight", shared, axis=1)],
+                "experts_gate_up": Stack([gate_up(f"{mlp}.experts.{e}", F) for e in experts]),
+                "experts_down": Stack([f"{mlp}.experts.{e}.down_proj.weight" for e in experts]),
+            }
+        else:
+            tensors |= {
+                "gate_up": gate_up(mlp, config.intermediate_size),
+                "down": [Part(f"{mlp}.down_proj.weight", config.intermediate_size, axis=1)],
+            }
+        return tensors
+
+    tensors = {
+        "embedding": "model.embed_tokens.weight",
+        "layers": [layer(i) for i in range(config.num_hidden_layers)],
+        "norm": "model.norm.weight",
+    }
+    if not config.tie_word_embeddings:
+        tensors["head"] = "lm_head.weight"
+    return tensors
+
+
+def names_of(source: Source) -> list[str]:
+    """The tensors of a source."""
+    if isinstance(source, str):
+        return [source]
+    if isinstance(source, Joined):
+        return source.names
+    if isinstance(source, Stack):
+        return [name for member in source.members for name in names_of(member)]
+    return [part.name for part in source]
+
+
+def with_sources(abstract: dict, config: Config) -> list[tuple]:
+    """The weights of a tree as abstract_weights makes it, in its order, each with its Source."""
+
+    def is_source(x):
+        return isinstance(x, (str, Joined, Stack)) or (isinstance(x, list) and isinstance(x[0], Part))
+
+    weights = jax.tree.leaves(abstract, is_leaf=lambda x: isinstance(x, Int8))
+    return list(zip(weights, jax.tree.leaves(sources(config), is_leaf=is_source), strict=True))
+
+
+def matrices(config: Config) -> list[str]:
+    """The tensors of the weights that can be int8."""
+    abstract = abstract_weights(config, make_mesh(devices=jax.devices()[:1]), np.float32, int8=True)
+    weights = with_sources(abstract, config)
+    return [name for weight, source in weights if isinstance(weight, Int8) for name in names_of(source)]
+
+
+def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor that the checkpoint must have, by name."""
+    D, N, Q, L, E = (
+        config.hidden_size,
+        config.num_attention_heads,
+        config.q_lora_rank,
+        config.kv_lora_rank,
+        config.n_routed_experts,
+    )
+    H, U, W, F = (
+        config.qk_nope_head_dim,
+        config.qk_rope_head_dim,
+        config.v_head_dim,
+        config.moe_intermediate_size,
+    )
+    outputs = {"q_a_proj": Q, "kv_a_proj_with_mqa": L + U, "q_proj": N * (H + U), "q_b_proj": N * (H + U)}
+    outputs |= {"kv_b_proj": N * (H + W), "q_a_layernorm": Q, "kv_a_layernorm": L, "gate": E}
+    outputs |= {"embed_tokens": config.vocab_size, "lm_head": config.vocab_size}
+    inputs = {"q_b_proj": Q, "kv_b_proj": L, "o_proj": N * W}
+    shapes = {}
+    for source in jax.tree.leaves(sources(config), is_leaf=lambda x: isinstance(x, Part)):
+        name = source.name if isinstance(source, Part) else source
+        module, kind = name.split(".")[-2:]
+        width = config.intermediate_size
+        if ".experts." in name or ".shared_experts." in name:
+            width = F if ".experts." in name else F * config.n_shared_experts
+        if kind == "weight" and "norm" not in module:
+            output = width if module in ("gate_proj", "up_proj") else outputs.get(module, D)
+            shapes[name] = (output, width if module == "down_proj" else inputs.get(module, D))
+        else:
+            shapes[name] = (outputs.get(module, D),)
+    return shapes
+
+
+def left_out(name: str, config: Config) -> str | None:
+    """Why a tensor of the checkpoint is not used, where that is on purpose."""
+    if name.endswith("rotary_emb.inv_freq"):
+        return "computed from config.json"
+    if name == "lm_head.weight" and config.tie_word_embeddings:
+        return "tied to model.embed_tokens.weight"
+    if config.has_extra_layer and name.startswith(f"model.layers.{config.num_hidden_layers}."):
+        return "of the layer of multi-token prediction, which decoding one token at a time does not need"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading a checkpoint folder
+
+
+class Stored(NamedTuple):
+    """A tensor on disk."""
+
+    file: Path
+    offset: int  # of its first byte in the file
+    dtype: str  # that read_rows gives: a key of DTYPES, or safetensors' name of another, which it cannot read
+    shape: tuple[int, ...]  # with the input dimension last
+    is_input_first: bool  # whether on disk the last two dimensions are exchanged
+    scale: "Stored | None" = None  # of FP8 (e4m3): what the blocks of a matrix are multiplied by
+    block: tuple[int, int] = (1, 1)  # rows and columns of such a block
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint folder whose tensors are all there, in the shapes that config.json asks for."""
+
+    folder: Path
+    config: Config
+    raw_config: dict  # the whole of config.json
+    int8: bool  # whether convert.py wrote it in int8
+    tensors: dict[str, Stored]  # those the model needs, by name
+    left_out: dict[str, str]  # those it does not, with the reason
+
+
+def find_checkpoint(path: str) -> Path:
+    """The folder `path`, or the downloaded snapshot of the hub id `path`."""
+    folder = Path(path)
+    if path and folder.is_dir():
+        return folder
+    if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
+        raise InputError(f"{path}: no such folder; give a checkpoint folder or a hub id such as org/name")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(HUB_FILES)))
+    except Exception as error:  # whatever the network, the hub or the disk had to say
+        raise InputError(f"{path}: no such folder, and the hub did not give it: {one_line(error)}") from error
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read: {one_line(error)}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: not a JSON object")
+    return value
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Reads config.json and the headers of all shards, and no tensor yet. Raises InputError for all that is wrong."""
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder}: no config.json: no checkpoint, or a conversion to be run again until it finishes")
+    raw_config = read_json(folder / "config.json")
+    quantization = raw_config.get("quantization_config")
+    details = quantization if isinstance(quantization, dict) else {"quant_method": quantization}
+    if details.get("quant_method") not in (None, INT8["quant_method"], "fp8"):
+        method = details.get("quant_method")
+        raise InputError(f"{folder}: quantization {method!r} is not supported; give the unquantized checkpoint")
+    block = details.get("weight_block_size") or [128, 128]
+    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+        raise InputError(f"{folder}: weight_block_size {block!r} is not two numbers, of rows and columns")
+    config, int8 = Config.from_dict(raw_config), quantization == INT8
+    found = stored_tensors(folder)
+    for name in [name for name, tensor in found.items() if tensor.dtype == "F8_E4M3"]:
+        tensor, scale = found[name], found.get(f"{name}_scale_inv")
+        blocks = tuple(-(-size // n) for size, n in zip(tensor.shape, block, strict=False))
+        if scale and len(tensor.shape) == 2 and scale.shape == blocks and scale.dtype in ("bfloat16", "float32"):
+            scale = found.pop(f"{name}_scale_inv")
+            found[name] = tensor._replace(dtype="float32", scale=scale, block=tuple(block))
+    if f"model.layers.{config.num_hidden_layers}.eh_proj.weight" in found:  # no other layer has this
+        config = dataclasses.replace(config, has_extra_layer=True)
+    return Checkpoint(folder, config, raw_config, int8, *check_tensors(folder, found, config, int8))
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """The tensors of all shards, by name."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise InputError(f"{index}: has no weight_map from tensor to file")
+    elif (folder / "model.safetensors").exists():
+        weight_map = dict.fromkeys(read_header(folder / "model.safetensors"), "model.safetensors")
+    else:
+        pickles = list(folder.glob("*.bin")) + list(folder.glob("*.pt*"))
+        pickled = "; pickled weights are never read: save them as safetensors" if pickles else ""
+        raise InputError(f"{folder}: neither model.safetensors nor model.safetensors.index.json{pickled}")
+    found: dict[str, Stored] = {}
+    for shard in sorted(set(weight_map.values())):
+        if Path(shard).name != shard:
+            raise InputError(f"{index}: the shard {shard!r} is not a file of this folder")
+        for name, stored in read_header(folder / shard).items():
+            if name in found:
+                raise InputError(f"{folder}: {name} is both in {found[name].file.name} and in {shard}")
+            found[name] = stored
+    for name, shard in weight_map.items():
+        if name not in found or found[name].file.name != shard:
+            raise InputError(f"{folder}: {shard} has no tensor {name}, where the index puts it; download it again")
+    return found
+
+
+def check_tensors(
+    folder: Path, found: dict[str, Stored], config: Config, int8: bool
+) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Of the tensors found, those that `config` needs, and those left out on purpose, with the reason.
+
+    Raises InputError with all that is missing, of a wrong shape or dtype, or unknown.
+    """
+    if config.num_hidden_layers > len(found):
+        raise InputError(f"{folder}: {len(found)} tensors cannot be {config.num_hidden_layers} layers, see config.json")
+    expected = expected_shapes(config)
+    rounded = matrices(config) if int8 else []
+    expected |= {f"{name}_scale": expected[name][:-1] for name in rounded}
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    skipped = {}
+    for name, stored in found.items():
+        reason = left_out(name, config)
+        if reason:
+            skipped[name] = reason
+        elif name not in expected:
+            problems.append(f"{name} is not a tensor of this model")
+        elif stored.shape != expected[name]:
+            problems.append(f"{name} has shape {list(stored.shape)}, and config.json asks for {list(expected[name])}")
+        elif (stored.dtype == "int8") != (name in rounded) or stored.dtype not in DTYPES:
+            problems.append(f"{name} has dtype {stored.dtype}, which is not supported here")
+    if problems:
+        more = f", and {len(problems) - 3} more such" if len(problems) > 3 else ""
+        raise InputError(f"{folder}: {'; '.join(problems[:3])}{more}")
+    return {name: found[name] for name in expected}, skipped
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """What a safetensors file holds, once safetensors has found its header and its size to be right."""
+    if not file.is_file():
+        raise InputError(f"{file}: missing; download the checkpoint again")
+    try:
+        with safe_open(file, framework="np"):
+            pass
+    except SafetensorError as error:
+        raise InputError(f"{file}: truncated or damaged ({one_line(error)}); download it again") from error
+    with open(file, "rb") as f:
+        size = int.from_bytes(f.read(8), "little")
+        header = json.loads(f.read(size))
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        dtype, shape = STORED.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"])
+        is_input_first = name.endswith(INPUT_FIRST) and len(shape) > 1
+        shape = swapped(shape) if is_input_first else shape
+        found[name] = Stored(file, 8 + size + entry["data_offsets"][0], dtype, shape, is_input_first)
+    return found
+
+
+def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape with its last two dimensions exchanged."""
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
+def read_rows(tensor: Stored, *index: slice) -> np.ndarray:
+    """A part of a tensor, mapped: it is read when it is used, and leaves memory when it is dropped. FP8 turns to
+    float32."""
+    on_disk = swapped(tensor.shape) if tensor.is_input_first else tensor.shape
+    dtype = ml_dtypes.float8_e4m3fn if tensor.scale else DTYPES[tensor.dtype]
+    array = np.memmap(tensor.file, dtype, "r", tensor.offset, on_disk)
+    array = (array.swapaxes(-1, -2) if tensor.is_input_first else array)[index]
+    if tensor.scale is None:
+        return array
+    index = (*index, slice(None), slice(None))
+    blocks = [np.arange(tensor.shape[i])[index[i]] // tensor.block[i] for i in range(2)]
+    return array.astype(np.float32) * read_rows(tensor.scale)[np.ix_(*blocks)].astype(np.float32)
+
+
+def one_line(error: Exception) -> str:
+    """The beginning of an exception's message."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool = False) -> dict:
+    """The weights of a checkpoint on the devices of `mesh`, as model.abstract_weights declares them.
+
+    Some weights are read ahead, in threads. They reach the devices in the dtype that read_rows gives, and are cast
+    there or, with `int8`, rounded (a checkpoint in int8 stays as it is). A scale needs the whole row, which may lie on
+    several devices: the reduction over them makes it the same on every mesh.
+    """
+    target = abstract_weights(checkpoint.config, mesh, DTYPES[dtype], int8 or checkpoint.int8)
+    print_left_out(checkpoint)
+
+    def read(weight):
+        """A weight as it is on disk, each device's part of it."""
+        abstract, source = weight
+        if checkpoint.int8 and isinstance(abstract, Int8):
+            scale = scales(source, len(abstract.shape))
+            return Int8(read((abstract.values, source)), read((abstract.scale, scale)))
+        values = abstract.values if isinstance(abstract, Int8) else abstract
+        dtypes = {checkpoint.tensors[name].dtype for name in names_of(source)}
+        on_disk = DTYPES[dtypes.pop() if len(dtypes) == 1 else "float32"]
+
+        def block(index):
+            return assemble(checkpoint.tensors, source, index, values.shape, on_disk)
+
+        return jax.block_until_ready(jax.make_array_from_callback(values.shape, values.sharding, block, dtype=on_disk))
+
+    def cast_or_rounded(abstract, array):
+        shardings = jax.tree.map(lambda x: x.sharding, abstract)
+        if isinstance(abstract, Int8) and not checkpoint.int8:
+            return jax.block_until_ready(jax.jit(quantize, out_shardings=shardings)(array))
+        return jax.tree.map(lambda x, a: a if a.dtype == x.dtype else a.astype(x.dtype), abstract, array)
+
+    weights = with_sources(target, checkpoint.config)
+    arrays = read_ahead(read, weights)
+    bar = tqdm(zip(weights, arrays, strict=True), total=len(weights), desc="loading", unit="weights", disable=None)
+    loaded = [cast_or_rounded(weight, array) for (weight, _), array in bar]
+    return jax.tree.unflatten(jax.tree.structure(target, is_leaf=lambda x: isinstance(x, Int8)), loaded)
+
+
+def read_ahead(read, weights: list) -> Iterator:
+    """`read` of each weight, in order, with READERS of them under way: no more, which bounds the memory."""
+    pool, pending = ThreadPoolExecutor(READERS), deque()
+    try:
+        for weight in weights:
+            if len(pending) == READERS:
+                yield pending.popleft().result()
+            pending.append(pool.submit(read, weight))
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def scales(source: Source, dims: int) -> Source:
+    """The source of the scales, one for each row, of an int8 weight that has so many dimensions."""
+    if isinstance(source, str):
+        return f"{source}_scale"
+    if isinstance(source, Joined):
+        return Joined([f"{name}_scale" for name in source.names])
+    if isinstance(source, Stack):
+        return Stack([scales(member, dims - 1) for member in source.members])
+    if source[0].axis == dims - 1:  # each device has some columns of all rows
+        return f"{source[0].name}_scale"
+    return [part._replace(name=f"{part.name}_scale") for part in source]
+
+
+def assemble(
+    tensors: dict[str, Stored],
+    source: Source,
+    index: tuple[slice, ...],
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+) -> np.ndarray:
+    """One device's block `index` of a weight of global `shape`.
+
+    Of one tensor these are the same rows and columns, of Parts this device's share of each, in order. What lies
+    past the end of a tensor or a share is zeros (see model.abstract_weights and model.stored_width).
+    """
+    bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
+    block = aligned([stop - start for start, stop in bounds], dtype)
+    if isinstance(source, Stack):
+        for matrix, member in zip(block, source.members[slice(*bounds[0])], strict=True):
+            matrix[:] = assemble(tensors, member, index[1:], shape[1:], dtype)
+        return block
+    if isinstance(source, (str, Joined)):
+        axis, (first, last), ranges = 0, bounds[0], []
+        for name in names_of(source):
+            rows = tensors[name].shape[0]
+            start, stop = (min(max(row, 0), rows) for row in (first, last))
+            ranges.append((name, start, stop, stop - start))
+            first, last = first - rows, last - rows
+    else:
+        axis = source[0].axis
+        first, last = bounds[axis]
+        shard, shards = first // (last - first), shape[axis] // (last - first)
+        ranges = [(part.name, *share(part, tensors[part.name].shape[axis], shard, shards)) for part in source]
+    along = np.moveaxis(block, axis, 0)
+    filled = 0
+    for name, start, stop, room in ranges:
+        part = [slice(*b) for b in bounds]
+        part[axis] = slice(start, stop)
+        read = np.moveaxis(read_rows(tensors[name], *part), axis, 0)
+        region = along[filled : filled + room]
+        if read.shape != region.shape:
+            region[...] = 0
+        region[tuple(map(slice, read.shape))] = read
+        filled += room
+    along[filled:] = 0
+    return block
+
+
+def share(part: Part, size: int, shard: int, shards: int) -> tuple[int, int, int]:
+    """Where the share of device `shard` of `shards` begins and ends in a tensor that has `size` rows, or columns, and
+    how many there is room for: what is missing is zeros."""
+    size //= part.pieces
+    unit, begin = size // part.units, part.piece * size
+    if part.groups is None or shards <= part.groups:
+        room = max(part.units // shards, 1)
+        first = shard * part.units // shards
+        last = first + room
+    else:
+        neighbours, units = shards // part.groups, part.units // part.groups
+        group, rank = divmod(shard, neighbours)
+        room = -(-units // neighbours)
+        first, last = (group * units + min(units, room * n) for n in (rank, rank + 1))
+    return begin + unit * first, begin + unit * last, unit * room
+
+
+def aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:
+    """An empty array on a boundary of 64 bytes: on CPUs jax then takes it as it is, and copies nothing."""
+    size = math.prod(shape) * dtype.itemsize
+    buffer = np.empty(size + 64, np.uint8)
+    first = -buffer.ctypes.data % 64
+    return buffer[first : first + size].view(dtype).reshape(shape)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Converting
+
+
+class Output(NamedTuple):
+    """A tensor to write."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) * DTYPES[self.dtype].itemsize
+
+
+def convert(source: Path, output: Path, dtype: str, int8: bool) -> None:
+    """Writes the checkpoint `source` to `output`, matrices in int8 where `int8` and all else in `dtype`."""
+    checkpoint = open_checkpoint(source)
+    if checkpoint.int8:
+        raise InputError(f"{source}: is in int8 already; convert the original checkpoint")
+    # A shard is a list of groups: a tensor, or an int8 matrix and its scales.
+    shards: list[list[list[Output]]] = [[]]
+    shard_bytes = 0
+    rounded = set(matrices(checkpoint.config)) if int8 else set()
+    for name, tensor in checkpoint.tensors.items():
+        group = [Output(name, "float32" if name.endswith(FLOAT32) else dtype, tensor.shape)]
+        if name in rounded:
+            group = [Output(name, "int8", tensor.shape), Output(f"{name}_scale", "float32", tensor.shape[:-1])]
+        group_bytes = sum(o.nbytes for o in group)
+        if shards[-1] and shard_bytes + group_bytes > SHARD_BYTES:
+            shards.append([])
+            shard_bytes = 0
+        shards[-1].append(group)
+        shard_bytes += group_bytes
+    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+
+    provenance = {
+        "source": fingerprint(checkpoint),
+        "dtype": dtype,
+        "quantize": "int8" if int8 else None,
+        "left_out": checkpoint.left_out,
+    }
+    weight_map = {o.name: file for file, shard in zip(files, shards, strict=True) for group in shard for o in group}
+    total = sum(o.nbytes for shard in shards for group in shard for o in group)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    config = {**checkpoint.raw_config, "dtype": dtype}
+    for name in ("torch_dtype", "quantization_config"):
+        config.pop(name, None)
+    if int8:
+        config["quantization_config"] = INT8
+    with claimed(output, source, provenance):
+        with tqdm(total=total, desc="converting", unit="B", unit_scale=True, disable=None) as bar:
+            for file, shard in zip(files, shards, strict=True):
+                write_shard(output / file, shard, checkpoint.tensors, bar)
+        for pattern in (*TOKENIZER_FILES, "generation_config.json"):
+            for file in sorted(source.glob(pattern)):
+                if file.is_file():
+                    write_whole(output / file.name, file.read_bytes())
+        write_whole(output / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+        write_whole(output / "config.json", json.dumps(config, indent=2).encode())
+    print_left_out(checkpoint)
+
+
+def print_left_out(checkpoint: Checkpoint) -> None:
+    """Says what is left out on purpose, on standard error, from process 0 alone."""
+    if jax.process_index() == 0:
+        for reason, count in Counter(checkpoint.left_out.values()).items():
+            print(f"left out {count} tensors of the checkpoint: {reason}", file=sys.stderr)
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Tells checkpoints apart without reading them whole: the configuration, and of every tensor its place, dtype and
+    shape and a sample of its numbers."""
+    digest = hashlib.sha256(json.dumps(checkpoint.raw_config, sort_keys=True).encode())
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        digest.update(f"{name} {tensor.file.name} {tensor.dtype} {tensor.shape} ".encode())
+        digest.update(read_rows(tensor, slice(0, 1)).tobytes())
+        digest.update(read_rows(tensor, slice(-1, None)).tobytes())
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def claimed(output: Path, source: Path, provenance: dict):
+    """Makes the output folder, or finds that it holds a part or the whole of this very conversion; locks it."""
+    if os.path.realpath(output) == os.path.realpath(source):
+        raise InputError(f"{output}: is the source; choose another --output")
+    output.mkdir(parents=True, exist_ok=True)
+    lock = os.open(output, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        record = output / "conversion.json"
+        if record.exists():
+            if read_json(record) != provenance:
+                raise InputError(f"{output}: holds a conversion of another checkpoint or with other options; remove it")
+        elif strangers := [file.name for file in output.iterdir() if file.name != "conversion.json.part"]:
+            raise InputError(f"{output}: is not empty (it has {strangers[0]}); choose another --output")
+        else:
+            write_whole(record, json.dumps(provenance, indent=2).encode())
+        yield
+    except BlockingIOError as error:
+        raise InputError(f"{output}: another conversion is writing here; wait for it or choose another") from error
+    finally:
+        os.close(lock)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """A file that is either there with all of `content` or not there."""
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, path)
+
+
+def write_shard(path: Path, groups: list[list[Output]], tensors: dict[str, Stored], bar: tqdm) -> None:
+    """One safetensors file, written in pieces of rows: its size and header are known before its contents.
+
+    safetensors' own writer takes whole tensors in memory. Like that writer, this puts wide dtypes first, which aligns
+    all of them.
+    """
+    header, end = {}, 0
+    for o in sorted((o for group in groups for o in group), key=lambda o: -DTYPES[o.dtype].itemsize):
+        stored = next(short for short, dtype in STORED.items() if dtype == o.dtype)
+        shape = swapped(o.shape) if o.name.endswith(INPUT_FIRST) else o.shape
+        header[o.name] = {"dtype": stored, "shape": list(shape), "data_offsets": [end, end + o.nbytes]}
+        end += o.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    if path.exists() and path.stat().st_size == len(head) + end:
+        with open(path, "rb") as f:
+            if f.read(len(head)) == head:
+                bar.update(end)
+                return
+
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as f:
+        f.write(head)
+        written = {name: len(head) + entry["data_offsets"][0] for name, entry in header.items()}
+        for group in groups:
+            name, tensor = group[0].name, tensors[group[0].name]
+            row_bytes = max(1, int(np.prod(tensor.shape[1:]))) * DTYPES[tensor.dtype].itemsize
+            step = max(1, PIECE_BYTES // row_bytes)
+            for first in range(0, tensor.shape[0], step):
+                rows = read_rows(tensor, slice(first, first + step))
+                arrays = quantize_on_device(rows) if len(group) == 2 else [rows.astype(DTYPES[group[0].dtype])]
+                if not all(np.isfinite(array).all() for array in (rows, *arrays)):
+                    raise InputError(f"{tensor.file}: {name} has NaN or values too large for {group[0].dtype}")
+                for o, array in zip(group, map(np.asarray, arrays), strict=True):
+                    f.seek(written[o.name])
+                    f.write((array.swapaxes(-1, -2) if o.name.endswith(INPUT_FIRST) else array).tobytes())
+                    written[o.name] += array.nbytes
+                    bar.update(array.nbytes)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, path)
+
+
+quantize_on_device = jax.jit(quantize)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse, with its errors in the one form that all errors have here."""
+
+    def error(self, message: str) -> None:
+        raise InputError(message)
+
+
+def run(main) -> None:
+    """Calls main(). What the user can mend ends with one line on standard error and status 2, an interrupt with 130."""
+    try:
+        main()
+    except (InputError, OSError) as error:  # an OSError names the file
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_path", required=True, help="a Hugging Face checkpoint folder or a hub id")
+    parser.add_argument("--output", required=True, help="the folder to write")
+    parser.add_argument("--dtype", choices=[d for d in DTYPES if d != "int8"], default="bfloat16")
+    parser.add_argument("--quantize", choices=["int8"], help="matrices in int8, one scale for each output channel")
+    args = parser.parse_args()
+    if not args.output:
+        raise InputError("--output is empty")
+    convert(find_checkpoint(args.model_path), Path(args.output), args.dtype, args.quantize == "int8")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,1988 @@
+"""GLM-4.7-Flash inference in JAX: the whole model in one file.
+
+Covers what `Glm4MoeLiteForCausalLM` of transformers covers; the layer of multi-token prediction is left out on purpose.
+The file reads from top to bottom: configuration, quantization, weights and their shardings, the cache, layers, experts,
+latent attention (plain XLA, and a Pallas kernel for TPUs), the forward pass, the choice of the next token, decoding. It
+needs jax and numpy alone.
+
+    config = Config.from_dict(json.load(open("config.json")))
+    mesh = make_mesh(tp=jax.device_count())
+    weights = ...  # a pytree as abstract_weights(config, mesh, dtype) describes it; convert.py loads one
+    for tokens in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):
+        ...
+
+Latent attention (DeepSeek-AI 2024, "DeepSeek-V2"). All heads share one latent vector a token, and one key of rotary
+embedding; the keys and values of each head are linear in the latent. Only these two are cached. Prefill expands them
+to keys and values. Decoding never does: what would expand the key is absorbed into the query, what would expand the
+value into the output.
+
+Parallelism. A mesh has three axes. `dp` splits the batch. `ep` splits the experts, and `tp` the columns of each; both
+together split all other matrices but the router, attention by heads and MLPs by columns (Shoeybi et al. 2019,
+"Megatron-LM"). All device code runs under `jax.shard_map`, where an array is this device's part and nothing is
+communicated but by the collectives written out here. Each layer has an `all_gather` of what all heads need, one `psum`
+after attention and one after the feed-forward; a step has a psum after the embedding, and at its end an all_gather over
+ep x tp for the next token and one over dp, so that every host sees all rows. The cache has no heads to split: devices
+deal out its rows and its tokens, and `exchange` queries and outputs.
+
+Some words of JAX. A pytree is nested dicts, lists and tuples of arrays; jax.tree.map applies a function to each array.
+jit compiles a function once for each set of shapes; inside, arrays are traced: they have a shape and a dtype, and no
+numbers yet. A donated argument gives its memory to the result. A mesh names the axes of a grid of devices, and a
+PartitionSpec (P) says which of them splits which dimension of an array. psum adds an array over devices, all_gather
+joins their parts. platform_dependent takes one of several functions, by the platform that is compiled for; the compiler
+moves nothing across an optimization_barrier. A Pallas kernel is the program of a TPU core, which itself fetches blocks
+of its arguments (BlockSpec says which) into the fast memory, VMEM.
+
+Dimension letters, in shapes and einsums. Under shard_map B, N, F, E and V are the sizes on one device.
+
+    B  rows of the batch         D  hidden_size           V  vocab_size
+    T  tokens of a row           N  num_attention_heads   F  intermediate_size, or moe_intermediate_size
+    S  cache slots of a row      Q  q_lora_rank           X  devices that share a layer, ep x tp
+    C  any contracted dimension  L  kv_lora_rank          R  of them, those that share a cache
+    O  any output dimension      H  qk_nope_head_dim      E  n_routed_experts
+    K  heads that have keys      U  qk_rope_head_dim      G  query heads that share a head of keys
+                                 W  v_head_dim
+
+Dtypes. Weights, residual stream and cache are bfloat16 unless asked otherwise; matrices and the cache can be int8 with
+float32 scales (CPUs differ in two ways: see abstract_cache and cpu_product). Every product accumulates in float32 on
+its device; partial sums cross devices in the residual stream's dtype, which halves the traffic. Norms, rotary
+embedding, softmax, routing and logits are float32.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+MODEL_AXES = ("ep", "tp")
+
+# The score of a slot that is not attended to, the logit of a token that does not exist. Finite, so that a block with
+# nothing else gives no NaN: once a real score arrives, what the block added is multiplied by exp(MASKED - score) = 0.
+MASKED = -1e30
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used. The message is one line that names the thing and the remedy."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configuration and mesh
+
+
+REQUIRED = (
+    "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "kv_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+)  # fmt: skip
+OF_YARN = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor")
+ROPE_PARAMETERS = {  # of each rope_type: what it needs, what it may have
+    "default": ((), ()),
+    "linear": (("factor",), ("mscale_all_dim",)),
+    "yarn": (("factor", "original_max_position_embeddings"), OF_YARN),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The numbers of config.json that inference needs, under config.json's own names, and a fact of the checkpoint.
+
+    The rope fields may stand in `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5). Defaults are the
+    reference's.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of a layer without experts
+    moe_intermediate_size: int  # of an expert
+    num_hidden_layers: int
+    num_attention_heads: int
+    n_routed_experts: int
+    n_shared_experts: int  # they are one MLP, so many times as wide as an expert
+    num_experts_per_tok: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int = 0  # 0, in config.json null: queries are not compressed
+    mlp_layer_types: tuple[str, ...] = ()  # for each layer "dense" or "sparse", with experts
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.8
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    rope_interleave: bool = True
+    rope_theta: float = 10000.0
+    rope_type: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float = 0.0
+    has_extra_layer: bool = False  # in the checkpoint, for multi-token prediction
+
+    @classmethod
+    def from_dict(cls, config: dict) -> "Config":
+        """Reads the dict of a config.json, as transformers 4 or 5 writes it.
+
+        Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
+        """
+        rope = read_rope(config)
+        check_supported(
+            model_type=(config.get("model_type"), ("glm4_moe_lite",)),
+            rope_type=(rope["rope_type"], tuple(ROPE_PARAMETERS)),
+            partial_rotary_factor=(rope.get("partial_rotary_factor", 1), (1,)),
+            hidden_act=(config.get("hidden_act", "silu"), ("silu", "swish")),
+            scoring_func=(config.get("scoring_func") or "sigmoid", ("sigmoid",)),
+            topk_method=(config.get("topk_method") or "noaux_tc", ("noaux_tc",)),
+        )
+        needed, optional = ROPE_PARAMETERS[rope["rope_type"]]
+        given = {"q_lora_rank": 768} | config
+        for name in ("rope_type", "rope_theta", *needed, *optional):
+            if rope.get(name) or rope.get(name) is False:  # to transformers, 0 is as good as absent
+                given[name] = rope[name]
+        given |= {"has_extra_layer": False, "mlp_layer_types": None}
+        given = read_fields(cls, given, (*REQUIRED, *needed))
+        layers, kinds = given["num_hidden_layers"], config.get("mlp_layer_types")
+        if layers >= 2**16:  # before lists of that length are made
+            raise InputError(f"config.json: num_hidden_layers cannot be {layers}")
+        kinds = ["dense"] + ["sparse"] * (layers - 1) if kinds is None else kinds
+        if not isinstance(kinds, list) or len(kinds) < layers or any(k not in ("dense", "sparse") for k in kinds):
+            raise InputError(f"config.json: mlp_layer_types cannot be {kinds!r:.40} for {layers} layers")
+        result = cls(**given, mlp_layer_types=tuple(kinds[:layers]))
+        result.check()
+        return result
+
+    def check(self) -> None:
+        """Raises InputError for numbers that do not go together."""
+        experts, groups = self.n_routed_experts, self.n_group
+        if self.qk_rope_head_dim % 2:
+            raise InputError(f"config.json: qk_rope_head_dim {self.qk_rope_head_dim} must be even: rope turns pairs")
+        if experts >= 2**12:
+            raise InputError(f"config.json: n_routed_experts cannot be {experts}")
+        if experts % groups:
+            raise InputError(f"config.json: n_group {groups} does not divide n_routed_experts {experts}")
+        if experts < 2 * groups:
+            raise InputError(f"config.json: n_group {groups} leaves a group less than two of {experts} experts")
+        if self.topk_group > groups:
+            raise InputError(f"config.json: topk_group {self.topk_group} exceeds n_group {groups}")
+        in_question = self.topk_group * (experts // groups)
+        if self.num_experts_per_tok > in_question:
+            raise InputError(
+                f"config.json: num_experts_per_tok {self.num_experts_per_tok} exceeds the {in_question} in question"
+            )
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's feed-forward are experts."""
+        return self.mlp_layer_types[layer] == "sparse"
+
+
+def read_rope(config: dict) -> dict:
+    """The rope parameters of a config.json, wherever they stand in it. As in transformers, the table wins over the top
+    level, except for original_max_position_embeddings, which defaults to max_position_embeddings."""
+    table = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(table, dict):
+        raise InputError(f"config.json: the rope parameters must be a table, not {table!r}")
+    rope_type = table.get("rope_type") or table.get("type") or "default"
+    top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    given = {name: value for name, value in table.items() if value is not None}
+    given = {name: value for name, value in top_level.items() if value is not None} | given
+    context = "original_max_position_embeddings"
+    given[context] = config.get(context) or given.get(context) or config.get("max_position_embeddings")
+    return given | {"rope_type": rope_type}
+
+
+def check_supported(**features: tuple[object, tuple]) -> None:
+    """Raises InputError for a feature whose value, the first of its pair, is not one of the second."""
+    for name, (value, supported) in features.items():
+        if value not in supported:
+            names = ", ".join(map(str, supported))
+            raise InputError(f"config.json: {name} {value!r:.40} is not supported, only {names}")
+
+
+def read_fields(cls: type, given: dict, required: tuple[str, ...]) -> dict:
+    """Of `given`, what is a field of the dataclass `cls`; null counts as absent.
+
+    Raises InputError for a value that such a field cannot have, and for a required one that is not there.
+    """
+    kinds = {field.name: field.type for field in dataclasses.fields(cls)}
+    given = {name: value for name, value in given.items() if name in kinds and value is not None}
+    for name, value in given.items():
+        if not is_valid(value, kinds[name]):
+            raise InputError(f"config.json: {name} cannot be {value!r:.40}")
+    for name in required:
+        if name not in given:
+            raise InputError(f"config.json: {name} is missing")
+    return given
+
+
+def is_valid(value: object, kind: type) -> bool:
+    """Whether a value of a JSON file can be a field of type `kind`. Numbers are positive and bounded."""
+    if kind in (bool, str):
+        return isinstance(value, kind)
+    if isinstance(value, bool):  # an int to Python
+        return False
+    if kind is float:
+        return isinstance(value, (int, float)) and 0 < value < 1e30
+    return isinstance(value, int) and 0 < value < 2**31
+
+
+def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None) -> Mesh:
+    """A mesh (dp, ep, tp) over `devices`, by default all of them.
+
+    The innermost axes communicate in every layer: jax.make_mesh places their devices next to each other.
+    """
+    devices = jax.devices() if devices is None else devices
+    if dp * ep * tp != len(devices):
+        raise InputError(
+            f"the mesh dp x ep x tp = {dp} x {ep} x {tp} needs {dp * ep * tp} devices, and there are {len(devices)}; "
+            "choose --dp --ep --tp so that their product is that number"
+        )
+    axis_types = (jax.sharding.AxisType.Auto,) * 3
+    return jax.make_mesh((dp, ep, tp), ("dp", *MODEL_AXES), axis_types=axis_types, devices=devices)
+
+
+def model_shards(mesh: Mesh) -> int:
+    """X, the number of devices that share each layer."""
+    return mesh.shape["ep"] * mesh.shape["tp"]
+
+
+CACHE_SHARERS = 32  # more devices than that exchange so much that a second copy of the cache is the better bargain
+
+
+def neighbours(config: Config, shards: int) -> int:
+    """R, the number of devices that share a cache, where `shards` devices share a layer: all of them up to
+    CACHE_SHARERS, else the largest divisor that is not above."""
+    return next(n for n in range(min(shards, CACHE_SHARERS), 0, -1) if shards % n == 0)
+
+
+def local_heads(config: Config, shards: int) -> int:
+    """N on each of `shards` devices. Where they do not divide the heads, the last ones have heads of zeros, which
+    change nothing."""
+    return -(-config.num_attention_heads // shards)
+
+
+def check_mesh(config: Config, mesh: Mesh) -> None:
+    """Raises InputError where the mesh does not divide the model."""
+    shards, (_, ep, tp) = model_shards(mesh), mesh.shape.values()
+    kinds = {config.has_experts(i) for i in range(config.num_hidden_layers)}
+    if True in kinds and config.n_routed_experts % ep:
+        raise InputError(
+            f"ep = {ep} does not divide n_routed_experts {config.n_routed_experts}; choose a divisor of it"
+        )
+    sizes = {
+        "intermediate_size": (config.intermediate_size, shards, False),
+        "moe_intermediate_size": (config.moe_intermediate_size, tp, True),
+        "n_shared_experts x moe_intermediate_size": (
+            config.n_shared_experts * config.moe_intermediate_size,
+            shards,
+            True,
+        ),
+    }
+    for name, (size, devices, of_experts) in sizes.items():
+        if of_experts in kinds and size % devices:
+            axes = "tp" if devices == tp else "ep x tp"
+            raise InputError(f"{axes} = {devices} does not divide {name} {size}; choose a divisor of it")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Int8
+
+
+class Int8(NamedTuple):
+    """int8 `values [..., C]` times float32 `scale [...]`: one scale for each vector along the last dimension.
+
+    A weight [.., O, C] has a scale for each output channel, which moves to the output side of the product; the
+    embedding [V, D] one for each token; a cache [B, K, S, H] one for each token and head; an activation [B, C] one for
+    each row.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+def quantize(x: jax.Array) -> Int8:
+    """Symmetric rounding to int8 along the last dimension: the largest magnitude becomes 127."""
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / 127
+    values = jnp.round(x / jnp.where(scale == 0, 1, scale)[..., None])
+    return Int8(values.astype(jnp.int8), scale)
+
+
+def values_and_scale(x: jax.Array | Int8, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
+    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none."""
+    return (x.values.astype(dtype), x.scale) if isinstance(x, Int8) else (x, None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights and cache: shape, dtype and sharding, declared once
+
+
+CACHE_SPEC = P("dp", MODEL_AXES)  # [B, K, ..]: rows over dp, kv heads or parts of one over ep x tp
+
+
+def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = False) -> dict:
+    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 where `int8`. Raises as check_mesh.
+
+    Matrices are [output, input], as Hugging Face stores them: the contracted dimension comes last, so that a row is
+    read as one run of memory, and loading transposes nothing. Split by output, each device computes a part of the
+    outputs, without communication. Split by input, as `o` and `down` are, each has a partial sum of every output, and a
+    psum adds them.
+
+    `qkv_a` is what all heads share in one product: the compressed query, the latent and the rope key. `gate_up` is one
+    product too: its rows are grouped by device, device x of X holds its gate rows, then its up rows. Experts are split
+    over ep, and each like an MLP over tp. The router, which every device needs, is whole on each, and never Int8.
+
+    The norms of layers and the router's bias are float32: the norms for speed, since XLA for TPUs would spend a launch
+    on turning each to float32 in every step.
+    """
+    check_mesh(config, mesh)
+    D, Q, L, U = config.hidden_size, config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
+    H, W, F, E = config.qk_nope_head_dim, config.v_head_dim, config.moe_intermediate_size, config.n_routed_experts
+    X = model_shards(mesh)
+    N = X * local_heads(config, X)
+
+    def even(rows):  # some that only even out the shards
+        return -(-rows // X) * X
+
+    V = even(config.vocab_size)  # the logits of the added ones are masked
+    by_output, by_input = P(MODEL_AXES, None), P(None, MODEL_AXES)
+
+    def array(shape, spec, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    def matrix(*shape, spec, is_exact=False):
+        if int8:
+            return Int8(array(shape, spec, jnp.int8), array(shape[:-1], P(*spec[:-1]), jnp.float32))
+        if len(shape) == 2 and not is_exact:
+            shards = X if spec == by_input else 1
+            shape = shape[0], shards * stored_width(shape[1] // shards, dtype, mesh)
+        return array(shape, spec)
+
+    def layer_weights(i):
+        weights = {
+            "attention_norm": array((D,), P(), jnp.float32),
+            "qkv_a": matrix(even(Q + L + U), D, spec=by_output),
+            "kv_norm": array((L,), P(), jnp.float32),
+            "q": matrix(N * (H + U), Q or D, spec=by_output),
+            "kv_b": matrix(N * (H + W), L, spec=by_output, is_exact=True),
+            "o": matrix(D, N * W, spec=by_input),
+            "mlp_norm": array((D,), P(), jnp.float32),
+        }
+        if Q:
+            weights["q_norm"] = array((Q,), P(), jnp.float32)
+        if config.attention_bias:
+            weights |= {"qkv_a_bias": array((even(Q + L + U),), P(MODEL_AXES)), "o_bias": array((D,), P())}
+        if config.has_experts(i):
+            shared = F * config.n_shared_experts
+            weights |= {
+                "router": array((E, D), P()),
+                "router_bias": array((E,), P(), jnp.float32),
+                "shared_gate_up": matrix(2 * shared, D, spec=by_output),
+                "shared_down": matrix(D, shared, spec=by_input),
+                "experts_gate_up": matrix(E, 2 * F, D, spec=P("ep", "tp", None)),
+                "experts_down": matrix(E, D, F, spec=P("ep", None, "tp")),
+            }
+        else:
+            weights |= {
+                "gate_up": matrix(2 * config.intermediate_size, D, spec=by_output),
+                "down": matrix(D, config.intermediate_size, spec=by_input),
+            }
+        return weights
+
+    weights = {
+        "embedding": matrix(V, D, spec=by_output),
+        "layers": [layer_weights(i) for i in range(config.num_hidden_layers)],
+        "norm": array((D,), P()),  # never Int8: its dtype is the model's
+    }
+    if not config.tie_word_embeddings:
+        weights["head"] = matrix(V, D, spec=by_output)
+    return weights
+
+
+def stored_width(C: int, dtype: jnp.dtype, mesh: Mesh) -> int:
+    """The input dimension of a matrix as each device stores it: somewhat more than C on CPUs, with zeros, where 16-bit
+    rows would lie a multiple of 4,096 bytes apart. Those share places in the processor's cache: the product takes up to
+    1.7 times as long."""
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return C + 32 if on_cpu and jnp.dtype(dtype).itemsize == 2 and 2 * C % 4096 == 0 else C
+
+
+class LayerCache(NamedTuple):
+    """What a layer keeps of each token: its latent [B, X, S, L], and its key of rotary embedding [B, X, S, U].
+
+    The R devices that share a cache deal out rows first, then tokens. With I = gcd(B, R) groups of rows, B / I rows
+    each, device r of R belongs to group r // (R / I); of R / I devices in a group, each holds the positions p with
+    p % (R / I) == r % (R / I). So a device has slots for B / I rows: a row has I times S of them, which lie one after
+    the other in I entries of the first dimension.
+    """
+
+    latent: jax.Array | Int8
+    rope_key: jax.Array | Int8
+
+
+def abstract_cache(
+    config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, int8: bool = False
+) -> list[LayerCache]:
+    """The cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens and somewhat more.
+
+    On CPUs a 16-bit cache is kept in float32: to update one slot XLA would convert all of it to float32 and back. On
+    TPUs L and U are rounded up to the 128 lanes: a narrower array would have its slots innermost in memory, and be laid
+    out anew for the kernel in every step.
+    """
+    platform = mesh.devices.flat[0].platform
+    dtype = jnp.int8 if int8 else jnp.float32 if platform == "cpu" else dtype
+    X = model_shards(mesh)
+    slots = -(-cache_slots(max_seq_len) // neighbours(config, X))
+    # Whole tiles of the dtype, and of 128 lanes of scales, or a single one of these that is not filled.
+    unit = max(32 // jnp.dtype(dtype).itemsize, min(128, power_of_two(slots)))
+    slots = -(-slots // unit) * unit
+
+    def array(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, CACHE_SPEC))
+
+    def side(width):
+        width = -(-width // 128) * 128 if platform == "tpu" else width
+        values = array(batch, X, slots, width)
+        return Int8(values, array(batch, X, slots, dtype=jnp.float32)) if int8 else values
+
+    layer = LayerCache(side(config.kv_lora_rank), side(config.qk_rope_head_dim))
+    return [layer] * config.num_hidden_layers
+
+
+def specs(abstract) -> object:
+    """The PartitionSpecs of a pytree of arrays or ShapeDtypeStructs."""
+    return jax.tree.map(lambda x: x.sharding.spec, abstract)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def cache_slots(tokens: int) -> int:
+    """Slots to allocate for `tokens`: some more, so that large blocks divide them (at most a quarter more beyond 2,048
+    tokens, below that up to a multiple of 256)."""
+    unit = max(256, power_of_two(tokens) // 8)
+    return -(-tokens // unit) * unit
+
+
+def capacity(cache: list[LayerCache], config: Config, R: int) -> int:
+    """Tokens of a row that the cache holds, on all R devices that share it."""
+    return R * cache[0].latent.shape[2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers
+
+
+def einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """jnp.einsum with float32 sums, and without bf16 or tf32 passes where the operands are float32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def linear(x: jax.Array, w: jax.Array | Int8, bias: jax.Array | None = None) -> jax.Array:
+    """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
+    flat = jnp.pad(x.reshape(-1, x.shape[-1]), ((0, 0), (0, w.shape[-1] - x.shape[-1])))  # see stored_width
+    on_cpu = partial(cpu_product, columns=x.shape[-1])
+    y = jax.lax.platform_dependent(flat, w, cpu=on_cpu, tpu=tpu_product, default=product)
+    y = y.reshape(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
+
+
+def product(x: jax.Array, w: jax.Array | Int8, min_rows: int = 1) -> jax.Array:
+    """x [B, C] times w [O, C]: float32 [B, O].
+
+    Padded to `min_rows`, since the compiler for TPUs turns fewer rows into slow vector code.
+    """
+    values, scale = values_and_scale(w, x.dtype)
+    y = einsum("bc,oc->bo", pad_rows(x, min_rows), values)[: x.shape[0]]
+    return y if scale is None else y * scale
+
+
+def cpu_product(x: jax.Array, w: jax.Array | Int8, columns: int | None = None) -> jax.Array:
+    """product on a CPU, of which all but the first `columns` columns are zeros (None: no such).
+
+    A single row of 16 bits has a way of its own where its length allows: XLA's products are ten times slower for one
+    row than for two, and for two at the speed of turning weights to float32. Otherwise few rows come second, since XLA
+    rearranges the second operand; and a short row of another length goes in as its two halves, against the halves of
+    each row of the weight.
+
+    With int8 weights, the fast product is int8 with int8: two int8 planes hold 15 bits of an activation, a coarse one,
+    and a fine one of what its rounding left. As rows of one product they cost little and lose next to nothing. (From
+    some 50 rows on, casting the weight costs less.)
+    """
+    (B, C), O = x.shape, w.shape[0]
+    is_16_bit, columns = x.dtype != jnp.float32, columns or C
+    if B == 1 and is_16_bit and not isinstance(w, Int8) and columns % 512 == 0 and columns <= 8192:
+        return row_product(x[:, :columns], w[:, :columns])
+    if isinstance(w, Int8) and B < 50:
+        coarse = quantize(x)
+        fine = quantize(x - coarse.values * coarse.scale[:, None])
+        y = weights_first(jnp.concatenate([coarse.values, fine.values]), w.values, jnp.int32)
+        return (y[:B] * coarse.scale[:, None] + y[B:] * fine.scale[:, None]) * w.scale
+    if isinstance(w, Int8) or B >= 128:
+        return product(x, w)
+    if B == 1 and is_16_bit and C < 2048 and C % 2 == 0:
+        y = einsum("bc,oc->bo", x.reshape(2, C // 2), w.reshape(2 * O, C // 2))
+        return y[:1, ::2] + y[1:, 1::2]
+    return weights_first(pad_rows(x, 2 if is_16_bit else 1), w, jnp.float32)[:B]
+
+
+def row_product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [1, C] times w [O, C], both of 16 bits, C a multiple of 512: float32 [1, O]. On a CPU, 1.5 times as fast as two
+    rows of a product.
+
+    Each 512 columns are 16 runs of 32: XLA makes one loop of multiplying and adding the 16, unrolled, with the 32 side
+    by side in vector registers. What is left, 32 sums for each 512 columns, is a small product with ones.
+
+    reduce_precision changes nothing. It keeps the sum from XLA's library of reductions, which would have all weights
+    turned to float32 in memory first; the barriers keep what follows from being drawn into the loop.
+    """
+    (O, C), runs, lanes = w.shape, 16, 32
+    terms = w.reshape(O, -1, runs, lanes).astype(jnp.float32) * x.reshape(-1, runs, lanes).astype(jnp.float32)
+    sums = jax.lax.reduce(terms, np.float32(0), lambda a, b: jax.lax.reduce_precision(a + b, 8, 23), (2,))
+    sums = jax.lax.optimization_barrier(sums).reshape(-1, lanes)
+    y = jax.lax.optimization_barrier(einsum("rc,bc->rb", sums, jnp.ones((1, lanes)))).reshape(O, -1)
+    return sum(y[:, i] for i in range(C // (runs * lanes)))[None]
+
+
+def weights_first(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """x [B, C] times w [O, C], w being the first operand, which a barrier keeps XLA from changing: `dtype` [B, O]."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    y = jnp.einsum("oc,bc->ob", w, x, precision=precision, preferred_element_type=dtype)
+    return jax.lax.optimization_barrier(y).T
+
+
+STREAM_BYTES = 40 * 2**20  # of a weight on a device: from here on XLA for TPUs does not fetch all of it ahead
+
+
+def tpu_product(x: jax.Array, w: jax.Array | Int8) -> jax.Array:
+    """product on a TPU: few rows times a weight too large to be fetched ahead go to a kernel that streams it."""
+    (B, C), O = x.shape, w.shape[0]
+    itemsize = jax.tree.leaves(w)[0].dtype.itemsize
+    vmem = 2 * C * (128 * itemsize + B * x.dtype.itemsize)  # two blocks of 128 rows, and x; a kernel gets 16 MiB
+    is_streamed = B <= 64 and C % 128 == 0 and O * C * itemsize >= STREAM_BYTES and vmem <= 12 * 2**20
+    return streamed_product(x, w) if is_streamed else product(x, w, min_rows=8)
+
+
+def streamed_product(
+    x: jax.Array, w: jax.Array | Int8, block: int | None = None, interpret: bool | pltpu.InterpretParams = False
+) -> jax.Array:
+    """product for TPUs, as a Pallas kernel: x [B, C] times w [O, C]: float32 [B, O].
+
+    Reads w once, in blocks of whole rows, each one piece of memory, where XLA's own product of a weight in HBM fetches
+    narrow columns. While one is multiplied, the next is on its way. Multiplying takes less time than fetching, int8
+    values cast to x's dtype included. What the last block has beyond O is not defined, nor stored.
+
+    `block` rows of w in a grid step: a multiple of 128, by default as many as make 2 MiB. Nothing overlaps the first
+    block of a product, so no larger; a step has to outlast its own overhead, so no smaller.
+    """
+    (B, C), O = x.shape, w.shape[0]
+    values, scale = w if isinstance(w, Int8) else (w, None)
+    block = block or max(128, 2**21 // (C * values.dtype.itemsize) // 128 * 128)
+
+    def kernel(x, w, y):
+        y[...] = einsum("bc,oc->bo", x[...], w[...].astype(x.dtype))
+
+    y = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((B, O), jnp.float32),
+        grid=(pl.cdiv(O, block),),
+        in_specs=[pl.BlockSpec((B, C), lambda i: (0, 0)), pl.BlockSpec((block, C), lambda i: (i, 0))],
+        out_specs=pl.BlockSpec((B, block), lambda i: (0, i)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),  # shared by the two cores of a v5p
+        cost_estimate=kernel_cost(2 * B * O * C, values),
+        interpret=interpret,
+        name="streamed_product",
+    )(x, pltpu.with_memory_space_constraint(values, pltpu.HBM))
+    return y if scale is None else y * scale
+
+
+def kernel_cost(flops: int, read) -> pl.CostEstimate:
+    """What a kernel that reads the arrays of the pytree `read` tells the compiler, which cannot see it."""
+    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))
+    return pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0)
+
+
+def pad_rows(x: jax.Array, rows: int) -> jax.Array:
+    """x [B, C] with zeros up to `rows` rows."""
+    return jnp.pad(x, ((0, max(rows - x.shape[0], 0)), (0, 0)))
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x over its root mean square along the last dimension, times weight; float32 inside, x's dtype outside."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def rope_frequencies(config: Config) -> np.ndarray:
+    """float32 [U / 2]: the angle by which a position turns each pair (Su et al. 2021).
+
+    "linear" divides the frequencies by `factor`. "yarn" (Peng et al. 2023) divides by it those that turn less than
+    `beta_slow` times over the original context, keeps those that turn more than `beta_fast` times, and blends between.
+    All is rounded where the reference class rounds it: far along a sequence, a last place of a frequency shows.
+    """
+    U, theta, factor = config.qk_rope_head_dim, config.rope_theta, config.factor
+    exponents = np.arange(0, U, 2, dtype=np.float32) / np.float32(U)
+    wavelengths = (np.float64(theta) ** exponents).astype(np.float32)
+    frequencies = 1 / wavelengths
+    if config.rope_type == "linear":
+        frequencies = frequencies / np.float32(factor)
+    if config.rope_type == "yarn":
+
+        def pair_that_turns(times):
+            return U * math.log(config.original_max_position_embeddings / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+        first, last = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
+        if config.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, U - 1)
+        last += 0.001 if first == last else 0
+        divided = np.clip((np.arange(U // 2, dtype=np.float32) - np.float32(first)) / np.float32(last - first), 0, 1)
+        frequencies = 1 / (np.float32(factor) * wavelengths) * divided + frequencies * (1 - divided)
+    return frequencies.astype(np.float32)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """What yarn multiplies attention's scores by, or its square root, for a context `factor` times as long."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def rope_scale(config: Config) -> float:
+    """What queries and keys of rotary embedding are multiplied by: in yarn, as config.json's two mscale say."""
+    if config.rope_type != "yarn":
+        return 1.0
+    if config.attention_factor:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return yarn_mscale(config.factor, config.mscale) / yarn_mscale(config.factor, config.mscale_all_dim)
+    return yarn_mscale(config.factor, 1)
+
+
+def softmax_scale(config: Config) -> float:
+    """What scores are multiplied by before the softmax."""
+    scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+    if config.rope_type != "default" and config.mscale_all_dim:
+        scale *= yarn_mscale(config.factor, config.mscale_all_dim) ** 2
+    return scale
+
+
+def rope(x: jax.Array, positions: jax.Array, config: Config) -> jax.Array:
+    """Turns the pairs of float32 x [B, T, heads, U] by positions [B, T] times the frequencies: (x[2i], x[2i + 1]), or
+    half of U apart where config.json does not say rope_interleave."""
+    angles = positions[:, :, None, None].astype(jnp.float32) * rope_frequencies(config)
+    cos, sin = rope_scale(config) * jnp.cos(angles), rope_scale(config) * jnp.sin(angles)
+    x1, x2 = (x[..., 0::2], x[..., 1::2]) if config.rope_interleave else jnp.split(x, 2, axis=-1)
+    # All first ones, then all second ones: queries and keys have the same order, and only their products count.
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+
+
+@jax.named_scope("embed")  # the name in a profiler's trace
+def embed(tokens: jax.Array, table: jax.Array | Int8, norm: jax.Array) -> jax.Array:
+    """Rows of the vocabulary-sharded table [V, D] for tokens [B, T]: [B, T, D] in the dtype of a norm [D].
+
+    Each device looks up the tokens it holds and contributes zeros for the others; the psum puts them together.
+    """
+    local = tokens - jax.lax.axis_index(MODEL_AXES) * table.shape[0]
+    is_here = (local >= 0) & (local < table.shape[0])
+    # One more row than needed: for a single row of an int8 table, XLA for TPUs would lay the whole table out anew.
+    index = jnp.pad(jnp.where(is_here, local, 0), ((0, 1), (0, 0)))
+    x, scale = values_and_scale(jax.tree.map(lambda t: t[index][:-1], table), jnp.float32)
+    x = x if scale is None else x * scale[..., None]
+    x = x[..., : norm.shape[0]]  # see stored_width
+    return jax.lax.psum(jnp.where(is_here[..., None], x, 0).astype(norm.dtype), MODEL_AXES)
+
+
+LATENT_EPS = 1e-6  # of the norms within attention, whatever rms_norm_eps is
+
+
+@jax.named_scope("attention")
+def attention(x: jax.Array, w: dict, cache: LayerCache, positions: jax.Array, attend, config: Config):
+    """The first half of a layer, on x [B, T, D] at positions [B, T]. Returns the new x and the new cache.
+
+    `attend(q, q_rope, new, cache, positions, kv_b)` stores `new` of these T tokens, [B, T, L] and [B, T, U] in x's
+    dtype, in `cache`, and returns the attention output float32 [B, T, N, W] and the cache. q [B, T, N, H] and
+    q_rope [B, T, N, U] are scaled, kv_b [N, H + W, L] expands a latent to each head's key and value. Prefill and decode
+    differ in nothing else.
+    """
+    B, T, _ = x.shape
+    Q, L, H, U = config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
+
+    h = rms_norm(x, w["attention_norm"], config.rms_norm_eps)
+    # Each device computes some columns, and all need all of them.
+    qkv_a = linear(h, w["qkv_a"], w.get("qkv_a_bias")).astype(x.dtype)
+    qkv_a = jax.lax.all_gather(qkv_a, MODEL_AXES, axis=2, tiled=True)
+    compressed, latent, rope_key, _ = jnp.split(qkv_a, [Q, Q + L, Q + L + U], axis=-1)
+    latent = rms_norm(latent, w["kv_norm"], LATENT_EPS)
+    rope_key = rope(rope_key[:, :, None].astype(jnp.float32), positions, config)[:, :, 0]
+    if Q:
+        h = rms_norm(compressed, w["q_norm"], LATENT_EPS)
+    q, q_rope = jnp.split(linear(h, w["q"]).reshape(B, T, -1, H + U) * softmax_scale(config), [H], axis=-1)
+    q, q_rope = q.astype(x.dtype), rope(q_rope, positions, config).astype(x.dtype)
+    new = LayerCache(latent, rope_key.astype(x.dtype))
+    kv_b = jax.tree.map(lambda a: a.reshape(q.shape[2], -1, *a.shape[1:]), w["kv_b"])
+    out, cache = attend(q, q_rope, new, cache, positions, kv_b)
+    x = x + jax.lax.psum(linear(out.astype(x.dtype).reshape(B, T, -1), w["o"]).astype(x.dtype), MODEL_AXES)
+    if config.attention_bias:
+        x = x + w["o_bias"]  # after the psum: before it, every device would add it once more
+    return x, cache
+
+
+@jax.named_scope("mlp")
+def feed_forward(x: jax.Array, w: dict, config: Config) -> jax.Array:
+    """The second half of a layer, on x [B, T, D]: an MLP, or the shared experts and those that the router chooses."""
+    h = rms_norm(x, w["mlp_norm"], config.rms_norm_eps)
+    if "router" in w:
+        tokens = h.reshape(-1, h.shape[-1])
+        ids, scores = route(linear(tokens, w["router"]), w["router_bias"], config)
+        routed = experts(tokens, ids, scores, w["experts_gate_up"], w["experts_down"])
+        out = mlp(h, w["shared_gate_up"], w["shared_down"]) + routed.reshape(h.shape)
+    else:
+        out = mlp(h, w["gate_up"], w["down"])
+    return x + jax.lax.psum(out.astype(x.dtype), MODEL_AXES)
+
+
+def mlp(x: jax.Array, gate_up: jax.Array | Int8, down: jax.Array | Int8) -> jax.Array:
+    """This device's part of down(silu(gate(x)) up(x)), for x [.., D]: float32 [.., D], to be summed over ep x tp."""
+    gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
+    return linear((jax.nn.silu(gate) * up).astype(x.dtype), down)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts
+
+
+def route(logits: jax.Array, bias: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:
+    """The experts of each token and their scores, int32 and float32 [B, k], from the router's float32 logits [B, E].
+
+    The sigmoids plus a bias [E] choose, and the sigmoids alone are the scores (DeepSeek-AI 2024, "DeepSeek-V3"). Where
+    there are groups of experts, those whose two best add up to the most come into question.
+
+    On TPUs all of this is one kernel: as XLA's dozen small ones, it would take longer than to read the experts.
+    """
+    scores = jax.nn.sigmoid(logits)
+    on_tpu, default = partial(routing_kernel, best=2, config=config), partial(chosen_experts, best=2, config=config)
+    return jax.lax.platform_dependent(scores, scores + bias, tpu=on_tpu, default=default)
+
+
+def chosen_experts(scores: jax.Array, choice: jax.Array, best: int, config: Config) -> tuple[jax.Array, jax.Array]:
+    """The k experts whose float32 choice [B, E] is highest, and their scores, [B, k] each. Only the groups are in
+    question whose so many best ones add up to the most."""
+    B, E = scores.shape
+    if config.topk_group < config.n_group:
+        in_groups = choice.reshape(B, config.n_group, -1)
+        totals = jnp.sum(jax.lax.top_k(in_groups, best)[0], axis=-1)
+        groups = jax.lax.top_k(totals, config.topk_group)[1]
+        is_in_question = jnp.any(groups[:, :, None] == jnp.arange(config.n_group), axis=1)
+        choice = jnp.where(is_in_question[:, :, None], in_groups, MASKED).reshape(B, E)
+    ids = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
+    return ids, weighed(jnp.take_along_axis(scores, ids, axis=1), config)
+
+
+def weighed(scores: jax.Array, config: Config) -> jax.Array:
+    """The scores [B, k] of the chosen experts as the model weighs them."""
+    if config.norm_topk_prob:
+        scores = scores / (jnp.sum(scores, axis=1, keepdims=True) + 1e-20)
+    return scores * config.routed_scaling_factor
+
+
+def routing_kernel(
+    scores: jax.Array,
+    choice: jax.Array,
+    best: int,
+    config: Config,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[jax.Array, jax.Array]:
+    """chosen_experts for TPUs, as one Pallas kernel: takes the highest choice, and strikes it out, k times."""
+    (B, E), k = scores.shape, config.num_experts_per_tok
+    groups, size = config.n_group, E // config.n_group
+
+    def highest(x, lanes):  # x [B, n]: the highest and, of equal ones, the first lane that has it, [B, 1] each
+        value = jnp.max(x, axis=1, keepdims=True)
+        return value, jnp.min(jnp.where(x == value, lanes, x.shape[1]), axis=1, keepdims=True)
+
+    def kernel(scores, choice, ids, weights):
+        lanes = jax.lax.broadcasted_iota(jnp.int32, (tile, E), 1)
+        columns = jax.lax.broadcasted_iota(jnp.int32, (tile, k), 1)
+        left = choice[...]
+        if config.topk_group < groups:
+            group_of = jax.lax.div(lanes, size)
+            group_lanes = jax.lax.broadcasted_iota(jnp.int32, (tile, groups), 1)
+            totals = jnp.zeros((tile, groups), jnp.float32)
+            for group in range(groups):
+                rest, total = jnp.where(group_of == group, left, MASKED), 0.0
+                for _ in range(best):
+                    value, lane = highest(rest, lanes)
+                    rest, total = jnp.where(lanes == lane, MASKED, rest), total + value
+                totals = jnp.where(group_lanes == group, total, totals)
+            is_in_question = lanes < 0
+            for _ in range(config.topk_group):
+                _, group = highest(totals, group_lanes)
+                totals = jnp.where(group_lanes == group, MASKED, totals)
+                is_in_question |= group_of == group
+            left = jnp.where(is_in_question, left, MASKED)
+        chosen, found = jnp.zeros((tile, k), jnp.int32), jnp.zeros((tile, k), jnp.float32)
+        for n in range(k):
+            _, lane = highest(left, lanes)
+            left = jnp.where(lanes == lane, 2 * MASKED, left)
+            score = jnp.sum(jnp.where(lanes == lane, scores[...], 0), axis=1, keepdims=True)
+            chosen, found = jnp.where(columns == n, lane, chosen), jnp.where(columns == n, score, found)
+        ids[...] = chosen
+        weights[...] = weighed(found, config)
+
+    tile = min(B, 128)
+    return pl.pallas_call(
+        kernel,
+        out_shape=(jax.ShapeDtypeStruct((B, k), jnp.int32), jax.ShapeDtypeStruct((B, k), jnp.float32)),
+        grid=(pl.cdiv(B, tile),),
+        in_specs=[pl.BlockSpec((tile, E), lambda i: (i, 0))] * 2,
+        out_specs=[pl.BlockSpec((tile, k), lambda i: (i, 0))] * 2,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        cost_estimate=kernel_cost(8 * k * B * E, (scores, choice)),
+        interpret=interpret,
+        name="routing",
+    )(scores, choice)
+
+
+def activation(gate: jax.Array, up: jax.Array, score: jax.Array) -> jax.Array:
+    """silu(gate) * up of an expert whose output is multiplied by its score [B, 1]: float32 [B, F].
+
+    The product that follows is linear, so the score is applied before it. A row that did not choose the expert has
+    score 0, and adds nothing.
+    """
+    return jax.nn.silu(gate) * up * score
+
+
+@jax.named_scope("experts")
+def experts(
+    x: jax.Array, ids: jax.Array, scores: jax.Array, w_gate_up: jax.Array | Int8, w_down: jax.Array | Int8
+) -> jax.Array:
+    """What this device's experts, and its columns of them, contribute to the rows that chose them: float32 [B, D], to
+    be summed over ep x tp.
+
+    Args: x [B, D]; ids int32 [B, k], the experts chosen, counted over all devices; scores float32 [B, k];
+    w_gate_up [E, 2F, D], gate rows before up rows; w_down [E, D, F].
+
+    B counts tokens here, rows times T; k is the number of experts chosen for each; a pair is a token and one of them.
+    No expert is read, or multiplied, that no token chose (but on GPUs, few pairs whose expert is on another device read
+    the last one here, times 0).
+    """
+    E = w_down.shape[0]
+    ids = ids - jax.lax.axis_index("ep") * E
+    ids = jnp.where((ids >= 0) & (ids < E), ids, E)  # E: not here
+    mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
+    on_cpu = partial(in_tiles, expert_loop, tile=min(max(power_of_two(mean), 16), 64))
+    # gathered_experts reads an expert once for each pair; expert_loop reads, writes and reads again each chosen one.
+    on_gpu = gathered_experts if ids.size < 3 * E else partial(in_tiles, partial(expert_loop, columns=None), tile=512)
+    on_tpu = partial(in_tiles, expert_kernel, tile=128)
+    arguments = x, ids, scores, w_gate_up, w_down
+    return jax.lax.platform_dependent(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
+
+
+def in_tiles(run, x, ids, scores, w_gate_up, w_down, tile: int) -> jax.Array:
+    """`run(..)` on tiles of at most `tile` rows. Each tile computes all its rows with every expert that one of them
+    chose: more rows than a tile are therefore sorted by expert, a row once for each expert that it chose.
+
+    ids are those of this device, E for experts that are elsewhere; as in all functions below.
+    """
+    (B, k), E = ids.shape, w_down.shape[0]
+    if tile >= B:
+        return run(x, ids, scores, w_gate_up, w_down, tile=B)
+    ids = jnp.pad(ids.ravel(), (0, -B * k % tile), constant_values=E)  # to whole tiles
+    scores = jnp.pad(scores.ravel(), (0, -B * k % tile))
+    order = jnp.argsort(ids)
+    x = jnp.take(x, order // k, axis=0, mode="clip")
+    y = run(x, ids[order, None], scores[order, None], w_gate_up, w_down, tile=tile)
+    y = y[jnp.argsort(order)[: B * k]]  # zeros for experts that are elsewhere
+    return jnp.sum(y.reshape(B, k, -1), axis=1)
+
+
+def scores_by_expert(ids: jax.Array, scores: jax.Array, E: int) -> jax.Array:
+    """ids, scores [B, k]: float32 [B, E], the score of each token for each expert, 0 where it did not choose it."""
+    return jnp.sum(jnp.where(ids[:, :, None] == jnp.arange(E), scores[:, :, None], 0), axis=1)
+
+
+def gathered_experts(x, ids, scores, w_gate_up, w_down) -> jax.Array:
+    """For GPUs and few pairs: written so that XLA fuses the choice of the expert into the product. Each pair reads its
+    expert, and nothing is copied."""
+    (B, k), E = ids.shape, w_down.shape[0]
+    expert = jnp.minimum(ids.ravel(), E - 1)
+
+    def pair_product(x, w):  # x [pairs, C], w [E, O, C]
+        values, scale = values_and_scale(w, jnp.float32)
+        y = jnp.sum(x.astype(jnp.float32)[:, None] * values[expert].astype(jnp.float32), axis=-1)
+        return y if scale is None else y * scale[expert]
+
+    gate, up = jnp.split(pair_product(jnp.repeat(x, k, axis=0), w_gate_up), 2, axis=-1)
+    h = activation(gate, up, jnp.where(ids < E, scores, 0).reshape(-1, 1)).astype(x.dtype)
+    return jnp.sum(pair_product(h, w_down).reshape(B, k, -1), axis=1)
+
+
+def expert_loop(x, ids, scores, w_gate_up, w_down, tile: int, columns: int | None = 256) -> jax.Array:
+    """For CPUs, and GPUs with many rows: a loop over tiles of rows, the experts that they chose, and `columns` columns
+    of these at a time (None: all), a piece that is still in the CPU's caches when it is multiplied."""
+    (B, D), (E, _, F) = x.shape, w_down.shape
+    columns = columns if columns and F % columns == 0 else F
+    chosen = jnp.any(ids.reshape(B // tile, -1, 1) == jnp.arange(E), axis=1).ravel()  # [tiles * E]
+    visits = jnp.flatnonzero(chosen, size=min(chosen.size, ids.size))  # tile * E + expert, where there is work
+    scores = scores_by_expert(ids, scores, E)
+
+    def step(i, out):
+        # The barrier ties the weights to i: else XLA for CPUs hoists its conversion of all experts out of the loop.
+        weights, i = jax.lax.optimization_barrier(((w_gate_up, w_down), i))
+        t, e = jnp.divmod(visits[i // (F // columns)], E)
+        column = i % (F // columns) * columns
+
+        def part(w, axis, start):  # of the expert e, `columns` of an axis
+            def cut(a):
+                if a.ndim <= axis:  # the scale has no such axis
+                    return jax.lax.dynamic_index_in_dim(a, e, keepdims=False)
+                starts, sizes = [e] + [0] * (a.ndim - 1), [1, *a.shape[1:]]
+                starts[axis], sizes[axis] = start, columns
+                # As integers: XLA for CPUs would turn all of a bfloat16 array to float32 to cut a piece of it.
+                bits = jax.lax.bitcast_convert_type(a, jnp.uint16) if a.dtype == jnp.bfloat16 else a
+                piece = jax.lax.dynamic_slice(bits, starts, sizes)[0]
+                return jax.lax.bitcast_convert_type(piece, a.dtype)
+
+            return jax.tree.map(cut, w)
+
+        multiply = partial(jax.lax.platform_dependent, cpu=cpu_product, default=product)
+        rows = jax.lax.dynamic_slice_in_dim(x, t * tile, tile)
+        score = jax.lax.dynamic_slice(scores, (t * tile, e), (tile, 1))
+        gate, up = (multiply(rows, part(weights[0], 1, start + column)) for start in (0, F))
+        h = activation(gate, up, score).astype(x.dtype)
+        y = jax.lax.dynamic_slice_in_dim(out, t * tile, tile) + multiply(h, part(weights[1], 2, column))
+        return jax.lax.dynamic_update_slice_in_dim(out, y, t * tile, axis=0)
+
+    steps = jnp.sum(chosen) * (F // columns)
+    return jax.lax.fori_loop(0, steps, step, jnp.zeros((B, D), jnp.float32))
+
+
+def expert_kernel(
+    x: jax.Array,
+    ids: jax.Array,
+    scores: jax.Array,
+    w_gate_up: jax.Array | Int8,
+    w_down: jax.Array | Int8,
+    tile: int,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> jax.Array:
+    """For TPUs, one Pallas kernel: fetches the experts that a tile's rows chose, each once, and no other.
+
+    The grid is the tiles of rows. For each, a list of its experts is made from the ids in scalar memory, which takes
+    less time than XLA's launches would. Then it goes through these experts, 128 of their columns at a time (all, where
+    128 does not divide F), and fetches the next piece of gate, up and down while it multiplies this one. The hidden
+    columns never leave the chip, and the sums stay in VMEM until the tile is done. A tile, or a device, without work
+    fetches nothing.
+    """
+    (B, D), (E, _, F) = x.shape, w_down.shape
+    entries = tile * ids.shape[1]  # of the ids, for a tile
+    columns = 128 if F % 128 == 0 else F
+    pieces = F // columns
+
+    def piece(w_gate_up, w_down, e, f):
+        """Of an expert, the f-th piece of gate, up and down."""
+        here = pl.ds(pl.multiple_of(f * columns, columns), columns)
+        above = pl.ds(pl.multiple_of(F + f * columns, columns), columns)
+        if not isinstance(w_down, Int8):
+            return w_gate_up.at[e, here], w_gate_up.at[e, above], w_down.at[e, :, here]
+        row = pl.ds(e, 1)
+        return (
+            Int8(w_gate_up.values.at[e, here], w_gate_up.scale.at[row, here]),
+            Int8(w_gate_up.values.at[e, above], w_gate_up.scale.at[row, above]),
+            Int8(w_down.values.at[e, :, here], w_down.scale.at[row]),
+        )
+
+    def kernel(ids, x, scores, w_gate_up, w_down, out, seen, active, buffers, semaphores):
+        # seen[e] is 1 once e is listed in active; buffers has two slots for a piece of gate, of up and of down.
+        def clear(e, _):
+            seen[e] = 0
+
+        def enter(i, count):
+            e = ids[pl.program_id(0) * entries + i]
+            active[count] = e  # the next one takes this place if this is in the list already
+            count += 1 - seen[e]
+            seen[e] = 1
+            return count
+
+        jax.lax.fori_loop(0, E, clear, None)
+        seen[E] = 1  # what is elsewhere never enters the list
+        steps = jax.lax.fori_loop(0, entries, enter, 0) * pieces
+
+        def copies(i):
+            sources = piece(w_gate_up, w_down, active[jax.lax.div(i, pieces)], jax.lax.rem(i, pieces))
+            slot = jax.lax.rem(i, 2)
+
+            def copy(source, buffer):
+                return pltpu.make_async_copy(source, buffer.at[slot], semaphores.at[slot])
+
+            return jax.tree.leaves(jax.tree.map(copy, sources, buffers))
+
+        def start(i):
+            @pl.when(i < steps)
+            def fetch():
+                for copy in copies(i):
+                    copy.start()
+
+        def add(i, _):
+            start(i + 1)
+            for copy in copies(i):
+                copy.wait()
+            e, slot = active[jax.lax.div(i, pieces)], jax.lax.rem(i, 2)
+
+            def multiply(x, w):
+                if isinstance(w, Int8):
+                    return einsum("bc,oc->bo", x, w.values[slot].astype(x.dtype)) * w.scale[slot]
+                return einsum("bc,oc->bo", x, w[slot])
+
+            gate, up, down = buffers
+            is_e = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1) == e
+            score = jnp.sum(jnp.where(is_e, scores[...], 0), axis=1, keepdims=True)
+            h = activation(multiply(x[...], gate), multiply(x[...], up), score)
+            out[...] += multiply(h.astype(x.dtype), down)
+
+        start(0)
+        out[...] = jnp.zeros(out.shape, jnp.float32)
+        jax.lax.fori_loop(0, steps, add, None)
+
+    def buffers():
+        if not isinstance(w_down, Int8):
+            rows, cut = pltpu.VMEM((2, columns, D), w_down.dtype), pltpu.VMEM((2, D, columns), w_down.dtype)
+            return rows, rows, cut
+        rows = Int8(pltpu.VMEM((2, columns, D), jnp.int8), pltpu.VMEM((2, 1, columns), jnp.float32))
+        return rows, rows, Int8(pltpu.VMEM((2, D, columns), jnp.int8), pltpu.VMEM((2, 1, D), jnp.float32))
+
+    def of_tile(width):
+        return pl.BlockSpec((tile, width), lambda t, ids: (t, 0))
+
+    # How many experts are read, if the router prefers none.
+    reads = B // tile * E * (1 - (1 - 1 / (E * jax.lax.axis_size("ep"))) ** entries)
+    nbytes = int(reads / E * sum(w.size * w.dtype.itemsize for w in jax.tree.leaves((w_gate_up, w_down))))
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    # Else XLA would move all of the weights to VMEM where they fit, chosen or not.
+    weights = jax.tree.map(lambda w: pltpu.with_memory_space_constraint(w, pltpu.HBM), (w_gate_up, w_down))
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((B, D), jnp.float32),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(B // tile,),
+            in_specs=[of_tile(D), of_tile(E), *jax.tree.map(lambda _: in_hbm, weights)],
+            out_specs=of_tile(D),
+            scratch_shapes=[
+                pltpu.SMEM((E + 1,), jnp.int32),
+                pltpu.SMEM((min(E, entries) + 1,), jnp.int32),
+                buffers(),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=2**26),
+        cost_estimate=pl.CostEstimate(flops=int(6 * tile * D * F * reads), bytes_accessed=nbytes, transcendentals=0),
+        interpret=interpret,
+        name="experts",
+    )(ids.ravel(), x, scores_by_expert(ids, scores, E), *weights)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Latent attention
+
+
+def rank(R: int) -> jax.Array | int:
+    """Which of the R neighbours that share a kv head this device is."""
+    return 0 if R == 1 else jax.lax.rem(jax.lax.axis_index(MODEL_AXES), R)
+
+
+def groups(R: int) -> list[list[int]]:
+    """The devices of MODEL_AXES in groups of R neighbours."""
+    return np.arange(jax.lax.axis_size(MODEL_AXES)).reshape(-1, R).tolist()
+
+
+def is_attended(keys: jax.Array, queries: jax.Array, window: int | None) -> jax.Array:
+    """Whether queries see keys, both given by their positions (in shapes that broadcast): no later token, none before
+    the window (of models that have a sliding window, None elsewhere)."""
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)
+
+
+def dealt_out(B: int, R: int) -> tuple[int, int]:
+    """How R devices share a cache of B rows: I groups of rows, and in each so many devices that share tokens."""
+    return math.gcd(B, R), R // math.gcd(B, R)
+
+
+def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
+    """New tokens [.., L] and [.., U] in the dtype and, with zeros, which change no score, in the width of the cache."""
+
+    def stored(x, side):
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, side.shape[-1] - x.shape[-1])])
+        return quantize(x) if isinstance(side, Int8) else x.astype(side.dtype)
+
+    return LayerCache(*map(stored, new, cache))
+
+
+def prefill_attention(
+    q: jax.Array,
+    q_rope: jax.Array,
+    new: LayerCache,
+    cache: LayerCache,
+    positions: jax.Array,
+    kv_b: jax.Array | Int8,
+    *,
+    is_live: jax.Array,
+    R: int,
+) -> tuple[jax.Array, LayerCache]:
+    """Causal attention of T tokens of every row, at the same positions in each, over all positions up to theirs.
+
+    Latents are taken in blocks, gathered from all R devices that share the cache, and expanded to the keys and values
+    of this device's heads; a running softmax (Milakov and Gimelshein 2018) goes over as many blocks as are filled.
+    Memory is bounded whatever the prompt's length, and the positions are traced, so that one program serves all pieces
+    of a prompt.
+
+    Args: as in `attention`; positions int32 [B, T], start to start + T in each row, where start
+    and T are multiples of R; is_live bool [B], the rows to store: the others have ended before.
+    """
+    (B, T, N, H), U = q.shape, q_rope.shape[-1]
+    W, L = kv_b.shape[1] - H, kv_b.shape[2]
+    I, parts = dealt_out(B, R)
+    slots = I * cache.latent.shape[2]  # of a row
+    block = math.gcd(slots, power_of_two(512 // parts))
+    group, part = jax.lax.div(rank(R), parts), jax.lax.rem(rank(R), parts)
+    positions = positions[0]
+    start = positions[0]
+    is_stored = jax.lax.dynamic_slice_in_dim(is_live, group * (B // I), B // I)
+
+    def store(cache, new):  # [B, 1, S, ..] and [B, T, ..], of which this device's rows and tokens are stored
+        rows = cache.reshape(B // I, slots, *cache.shape[3:])
+        new = jax.lax.dynamic_slice_in_dim(new, group * (B // I), B // I)
+        new = new.reshape(B // I, T // parts, parts, *new.shape[2:])
+        new = jax.lax.dynamic_index_in_dim(new, part, axis=2, keepdims=False)
+        old = jax.lax.dynamic_slice_in_dim(rows, start // parts, T // parts, axis=1)
+        new = jnp.where(is_stored.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+        return jax.lax.dynamic_update_slice_in_dim(rows, new, start // parts, axis=1).reshape(cache.shape)
+
+    def load(cache, i):  # the i-th block of all rows
+        x = jax.lax.dynamic_slice_in_dim(cache.reshape(B // I, slots, *cache.shape[3:]), i * block, block, axis=1)
+        if R > 1:
+            x = jax.lax.all_gather(x, MODEL_AXES, axis_index_groups=groups(R))
+            x = jnp.moveaxis(x.reshape(I, parts, *x.shape[1:]), 1, 3)  # [I, B / I, block, parts, ..]
+        return x.reshape(B, block * parts, *cache.shape[3:])
+
+    def expanded(latent, rope_key):  # [B, S, L], [B, S, U] to keys [B, N, S, H + U] and values [B, N, S, W]
+        latent, rope_key = (dequantized(x, q.dtype) for x in (latent, rope_key))
+        flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), kv_b)
+        k, v = jnp.split(linear(latent[..., :L], flat).reshape(B, -1, N, H + W), [H], axis=-1)
+        rope_key = jnp.broadcast_to(rope_key[:, :, None, :U], (*k.shape[:3], U))
+        k = jnp.concatenate([k.astype(q.dtype), rope_key], axis=-1)
+        return k.swapaxes(1, 2), v.astype(q.dtype).swapaxes(1, 2)
+
+    cache = jax.tree.map(store, cache, as_stored(new, cache))
+    q = jnp.concatenate([q, q_rope], axis=-1).swapaxes(1, 2)[:, :, None]  # [B, K, G, T, H + U] with K = N and G = 1
+
+    def fold(i, state):
+        largest, total, out = state
+        k, v = expanded(*jax.tree.map(partial(load, i=i), cache))
+        mask = is_attended(i * block * parts + jnp.arange(block * parts), positions[:, None], None)
+        scores = attention_scores(q, k, mask)
+        new_largest = jnp.maximum(largest, jnp.max(scores, axis=-1))
+        shrink = jnp.exp(largest - new_largest)
+        exps = jnp.exp(scores - new_largest[..., None])
+        total = total * shrink + jnp.sum(exps, axis=-1)
+        return new_largest, total, out * shrink[..., None] + weighted_sum(exps, v, q.dtype)
+
+    shape = q.shape[:-1]
+    state = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, W), jnp.float32))
+    _, total, out = jax.lax.fori_loop(0, (start + T - 1) // (block * parts) + 1, fold, state)
+    return (out / total[..., None])[:, :, 0].swapaxes(1, 2), cache
+
+
+def dequantized(x: jax.Array | Int8, dtype: jnp.dtype) -> jax.Array:
+    """x in `dtype`, int8 values times their scales."""
+    return (x.values * x.scale[..., None] if isinstance(x, Int8) else x).astype(dtype)
+
+
+def attention_scores(q: jax.Array, k: jax.Array | Int8, mask: jax.Array) -> jax.Array:
+    """q [B, K, G, T, H], k [B, K, S, H], mask [.., T, S]: float32 [B, K, G, T, S]."""
+    keys, scale = values_and_scale(k, q.dtype)
+    q = q.astype(keys.dtype)
+    scores = jax.lax.platform_dependent(q, keys, cpu=cpu_scores, default=partial(einsum, "bkgth,bksh->bkgts"))
+    scores = scores if scale is None else scores * scale[:, :, None, None]
+    return jnp.where(mask, scores, MASKED)
+
+
+def cpu_scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    """q [B, K, G, T, H] times k [B, K, S, H]: float32 [B, K, G, T, S].
+
+    XLA's products on CPUs rearrange their second operand first. For few queries that should not be the keys, and the
+    barrier keeps XLA from exchanging the two.
+    """
+    if q.shape[3] > 1:
+        return einsum("bkgth,bksh->bkgts", q, k)
+    return jax.lax.optimization_barrier(einsum("bksh,bkgth->bksgt", k, q)).transpose(0, 1, 3, 4, 2)
+
+
+def weighted_sum(p: jax.Array, v: jax.Array | Int8, dtype: jnp.dtype) -> jax.Array:
+    """p [B, K, G, T, S], v [B, K, S, H]: float32 [B, K, G, T, H]. `dtype` is for the product with int8 values."""
+    values, scale = values_and_scale(v, dtype)
+    p = p if scale is None else p * scale[:, :, None, None]
+    return einsum("bkgts,bksh->bkgth", p.astype(values.dtype), values)
+
+
+def decode_attention(
+    q: jax.Array,
+    q_rope: jax.Array,
+    new: LayerCache,
+    cache: LayerCache,
+    positions: jax.Array,
+    kv_b: jax.Array | Int8,
+    *,
+    R: int,
+) -> tuple[jax.Array, LayerCache]:
+    """Attention of one token a row, at positions [B, 1], over the positions up to its own: q [B, 1, N, H].
+
+    In the absorbed form: q times the part of kv_b that would expand keys is a query of the latents themselves, and the
+    sum of latents that it finds goes through the part that would expand values.
+
+    On TPUs by the kernel below, elsewhere by plain XLA, which reads all slots there are.
+
+    Each of the R devices that share the cache attends to its rows and tokens with the query heads of all R. They
+    exchange the queries before, and after it the outputs with the log-sum-exp of their scores, by which the partial
+    softmaxes of a row merge (as in Dao et al. 2023, "Flash-Decoding"). So no part of the cache is read twice.
+    """
+    (B, _, N, _), L = q.shape, kv_b.shape[-1]
+    I, parts = dealt_out(B, R)
+    w_k, w_v, k_scale, v_scale = by_head(kv_b, q)
+
+    q = q[:, 0] if k_scale is None else (q[:, 0] * k_scale).astype(q.dtype)
+    queries = [einsum("bnh,nhl->bnl", q, w_k).astype(q.dtype), q_rope[:, 0]]
+    # As wide as the cache is, see abstract_cache.
+    widths = [(cache.latent.shape[-1] - L), (cache.rope_key.shape[-1] - q_rope.shape[-1])]
+    queries = [jnp.pad(a, ((0, 0), (0, 0), (0, width))) for a, width in zip(queries, widths, strict=True)]
+    queries = jnp.concatenate(queries, axis=-1)
+    positions, group = positions[:, 0], jax.lax.div(rank(R), parts)
+    if R > 1:
+        queries = exchange(queries.reshape(I, B // I, N, -1), R)  # to each device those of its rows
+        queries = queries.swapaxes(0, 1).reshape(B // I, R * N, -1)
+        mine = partial(jax.lax.dynamic_slice_in_dim, start_index=group * (B // I), slice_size=B // I)
+        new, positions = jax.tree.map(mine, new), mine(positions)
+    plain = partial(plain_latent_attention, parts=parts, R=R)
+    kernel = partial(latent_attention_kernel, parts=parts, R=R)
+    out, cache = jax.lax.platform_dependent(queries, new, cache, positions, tpu=kernel, default=plain)
+    if R > 1:
+        shares = exchange(out.reshape(B // I, R, N, -1).swapaxes(0, 1), R).reshape(I, parts, B // I, N, -1)
+        weights = jnp.exp(shares[..., -1:] - jnp.max(shares[..., -1:], axis=1, keepdims=True))
+        out = jnp.sum(weights * shares, axis=1).reshape(B, N, -1)
+        out = out / out[..., L : L + 1]  # where each share has 1: the sum of the weights
+    out = out[..., :L]
+    out = einsum("bnl,nwl->bnw", out.astype(q.dtype), w_v)
+    return (out if v_scale is None else out * v_scale)[:, None], cache
+
+
+def by_head(kv_b: jax.Array | Int8, q: jax.Array):
+    """Of kv_b [N, H + W, L], int8 in q's dtype: what expands keys [N, H, L], what expands values [N, W, L], and their
+    scales [N, H] and [N, W], or None. q [.., N, H]."""
+    H = q.shape[-1]
+    values, scale = values_and_scale(kv_b, q.dtype)
+    scales = (None, None) if scale is None else (scale[:, :H], scale[:, H:])
+    return values[:, :H], values[:, H:], *scales
+
+
+def plain_latent_attention(
+    q: jax.Array, new: LayerCache, cache: LayerCache, positions: jax.Array, parts: int, R: int
+) -> tuple[jax.Array, LayerCache]:
+    """The queries q [B / I, G, L + U] of this device's rows, of all R devices' heads, over its slots.
+
+    Returns float32 [B / I, G, L + U]: the output in the first L columns, 1 in the next, and in the last the log-sum-exp
+    of the scores. And the cache, which got `new` [B / I, 1, ..] at `positions` [B / I].
+    """
+    B, part = len(positions), jax.lax.rem(rank(R), parts)
+    slots = cache.latent.shape[0] // B * cache.latent.shape[2]
+    # Where another device stores the token, the slot is out of bounds: dropped.
+    slot = jnp.where(positions % parts == part, positions // parts, slots)
+
+    def store(cache, new):
+        by_row = cache.reshape(B, slots, *cache.shape[3:]).at[jnp.arange(B), slot].set(new[:, 0], mode="drop")
+        # As it is stored: for a single row XLA's GPU backend would lay it out anew, all of it and twice a step.
+        return with_layout_constraint(by_row, Layout(tuple(range(by_row.ndim))))
+
+    by_row = jax.tree.map(store, cache, as_stored(new, cache))
+    latent, rope_key = jax.tree.map(lambda a: a[:, None], by_row)  # one head of keys, K = 1
+    mask = is_attended(jnp.arange(slots) * parts + part, positions[:, None], None)[:, None, None, None]
+    q = q[:, None, :, None]  # [B / I, K, G, T, ..]
+    scores = attention_scores(q[..., : latent.shape[-1]], latent, mask)
+    scores = scores + attention_scores(q[..., latent.shape[-1] :], rope_key, mask)
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    exps = jnp.exp(scores - largest)
+    total = jnp.sum(exps, axis=-1, keepdims=True)
+    out = weighted_sum(exps / total, latent, q.dtype)
+    cache = jax.tree.map(lambda a, wanted: a.reshape(wanted.shape), by_row, cache)
+    others = jnp.broadcast_to(largest + jnp.log(total), (*out.shape[:-1], rope_key.shape[-1] - 1))
+    out = jnp.concatenate([out, jnp.ones((*out.shape[:-1], 1)), others], axis=-1)
+    return out[:, 0, :, 0], cache
+
+
+def exchange(x: jax.Array, R: int) -> jax.Array:
+    """x [I, ..], where I divides R: the R neighbours that share a kv head, or a cache, get its parts in turn, R / I of
+    them the same. Returns [R, ..], a part from each.
+
+    On TPUs by a kernel: these are some kilobytes, and to launch XLA's all-to-all would take longer than to move them.
+    """
+
+    def plain(x):
+        parts = jnp.repeat(x, R // x.shape[0], axis=0)
+        return jax.lax.all_to_all(parts, MODEL_AXES, 0, 0, axis_index_groups=groups(R))
+
+    return jax.lax.platform_dependent(x, tpu=partial(exchange_kernel, R=R), default=plain)
+
+
+def exchange_kernel(x: jax.Array, R: int, interpret: bool | pltpu.InterpretParams = False) -> jax.Array:
+    """exchange for TPUs: each device writes into its neighbours' memory.
+
+    Nothing is written before all have entered. A device leaves when it has a part from each, so all have passed the
+    barrier by then: no signal of the next exchange is taken for one of this, and nothing of the next is written before
+    all have finished this one.
+    """
+    alike = R // x.shape[0]
+
+    def kernel(x, y, semaphores):
+        device = jax.lax.axis_index(MODEL_AXES)
+        r = rank(R)
+        group = [{MODEL_AXES: device - r + n} for n in range(R)]  # itself among them
+        barrier = pltpu.get_barrier_semaphore()
+        for neighbour in group:
+            pl.semaphore_signal(barrier, device_id=neighbour)
+        pl.semaphore_wait(barrier, R)
+        sent, received = semaphores.at[0], semaphores.at[1]
+        copies = [pltpu.make_async_remote_copy(x.at[n // alike], y.at[r], sent, received, group[n]) for n in range(R)]
+        for copy in copies:
+            copy.start()
+        for copy in copies:
+            copy.wait()
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((R, *x.shape[1:]), x.dtype),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        scratch_shapes=[pltpu.SemaphoreType.DMA((2,))],
+        compiler_params=pltpu.CompilerParams(collective_id=0),
+        interpret=interpret,
+        name="exchange",
+    )(x)
+
+
+def latent_attention_kernel(
+    q: jax.Array,
+    new: LayerCache,
+    cache: LayerCache,
+    positions: jax.Array,
+    parts: int,
+    R: int,
+    block: int | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[jax.Array, LayerCache]:
+    """plain_latent_attention for TPUs, as one Pallas kernel: reads the slots of a row up to its position and no other.
+
+    The grid is (rows of this device, steps of a row). A step takes `block` slots or, where an entry of the cache's
+    first dimension has fewer, several whole entries. What lies beyond the row's position is mapped to the last step
+    that does not: the same block again is not fetched again. The running softmax starts with the new token, which is at
+    hand, so the cache is read only for the tokens before it.
+
+    The new token goes into its slot here too: an update by XLA would cost launches and, for the scales, a change of
+    layout. A single slot of a packed dtype cannot be written, so the tile around it is patched in VMEM and written
+    back. The cache that comes in and the one that goes out are the same memory; that is safe, since a row's tile is
+    written after the last block of the row was read, and other rows never read it.
+
+    Of `parts` devices that share a row's tokens, all start with the new one, which counts 1 / parts on each, and one
+    stores it.
+
+    Args: as above, positions int32, each below the row's slots times parts; `block` by default a power of two of slots,
+    at most half a MiB of latents, or 128; `interpret` for tests on a CPU.
+    """
+    B, G, _ = q.shape  # B: of this device's rows, each of which has I entries
+    entries, _, S, L = cache.latent.shape
+    itemsize = jax.tree.leaves(cache)[0].dtype.itemsize
+    block = block or max(128, 1 << (2**19 // (L * itemsize)).bit_length() - 1)
+    slots = math.gcd(S, block)  # of an entry, in a step
+    together = math.gcd(entries // B, block // slots) if slots == S else 1  # entries in a step
+    per_entry, steps = S // slots, entries // B // together * (S // slots)
+    tile = math.gcd(slots, 128)  # slots: the lanes of a scale tile, and whole packed tiles of any dtype
+    padded_G = -(-G // 8) * 8  # a product of fewer rows than a register has sublanes may not compile
+    q = jnp.pad(q, ((0, 0), (0, padded_G - G), (0, 0)))
+
+    # Positions are never negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
+    def step_of(position):
+        return jax.lax.div(position, parts * together * slots)
+
+    def kernel(positions, q, new, cache, out, new_cache, largest, total, acc):
+        # largest and total have one number for each query head, repeated over the 128 lanes of a register: a vector
+        # of them alone would have another layout than the scores.
+        b, i = pl.program_id(0), pl.program_id(1)
+        position = positions[b]
+        last = step_of(position)
+        part = jax.lax.rem(rank(R), parts)
+
+        def new_token():  # as a cache of one slot: [1, 1, 1, ..]
+            stored = as_stored(LayerCache(new.latent[...], new.rope_key[...]), cache)
+            return jax.tree.map(lambda x: x[None], stored)
+
+        def of_entry(x, n):  # [slots, C], and the scale of each slot [1, slots]
+            if isinstance(x, Int8):
+                return x.values[n, 0].astype(q.dtype), x.scale[n, 0:1]
+            return x[n, 0].astype(q.dtype), 1.0
+
+        def product(x, y):  # with the new token alone
+            return jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
+
+        @pl.when(i == 0)
+        def begin():
+            (latent, scale), (rope_key, scale_of_rope) = (of_entry(x, 0) for x in new_token())
+            scores = product(q[0, :, :L], latent) * scale + product(q[0, :, L:], rope_key) * scale_of_rope
+            largest[...] = jnp.broadcast_to(scores, largest.shape)
+            total[...] = jnp.full(total.shape, 1 / parts, jnp.float32)
+            acc[...] = jnp.broadcast_to(latent.astype(jnp.float32) * (scale / parts), acc.shape)
+
+        @pl.when(i <= last)
+        def fold():
+            for entry in range(together):
+                latent, scale = of_entry(cache.latent, entry)
+                rope_key, scale_of_rope = of_entry(cache.rope_key, entry)
+                first = (i * together + entry) * slots
+                keys = (first + jax.lax.broadcasted_iota(jnp.int32, (1, slots), 1)) * parts + part
+                scores = einsum("gl,sl->gs", q[0, :, :L], latent) * scale
+                scores += einsum("gu,su->gs", q[0, :, L:], rope_key) * scale_of_rope
+                scores = jnp.where(keys < position, scores, MASKED)
+                old_largest = largest[:, :1]
+                new_largest = jnp.maximum(old_largest, jnp.max(scores, axis=-1, keepdims=True))
+                shrink = jnp.exp(old_largest - new_largest)
+                exps = jnp.exp(scores - new_largest)
+                largest[...] = jnp.broadcast_to(new_largest, largest.shape)
+                total[...] = total[...] * shrink + jnp.sum(exps, axis=-1, keepdims=True)
+                acc[...] = acc[...] * shrink + einsum("gs,sl->gl", (exps * scale).astype(q.dtype), latent)
+
+        @pl.when(i == last)
+        def store():
+            slot = jax.lax.div(position, parts)
+            entry = jax.lax.rem(jax.lax.div(slot, S), together)
+            first = jax.lax.div(slot, tile) * tile  # of the tile, among the row's slots
+            start = 0 if tile == slots else pl.multiple_of(jax.lax.rem(first, slots), tile)
+
+            def patch(old, new, patched):
+                shape = (1, 1, tile) + (1,) * (old.ndim - 3)
+                here = (first + jax.lax.broadcasted_iota(jnp.int32, shape, 2)) * parts + part == position
+                patched[...] = jnp.where(here, new, old[pl.ds(entry, 1), :, pl.ds(start, tile)])
+
+            jax.tree.map(patch, cache, new_token(), new_cache)
+
+        @pl.when(i == steps - 1)
+        def finish():
+            out[0, :, :L] = acc[...] / total[:, :1]
+            others = out.shape[1], out.shape[2] - L
+            log_sum_exp = largest[:, :1] + jnp.log(total[:, :1])
+            out[0, :, L:] = jnp.where(jax.lax.broadcasted_iota(jnp.int32, others, 1) == 0, 1, log_sum_exp)
+
+    def of_row(x):  # the whole of a row's array
+        return pl.BlockSpec((1, *x.shape[1:]), lambda b, i, positions: (b,) + (0,) * (x.ndim - 1))
+
+    def read(x):  # the entries and slots of a step
+        def index(b, i, positions):
+            i = jnp.minimum(i, step_of(positions[b]))
+            entry = b * (entries // B // together) + jax.lax.div(i, per_entry)
+            return (entry, 0, jax.lax.rem(i, per_entry)) + (0,) * (x.ndim - 3)
+
+        return pl.BlockSpec((together, 1, slots, *x.shape[3:]), index)
+
+    def write(x):  # the tile with the new token's slot
+        def index(b, i, positions):
+            slot = jax.lax.div(positions[b], parts)
+            entry = b * (entries // B) + jax.lax.div(slot, S)
+            return (entry, 0, jax.lax.div(jax.lax.rem(slot, S), tile)) + (0,) * (x.ndim - 3)
+
+        return pl.BlockSpec((1, 1, tile, *x.shape[3:]), index)
+
+    new = LayerCache(*(jnp.pad(x, ((0, 0), (0, 0), (0, y.shape[-1] - x.shape[-1]))) for x, y in zip(new, cache)))
+    # Else XLA would move the whole cache to VMEM and back where it fits.
+    cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
+    first_cache_argument = 1 + 1 + len(jax.tree.leaves(new))
+    out, cache = pl.pallas_call(
+        kernel,
+        out_shape=(
+            jax.ShapeDtypeStruct(q.shape, jnp.float32),
+            jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), cache),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(B, steps),
+            in_specs=[of_row(q), jax.tree.map(of_row, new), jax.tree.map(read, cache)],
+            out_specs=(of_row(q), jax.tree.map(write, cache)),
+            scratch_shapes=[
+                pltpu.VMEM((padded_G, 128), jnp.float32),
+                pltpu.VMEM((padded_G, 128), jnp.float32),
+                pltpu.VMEM((padded_G, L), jnp.float32),
+            ],
+        ),
+        input_output_aliases={first_cache_argument + i: 1 + i for i in range(len(jax.tree.leaves(cache)))},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=kernel_cost(4 * G * math.prod(cache.latent.shape), cache),
+        interpret=interpret,
+        name="latent_attention",
+    )(positions, q, new, cache)
+    return out[:, :G], cache
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forward pass
+
+
+def forward(
+    weights: dict, tokens: jax.Array, positions: jax.Array, cache: list[LayerCache], attend, config: Config
+) -> tuple[jax.Array, list[LayerCache]]:
+    """The layers over tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the cache.
+
+    A Python loop and not a scan over stacked layers: so the compiler fetches the next layer's weights ahead, and copies
+    neither weights nor cache, at the price of a longer compilation. jit has Python go through one layer of each kind.
+    """
+
+    @jax.jit
+    def layer(x, w, layer_cache):
+        x, layer_cache = attention(x, w, layer_cache, positions, attend, config)
+        return feed_forward(x, w, config), layer_cache
+
+    x = embed(tokens, weights["embedding"], weights["norm"])
+    cache = list(cache)
+    for i, w in enumerate(weights["layers"]):
+        x, cache[i] = layer(x, w, cache[i])
+    return x, cache
+
+
+@jax.named_scope("head")
+def output_logits(weights: dict, x: jax.Array, config: Config) -> jax.Array:
+    """This device's part of the vocabulary, float32 [B, V], for hidden states x [B, D]."""
+    x = rms_norm(x, weights["norm"], config.rms_norm_eps)
+    y = linear(x, weights.get("head", weights["embedding"]))
+    ids = jax.lax.axis_index(MODEL_AXES) * y.shape[1] + jnp.arange(y.shape[1])
+    return jnp.where(ids < config.vocab_size, y, MASKED)
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen. `temperature` 0 takes the most probable one.
+
+    Otherwise the logits are divided by `temperature`, the `top_k` largest are kept (0: all), then of these the most
+    probable ones until their probabilities add up to `top_p` (Holtzman et al. 2020).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def next_token(
+    logits: jax.Array, positions: jax.Array, seed: jax.Array, sampling: Sampling
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens int32 and their log-probabilities float32, [B] each: of the whole batch, and on every device.
+
+    The log-probability is that of the unmodified softmax. Sampling draws from a key of its own for each row and each
+    position, so that no key is used twice.
+
+    Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seed uint32 [].
+    """
+    if sampling.temperature == 0:
+        # Each device has a candidate: its largest logit, that token, and the sum of exp(logit - largest).
+        largest, V = jnp.max(logits, axis=-1), logits.shape[1]
+        local = jnp.min(jnp.where(logits == largest[:, None], jnp.arange(V), V - 1), axis=-1)  # argmax is slow on CPUs
+        ids = local + jax.lax.axis_index(MODEL_AXES) * V
+        total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
+        # One collective for all of it; float32 holds every id below 2**24 exactly.
+        candidates = jnp.stack([largest, total, ids.astype(jnp.float32)])
+        largest, total, ids = jax.lax.all_gather(candidates, MODEL_AXES, axis=1)  # [X, B] each
+        winner = jnp.argmax(largest, axis=0)[None]
+        logprobs = -jnp.log(jnp.sum(total * jnp.exp(largest - jnp.max(largest, axis=0)), axis=0))
+        tokens = jnp.take_along_axis(ids, winner, axis=0)[0].astype(jnp.int32)
+    else:
+        logits = jax.lax.all_gather(logits, MODEL_AXES, axis=1, tiled=True)
+        rows = jax.lax.axis_index("dp") * logits.shape[0] + jnp.arange(logits.shape[0])
+        fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+        keys = jax.vmap(jax.random.fold_in)(fold_in(jax.random.key(seed), rows), positions)
+        kept = keep_probable(logits / sampling.temperature, sampling.top_k, sampling.top_p)
+        tokens = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
+        logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)[:, 0]
+    # Every host needs the tokens of all rows, to look for stop tokens.
+    chosen = jnp.stack([tokens.astype(jnp.float32), logprobs])
+    tokens, logprobs = jax.lax.all_gather(chosen, "dp", axis=1, tiled=True)
+    return tokens.astype(jnp.int32), logprobs
+
+
+def keep_probable(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
+    """Logits [B, V] with -inf for all that `top_k` and then `top_p` leave out; the most probable token stays."""
+    if top_k:
+        smallest = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    if top_p < 1:
+        descending = jnp.sort(logits, axis=-1, descending=True)
+        probabilities = jax.nn.softmax(descending, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        kept = jnp.sum(before < top_p, axis=-1, keepdims=True)
+        smallest = jnp.take_along_axis(descending, kept - 1, axis=-1)
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    return logits
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The three programs: prefill, first_token, decode_step
+#
+# Here jit and shard_map begin: outside, an array is the whole one, spread over the mesh; inside `body` it is this
+# device's part.
+
+
+def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, out_specs: object):
+    """`body(weights, ..)` under shard_map. The weights' specs come from their declaration: traced arrays have none."""
+    int8 = isinstance(weights["embedding"], Int8)
+    weight_specs = specs(abstract_weights(config, mesh, weights["norm"].dtype, int8))
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(weight_specs, *in_specs),
+        out_specs=out_specs,
+        check_vma=False,  # the kernel's outputs do not say which axes they vary over
+    )
+
+
+@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache", "last_hidden"))
+def prefill(
+    weights: dict,
+    cache: list[LayerCache],
+    last_hidden: jax.Array,
+    tokens: jax.Array,
+    start: jax.Array,
+    lengths: jax.Array,
+    *,
+    config: Config,
+    mesh: Mesh,
+) -> tuple[list[LayerCache], jax.Array]:
+    """One piece of the prompts, T tokens of each row, at positions start to start + T.
+
+    Rows are padded at the end. What is computed there is not attended to: each of those slots is overwritten before a
+    later token could. A row that has ended before this piece stores nothing (where attention is chunked, that would
+    overwrite its last chunk).
+
+    Args: cache and last_hidden [B, D] are donated; tokens int32 [B, T]; start int32 []; lengths int32 [B], of the
+    prompts. Returns the cache, and `last_hidden` with the hidden state of each prompt's last token where that stands
+    in this piece.
+    """
+
+    def body(weights, cache, last_hidden, tokens, start, lengths):
+        T, R = tokens.shape[1], neighbours(config, model_shards(mesh))
+        positions = jnp.broadcast_to(start + jnp.arange(T), tokens.shape)
+        attend = partial(prefill_attention, is_live=start < lengths, R=R)
+        x, cache = forward(weights, tokens, positions, cache, attend, config)
+        index = lengths - 1 - start
+        is_here = (index >= 0) & (index < T)
+        hidden = jnp.take_along_axis(x, jnp.clip(index, 0, T - 1)[:, None, None], axis=1)[:, 0]
+        return cache, jnp.where(is_here[:, None], hidden, last_hidden)
+
+    in_specs = (CACHE_SPEC, P("dp"), P("dp"), P(), P("dp"))
+    program = sharded(body, mesh, weights, config, in_specs, (CACHE_SPEC, P("dp")))
+    return program(weights, cache, last_hidden, tokens, start, lengths)
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "sampling"))
+def first_token(
+    weights: dict,
+    last_hidden: jax.Array,
+    lengths: jax.Array,
+    seed: jax.Array,
+    *,
+    config: Config,
+    mesh: Mesh,
+    sampling: Sampling,
+) -> tuple[jax.Array, jax.Array]:
+    """The first generated token and its log-probability, [B] each, from the hidden states that prefill returns."""
+
+    def body(weights, last_hidden, lengths, seed):
+        return next_token(output_logits(weights, last_hidden, config), lengths - 1, seed, sampling)
+
+    program = sharded(body, mesh, weights, config, (P("dp"), P("dp"), P()), P())
+    return program(weights, last_hidden, lengths, seed)
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "sampling"), donate_argnames=("cache",))
+def decode_step(
+    weights: dict,
+    cache: list[LayerCache],
+    tokens: jax.Array,
+    positions: jax.Array,
+    seed: jax.Array,
+    *,
+    config: Config,
+    mesh: Mesh,
+    sampling: Sampling,
+) -> tuple[list[LayerCache], jax.Array, jax.Array, jax.Array]:
+    """One token for every row: feeds tokens [B] at positions [B], for which see decode_attention.
+
+    Returns the cache (donated), the next tokens int32 [B], their log-probabilities float32 [B] and their positions.
+    """
+
+    def body(weights, cache, tokens, positions, seed):
+        R = neighbours(config, model_shards(mesh))
+        # A row that is finished goes on until all are, in the last slot when there is no further one.
+        positions = jnp.minimum(positions, capacity(cache, config, R) - 1)
+        attend = partial(decode_attention, R=R)
+        x, cache = forward(weights, tokens[:, None], positions[:, None], cache, attend, config)
+        tokens, logprobs = next_token(output_logits(weights, x[:, 0], config), positions, seed, sampling)
+        return cache, tokens, logprobs, positions + 1
+
+    in_specs = (CACHE_SPEC, P("dp"), P("dp"), P())
+    program = sharded(body, mesh, weights, config, in_specs, (CACHE_SPEC, P(), P(), P("dp")))
+    return program(weights, cache, tokens, positions, seed)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decoding
+
+PREFILL_TOKENS = 4096  # of all rows of a device in one piece: bounds the memory of prefill
+PREFILL_PIECE = 1024  # of one row: chosen so that a weight read serves many tokens; not yet tuned on hardware
+LOOKAHEAD = 2  # decode steps that the device may be ahead of the host's look at their tokens
+
+
+class Token(NamedTuple):
+    """A generated token of prompt `row`, with `finish_reason` "stop" or "length" where it is the row's last."""
+
+    row: int
+    id: int
+    logprob: float
+    finish_reason: str | None
+
+
+def generate(
+    weights: dict,
+    prompts: list[list[int]],
+    config: Config,
+    mesh: Mesh,
+    *,
+    max_new_tokens: int,
+    max_seq_len: int | None = None,
+    stop_tokens: tuple[int, ...] = (),
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    int8_cache: bool = False,
+    stats: dict | None = None,
+) -> Iterator[list[Token]]:
+    """Decodes all prompts as one batch and yields, step by step, the new tokens of the rows that are not finished.
+
+    A row ends with the first of `stop_tokens`, after `max_new_tokens`, or when it has filled `max_seq_len` slots (by
+    default as many as all this needs). What it generates greedily does not depend on the other rows.
+
+    The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
+    looks for stop tokens LOOKAHEAD steps behind. Where attention is plain XLA, which reads the whole cache, the cache
+    doubles as it fills, at one compilation for each size.
+
+    `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
+    and at the end step_bytes of a decode step of mean length. The clock of decode_s stands still while the cache grows.
+    As a generator, it raises InputError (for prompts that check_prompts refuses, or a cache that does not fit) when its
+    first item is asked for; later, where there is no memory left for the cache to grow.
+    """
+    stats = {} if stats is None else stats
+    stats |= {"compile_s": 0.0, "decode_s": 0.0, "decode_steps": 0, "decode_tokens": 0}
+    check_prompts(prompts, config, max_seq_len)
+    lengths = [len(prompt) for prompt in prompts]
+    max_seq_len = max_seq_len or max(lengths) + max_new_tokens - 1  # the last token needs no slot
+    limits = [min(max_new_tokens, max_seq_len - length + 1) for length in lengths]
+
+    # The prompts in one array, padded at the end of each row, and with rows of one token so that dp divides them.
+    dp = mesh.shape["dp"]
+    batch = -(-len(prompts) // dp) * dp
+    R = neighbours(config, model_shards(mesh))
+    piece = piece_length(max(lengths), batch // dp, R, config)
+    pieces = -(-max(lengths) // piece)
+    prompt_tokens = np.zeros((batch, pieces * piece), np.int32)
+    for row, prompt in enumerate(prompts):
+        prompt_tokens[row, : len(prompt)] = prompt
+    prompt_lengths = np.array(lengths + [1] * (batch - len(prompts)), np.int32)
+
+    def on_mesh(array, spec=P()):
+        return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
+
+    dtype, most_tokens = weights["norm"].dtype, max(max_seq_len, pieces * piece)
+
+    def cache_for(position):
+        """The cache with which a step at `position` is compiled."""
+        tokens = most_tokens
+        if mesh.devices.flat[0].platform != "tpu":  # there, the kernel reads no more than it needs
+            tokens = min(most_tokens, max(256, power_of_two(position + 1)))
+        return abstract_cache(config, mesh, batch, tokens, dtype, int8_cache)
+
+    no_memory = f"no memory for a cache of {batch} x {most_tokens} tokens; lower max_new_tokens or max_seq_len"
+    if stored((weights, cache_for(most_tokens - 1))) > memory_of(mesh):
+        raise InputError(no_memory)  # now, and not when the cache has grown
+
+    def in_memory(make, *arguments):
+        try:
+            return jax.block_until_ready(make(*arguments))
+        except jax.errors.JaxRuntimeError as error:
+            raise InputError(no_memory) from error
+
+    cache = in_memory(zeros, cache_for(max(*lengths, pieces * piece - 1)))
+    hidden = jax.ShapeDtypeStruct((batch, config.hidden_size), dtype, sharding=NamedSharding(mesh, P("dp")))
+    last_hidden = zeros(hidden)
+    positions = on_mesh(prompt_lengths, P("dp"))  # of the next token of each row; for prefill, the prompts' lengths
+    seed = on_mesh(np.uint32(seed))
+
+    def compiled(program, *arguments, **options):
+        begin = time.perf_counter()
+        executable = program.lower(*arguments, config=config, mesh=mesh, **options).compile()
+        stats["compile_s"] += time.perf_counter() - begin
+        return executable
+
+    # Prefill. All that it and the first decode step need is compiled before the clock starts.
+    tokens = on_mesh(prompt_tokens[:, :piece])
+    prefill_piece = compiled(prefill, weights, cache, last_hidden, tokens, on_mesh(np.int32(0)), positions)
+    pick_first = compiled(first_token, weights, last_hidden, positions, seed, sampling=sampling)
+    tokens = on_mesh(prompt_lengths)  # of the shape and sharding of a step's tokens
+    step = compiled(decode_step, weights, cache, tokens, positions, seed, sampling=sampling)
+    begin = time.perf_counter()
+    for start in range(0, pieces * piece, piece):
+        tokens = on_mesh(prompt_tokens[:, start : start + piece])
+        cache, last_hidden = prefill_piece(weights, cache, last_hidden, tokens, on_mesh(np.int32(start)), positions)
+    tokens, logprobs = jax.block_until_ready(pick_first(weights, last_hidden, positions, seed))
+    stats |= {"prefill_s": time.perf_counter() - begin, "prefill_tokens": sum(lengths)}
+
+    live = set(range(len(prompts)))  # the rows that are not finished
+    seen = 0  # tokens of a row that the host has looked at
+
+    def look(tokens, logprobs):
+        """Fetches the tokens of a step, and takes the rows that end with them out of `live`."""
+        nonlocal seen
+        seen += 1
+        ids, logs = np.asarray(tokens), np.asarray(logprobs)
+        new = []
+        for row in sorted(live):
+            is_stop = int(ids[row]) in stop_tokens
+            reason = "stop" if is_stop else "length" if seen == limits[row] else None
+            new.append(Token(row, int(ids[row]), float(logs[row]), reason))
+        live.difference_update(token.row for token in new if token.finish_reason)
+        return new
+
+    yield look(tokens, logprobs)
+
+    # Decode.
+    in_flight = deque()  # the tokens of steps that the host has not looked at
+    started = 1  # tokens of a row, in flight or seen
+    begin = time.perf_counter()
+    while live:
+        while started < max(limits[row] for row in live) and len(in_flight) <= LOOKAHEAD:
+            # No further than a row's limit: one that has reached it is live until the host has looked.
+            position = max(lengths[row] + min(started, limits[row] - 1) for row in live) - 1
+            if position >= capacity(cache, config, R):
+                jax.block_until_ready(tokens)  # no step runs while the clock stands still
+                pause = time.perf_counter()
+                cache = in_memory(grown, cache, cache_for(position))
+                step = compiled(decode_step, weights, cache, tokens, positions, seed, sampling=sampling)
+                begin += time.perf_counter() - pause
+            cache, tokens, logprobs, positions = step(weights, cache, tokens, positions, seed)
+            tokens.copy_to_host_async()
+            in_flight.append((tokens, logprobs))
+            started += 1
+        new = look(*in_flight.popleft())
+        stats["decode_s"] = time.perf_counter() - begin
+        stats["decode_steps"] += 1
+        stats["decode_tokens"] += len(new)
+        yield new
+    jax.block_until_ready(cache)  # steps still in flight: no process may leave while others wait for it in a collective
+    stats["step_bytes"] = step_bytes(weights, cache, [length + seen / 2 for length in lengths], config)
+
+
+def piece_length(longest: int, rows: int, R: int, config: Config) -> int:
+    """Tokens of a row that prefill takes at once, where a device has so many rows: a multiple of R."""
+    piece = min(PREFILL_PIECE, power_of_two(longest), max(1, PREFILL_TOKENS // power_of_two(rows)))
+    return -(-piece // R) * R
+
+
+def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None) -> None:
+    """Raises InputError for no prompt, and one that is empty, longer than `max_seq_len` or outside the vocabulary."""
+    if not prompts:
+        raise InputError("there is no prompt")
+    for row, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise InputError(f"prompt {row} is empty: it has no tokens")
+        if max_seq_len and len(prompt) > max_seq_len:
+            raise InputError(f"prompt {row} has {len(prompt)} tokens, more than max_seq_len {max_seq_len}; raise it")
+        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+            raise InputError(f"prompt {row} has a token outside the model's vocabulary of {config.vocab_size}")
+
+
+def zeros(abstract) -> object:
+    """A pytree of zeros in the shapes, dtypes and shardings of `abstract`, made on the devices."""
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract), out_shardings=shardings)()
+
+
+def grown(cache: list[LayerCache], abstract: list[LayerCache]) -> list[LayerCache]:
+    """The cache with as many slots as `abstract` has, the new ones empty. Takes the layers out of the list that it is
+    given, one at a time, so that no more than one is in memory twice."""
+
+    def padded(x, wanted):
+        return jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, wanted.shape, strict=True)])
+
+    @functools.cache  # most layers have the same shape
+    def grow(layer):
+        shardings = jax.tree.map(lambda x: x.sharding, layer)
+        return jax.jit(lambda smaller: jax.tree.map(padded, smaller, layer), out_shardings=shardings)
+
+    return [jax.block_until_ready(grow(layer)(cache.pop(0))) for layer in abstract]
+
+
+def stored(tree) -> int:
+    """Bytes of a pytree of arrays or ShapeDtypeStructs on all devices; what several devices hold counts on each."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def memory_of(mesh: Mesh) -> float:
+    """Bytes of memory of a mesh's devices, infinite where they do not tell. CPUs share the machine's."""
+    devices = mesh.local_devices
+    if devices[0].platform == "cpu":
+        local = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        local = sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in devices)
+    return local * mesh.size / len(devices)
+
+
+def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config) -> int:
+    """Bytes that a decode step has to read on all devices: weights without the embedding, `lengths` slots of the rows.
+
+    Of the experts, as many as are chosen on average if the router prefers none. A tied embedding is the output head
+    too, and counts. A weight counts on every device that holds it.
+    """
+    if "head" in weights:
+        weights = {name: value for name, value in weights.items() if name != "embedding"}
+    expert_weights = [{name: w[name] for name in w if name.startswith("experts")} for w in weights["layers"]]
+    rows = len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
+    idle = (1 - config.num_experts_per_tok / config.n_routed_experts) ** rows
+    batch, devices, slots, _ = cache[0].latent.shape
+    R = neighbours(config, devices)
+    filled = sum(lengths) / (batch * R * slots)
+    return int(stored(weights) - idle * stored(expert_weights) + stored(cache) * filled)
