@@ -363,9 +363,10 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = 
     outputs, without communication. Split by input, as `o` and `down` are, each has a partial sum of every output, and a
     psum adds them.
 
-    `qkv_a` is what all heads share in one product: the compressed query, the latent and the rope key. `gate_up` is one
-    product too: its rows are grouped by device, device x of X holds its gate rows, then its up rows. Experts are split
-    over ep, and each like an MLP over tp. The router, which every device needs, is whole on each, and never Int8.
+    `qkv_a` is what all heads share in one product: the compressed query, the latent and the rope key. `k_b` and `v_b`
+    expand a latent to each head's key and value. `gate_up` is one product too: its rows are grouped by device, device x
+    of X holds its gate rows, then its up rows. Experts are split over ep, and each like an MLP over tp. The router,
+    which every device needs, is whole on each, and never Int8.
 
     The norms of layers and the router's bias are float32: the norms for speed, since XLA for TPUs would spend a launch
     on turning each to float32 in every step.
@@ -385,13 +386,18 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = 
     def array(shape, spec, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    def matrix(*shape, spec, is_exact=False):
+    def matrix(*shape, spec):
         if int8:
             return Int8(array(shape, spec, jnp.int8), array(shape[:-1], P(*spec[:-1]), jnp.float32))
-        if len(shape) == 2 and not is_exact:
+        if len(shape) == 2:
             shards = X if spec == by_input else 1
             shape = shape[0], shards * stored_width(shape[1] // shards, dtype, mesh)
         return array(shape, spec)
+
+    def by_head(width):  # float32 on CPUs, whose products for each head are slow in any other dtype
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        plain = array((N * width, L), by_output, jnp.float32 if on_cpu else dtype)
+        return matrix(N * width, L, spec=by_output) if int8 else plain
 
     def layer_weights(i):
         weights = {
@@ -399,7 +405,8 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = 
             "qkv_a": matrix(even(Q + L + U), D, spec=by_output),
             "kv_norm": array((L,), P(), jnp.float32),
             "q": matrix(N * (H + U), Q or D, spec=by_output),
-            "kv_b": matrix(N * (H + W), L, spec=by_output, is_exact=True),
+            "k_b": by_head(H),
+            "v_b": by_head(W),
             "o": matrix(D, N * W, spec=by_input),
             "mlp_norm": array((D,), P(), jnp.float32),
         }
@@ -446,10 +453,11 @@ def stored_width(C: int, dtype: jnp.dtype, mesh: Mesh) -> int:
 class LayerCache(NamedTuple):
     """What a layer keeps of each token: its latent [B, X, S, L], and its key of rotary embedding [B, X, S, U].
 
-    The R devices that share a cache deal out rows first, then tokens. With I = gcd(B, R) groups of rows, B / I rows
-    each, device r of R belongs to group r // (R / I); of R / I devices in a group, each holds the positions p with
-    p % (R / I) == r % (R / I). So a device has slots for B / I rows: a row has I times S of them, which lie one after
-    the other in I entries of the first dimension.
+    The R devices that share a cache deal out rows first, then tokens. There are I = gcd(B, R) groups of B / I rows, and
+    R / I devices to each, the parts: device r of R belongs to group r // (R / I) and is part r % (R / I). A device has
+    slots for the B / I rows of its group: a row has I entries of the first dimension. The token at position p of a row
+    is on part p % (R / I), and there, with n = p // (R / I), in entry n % I of the row, slot n // I. So a cache that
+    grows, grows at the end of each entry.
     """
 
     latent: jax.Array | Int8
@@ -539,18 +547,19 @@ def product(x: jax.Array, w: jax.Array | Int8, min_rows: int = 1) -> jax.Array:
 def cpu_product(x: jax.Array, w: jax.Array | Int8, columns: int | None = None) -> jax.Array:
     """product on a CPU, of which all but the first `columns` columns are zeros (None: no such).
 
-    A single row of 16 bits has a way of its own where its length allows: XLA's products are ten times slower for one
-    row than for two, and for two at the speed of turning weights to float32. Otherwise few rows come second, since XLA
-    rearranges the second operand; and a short row of another length goes in as its two halves, against the halves of
-    each row of the weight.
+    A single row has a way of its own where its length allows, since XLA's products of 16 bits are ten times slower for
+    one row than for two. Otherwise few rows come second, since XLA rearranges the second operand; and a short row of
+    another length goes in as its two halves, against the halves of each row of the weight.
 
-    With int8 weights, the fast product is int8 with int8: two int8 planes hold 15 bits of an activation, a coarse one,
-    and a fine one of what its rounding left. As rows of one product they cost little and lose next to nothing. (From
-    some 50 rows on, casting the weight costs less.)
+    With int8 weights and more rows, the fast product is int8 with int8: two int8 planes hold 15 bits of an activation,
+    a coarse one, and a fine one of what its rounding left. As rows of one product they cost little and lose next to
+    nothing. (From some 50 rows on, casting the weight costs less.)
     """
     (B, C), O = x.shape, w.shape[0]
     is_16_bit, columns = x.dtype != jnp.float32, columns or C
-    if B == 1 and is_16_bit and not isinstance(w, Int8) and columns % 512 == 0 and columns <= 8192:
+    if B == 1 and isinstance(w, Int8) and columns % 512 == 0 and columns <= 4096:
+        return row_product(x, w.values[:, :columns]) * w.scale
+    if B == 1 and not isinstance(w, Int8) and is_16_bit and columns % 512 == 0 and columns <= 8192:
         return row_product(x[:, :columns], w[:, :columns])
     if isinstance(w, Int8) and B < 50:
         coarse = quantize(x)
@@ -566,17 +575,23 @@ def cpu_product(x: jax.Array, w: jax.Array | Int8, columns: int | None = None) -
 
 
 def row_product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [1, C] times w [O, C], both of 16 bits, C a multiple of 512: float32 [1, O]. On a CPU, 1.5 times as fast as two
-    rows of a product.
+    """x [1, C] times w [O, C] of 16 or 8 bits, C a multiple of 512: float32 [1, O]. For CPUs: of bfloat16 1.5 times as
+    fast as two rows of XLA's own product, of int8 twice as fast.
 
     Each 512 columns are 16 runs of 32: XLA makes one loop of multiplying and adding the 16, unrolled, with the 32 side
-    by side in vector registers. What is left, 32 sums for each 512 columns, is a small product with ones.
+    by side in vector registers. (Of int8, each 1,024 are 16 runs of 64, where C allows.) What is left, 32 sums for each
+    512 columns, is a small product with ones.
 
     reduce_precision changes nothing. It keeps the sum from XLA's library of reductions, which would have all weights
-    turned to float32 in memory first; the barriers keep what follows from being drawn into the loop.
+    turned to float32 in memory first; the barriers keep what follows from being drawn into the loop. Nor does dividing
+    by ones: XLA repeats no division in a loop, and so turns x to float32 once, not for each row of w.
     """
     (O, C), runs, lanes = w.shape, 16, 32
-    terms = w.reshape(O, -1, runs, lanes).astype(jnp.float32) * x.reshape(-1, runs, lanes).astype(jnp.float32)
+    x = x.astype(jnp.float32)
+    if w.dtype == jnp.int8:
+        lanes = 64 if C % 1024 == 0 else 32
+        x = x / jax.lax.optimization_barrier(jnp.ones(x.shape))
+    terms = w.reshape(O, -1, runs, lanes).astype(jnp.float32) * x.reshape(-1, runs, lanes)
     sums = jax.lax.reduce(terms, np.float32(0), lambda a, b: jax.lax.reduce_precision(a + b, 8, 23), (2,))
     sums = jax.lax.optimization_barrier(sums).reshape(-1, lanes)
     y = jax.lax.optimization_barrier(einsum("rc,bc->rb", sums, jnp.ones((1, lanes)))).reshape(O, -1)
@@ -738,10 +753,9 @@ LATENT_EPS = 1e-6  # of the norms within attention, whatever rms_norm_eps is
 def attention(x: jax.Array, w: dict, cache: LayerCache, positions: jax.Array, attend, config: Config):
     """The first half of a layer, on x [B, T, D] at positions [B, T]. Returns the new x and the new cache.
 
-    `attend(q, q_rope, new, cache, positions, kv_b)` stores `new` of these T tokens, [B, T, L] and [B, T, U] in x's
+    `attend(q, q_rope, new, cache, positions, w)` stores `new` of these T tokens, [B, T, L] and [B, T, U] in x's
     dtype, in `cache`, and returns the attention output float32 [B, T, N, W] and the cache. q [B, T, N, H] and
-    q_rope [B, T, N, U] are scaled, kv_b [N, H + W, L] expands a latent to each head's key and value. Prefill and decode
-    differ in nothing else.
+    q_rope [B, T, N, U] are scaled. Prefill and decode differ in nothing else.
     """
     B, T, _ = x.shape
     Q, L, H, U = config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
@@ -758,8 +772,7 @@ def attention(x: jax.Array, w: dict, cache: LayerCache, positions: jax.Array, at
     q, q_rope = jnp.split(linear(h, w["q"]).reshape(B, T, -1, H + U) * softmax_scale(config), [H], axis=-1)
     q, q_rope = q.astype(x.dtype), rope(q_rope, positions, config).astype(x.dtype)
     new = LayerCache(latent, rope_key.astype(x.dtype))
-    kv_b = jax.tree.map(lambda a: a.reshape(q.shape[2], -1, *a.shape[1:]), w["kv_b"])
-    out, cache = attend(q, q_rope, new, cache, positions, kv_b)
+    out, cache = attend(q, q_rope, new, cache, positions, w)
     x = x + jax.lax.psum(linear(out.astype(x.dtype).reshape(B, T, -1), w["o"]).astype(x.dtype), MODEL_AXES)
     if config.attention_bias:
         x = x + w["o_bias"]  # after the psum: before it, every device would add it once more
@@ -1169,7 +1182,7 @@ def prefill_attention(
     new: LayerCache,
     cache: LayerCache,
     positions: jax.Array,
-    kv_b: jax.Array | Int8,
+    w: dict,
     *,
     is_live: jax.Array,
     R: int,
@@ -1185,35 +1198,34 @@ def prefill_attention(
     and T are multiples of R; is_live bool [B], the rows to store: the others have ended before.
     """
     (B, T, N, H), U = q.shape, q_rope.shape[-1]
-    W, L = kv_b.shape[1] - H, kv_b.shape[2]
+    W, L = w["v_b"].shape[0] // N, w["v_b"].shape[1]
     I, parts = dealt_out(B, R)
-    slots = I * cache.latent.shape[2]  # of a row
-    block = math.gcd(slots, power_of_two(512 // parts))
+    block = math.gcd(cache.latent.shape[2], power_of_two(512 // R))  # slots of an entry
     group, part = jax.lax.div(rank(R), parts), jax.lax.rem(rank(R), parts)
     positions = positions[0]
     start = positions[0]
     is_stored = jax.lax.dynamic_slice_in_dim(is_live, group * (B // I), B // I)
 
     def store(cache, new):  # [B, 1, S, ..] and [B, T, ..], of which this device's rows and tokens are stored
-        rows = cache.reshape(B // I, slots, *cache.shape[3:])
+        entries = cache.reshape(B // I, I, *cache.shape[2:])
         new = jax.lax.dynamic_slice_in_dim(new, group * (B // I), B // I)
-        new = new.reshape(B // I, T // parts, parts, *new.shape[2:])
-        new = jax.lax.dynamic_index_in_dim(new, part, axis=2, keepdims=False)
-        old = jax.lax.dynamic_slice_in_dim(rows, start // parts, T // parts, axis=1)
+        new = new.reshape(B // I, T // R, I, parts, *new.shape[2:])
+        new = jax.lax.dynamic_index_in_dim(new, part, axis=3, keepdims=False).swapaxes(1, 2)
+        old = jax.lax.dynamic_slice_in_dim(entries, start // R, T // R, axis=2)
         new = jnp.where(is_stored.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-        return jax.lax.dynamic_update_slice_in_dim(rows, new, start // parts, axis=1).reshape(cache.shape)
+        return jax.lax.dynamic_update_slice_in_dim(entries, new, start // R, axis=2).reshape(cache.shape)
 
-    def load(cache, i):  # the i-th block of all rows
-        x = jax.lax.dynamic_slice_in_dim(cache.reshape(B // I, slots, *cache.shape[3:]), i * block, block, axis=1)
+    def load(cache, i):  # the i-th block of all rows, in the order of their tokens: [B, block R, ..]
+        x = jax.lax.dynamic_slice_in_dim(cache.reshape(B // I, I, *cache.shape[2:]), i * block, block, axis=2)
         if R > 1:
-            x = jax.lax.all_gather(x, MODEL_AXES, axis_index_groups=groups(R))
-            x = jnp.moveaxis(x.reshape(I, parts, *x.shape[1:]), 1, 3)  # [I, B / I, block, parts, ..]
-        return x.reshape(B, block * parts, *cache.shape[3:])
+            x = jax.lax.all_gather(x, MODEL_AXES, axis_index_groups=groups(R)).reshape(I, parts, *x.shape)
+            x = jnp.moveaxis(x, (0, 2, 4, 3, 1), (0, 1, 2, 3, 4))  # [I, B / I, block, I, parts, ..]
+        return x.reshape(B, block * R, *cache.shape[3:])
 
     def expanded(latent, rope_key):  # [B, S, L], [B, S, U] to keys [B, N, S, H + U] and values [B, N, S, W]
         latent, rope_key = (dequantized(x, q.dtype) for x in (latent, rope_key))
-        flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), kv_b)
-        k, v = jnp.split(linear(latent[..., :L], flat).reshape(B, -1, N, H + W), [H], axis=-1)
+        k = linear(latent[..., :L], w["k_b"]).reshape(B, -1, N, H)
+        v = linear(latent[..., :L], w["v_b"]).reshape(B, -1, N, W)
         rope_key = jnp.broadcast_to(rope_key[:, :, None, :U], (*k.shape[:3], U))
         k = jnp.concatenate([k.astype(q.dtype), rope_key], axis=-1)
         return k.swapaxes(1, 2), v.astype(q.dtype).swapaxes(1, 2)
@@ -1224,7 +1236,7 @@ def prefill_attention(
     def fold(i, state):
         largest, total, out = state
         k, v = expanded(*jax.tree.map(partial(load, i=i), cache))
-        mask = is_attended(i * block * parts + jnp.arange(block * parts), positions[:, None], None)
+        mask = is_attended(i * block * R + jnp.arange(block * R), positions[:, None], None)
         scores = attention_scores(q, k, mask)
         new_largest = jnp.maximum(largest, jnp.max(scores, axis=-1))
         shrink = jnp.exp(largest - new_largest)
@@ -1234,7 +1246,7 @@ def prefill_attention(
 
     shape = q.shape[:-1]
     state = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, W), jnp.float32))
-    _, total, out = jax.lax.fori_loop(0, (start + T - 1) // (block * parts) + 1, fold, state)
+    _, total, out = jax.lax.fori_loop(0, (start + T - 1) // (block * R) + 1, fold, state)
     return (out / total[..., None])[:, :, 0].swapaxes(1, 2), cache
 
 
@@ -1276,14 +1288,14 @@ def decode_attention(
     new: LayerCache,
     cache: LayerCache,
     positions: jax.Array,
-    kv_b: jax.Array | Int8,
+    w: dict,
     *,
     R: int,
 ) -> tuple[jax.Array, LayerCache]:
     """Attention of one token a row, at positions [B, 1], over the positions up to its own: q [B, 1, N, H].
 
-    In the absorbed form: q times the part of kv_b that would expand keys is a query of the latents themselves, and the
-    sum of latents that it finds goes through the part that would expand values.
+    In the absorbed form: q times what would expand keys is a query of the latents themselves, and the sum of latents
+    that it finds goes through what would expand values.
 
     On TPUs by the kernel below, elsewhere by plain XLA, which reads all slots there are.
 
@@ -1291,12 +1303,13 @@ def decode_attention(
     exchange the queries before, and after it the outputs with the log-sum-exp of their scores, by which the partial
     softmaxes of a row merge (as in Dao et al. 2023, "Flash-Decoding"). So no part of the cache is read twice.
     """
-    (B, _, N, _), L = q.shape, kv_b.shape[-1]
+    (B, _, N, _), L = q.shape, w["v_b"].shape[1]
     I, parts = dealt_out(B, R)
-    w_k, w_v, k_scale, v_scale = by_head(kv_b, q)
+    # A scale belongs to an entry of a head's key, or value, which is what the first product sums over.
+    (w_k, k_scale), (w_v, v_scale) = (by_head(w[name], N) for name in ("k_b", "v_b"))
 
-    q = q[:, 0] if k_scale is None else (q[:, 0] * k_scale).astype(q.dtype)
-    queries = [einsum("bnh,nhl->bnl", q, w_k).astype(q.dtype), q_rope[:, 0]]
+    scaled = q[:, 0] if k_scale is None else (q[:, 0] * k_scale).astype(q.dtype)
+    queries = [head_product("bnh,nhl->bnl", scaled, w_k).astype(q.dtype), q_rope[:, 0]]
     # As wide as the cache is, see abstract_cache.
     widths = [(cache.latent.shape[-1] - L), (cache.rope_key.shape[-1] - q_rope.shape[-1])]
     queries = [jnp.pad(a, ((0, 0), (0, 0), (0, width))) for a, width in zip(queries, widths, strict=True)]
@@ -1316,17 +1329,23 @@ def decode_attention(
         out = jnp.sum(weights * shares, axis=1).reshape(B, N, -1)
         out = out / out[..., L : L + 1]  # where each share has 1: the sum of the weights
     out = out[..., :L]
-    out = einsum("bnl,nwl->bnw", out.astype(q.dtype), w_v)
+    out = head_product("bnl,nwl->bnw", out.astype(q.dtype), w_v)
     return (out if v_scale is None else out * v_scale)[:, None], cache
 
 
-def by_head(kv_b: jax.Array | Int8, q: jax.Array):
-    """Of kv_b [N, H + W, L], int8 in q's dtype: what expands keys [N, H, L], what expands values [N, W, L], and their
-    scales [N, H] and [N, W], or None. q [.., N, H]."""
-    H = q.shape[-1]
-    values, scale = values_and_scale(kv_b, q.dtype)
-    scales = (None, None) if scale is None else (scale[:, :H], scale[:, H:])
-    return values[:, :H], values[:, H:], *scales
+def by_head(w: jax.Array | Int8, N: int) -> tuple[jax.Array, jax.Array | None]:
+    """The values [N, .., L] of a weight [N .., L] and, of Int8, the scales [N, ..]."""
+    values, scale = w if isinstance(w, Int8) else (w, None)
+    return values.reshape(N, -1, values.shape[-1]), None if scale is None else scale.reshape(N, -1)
+
+
+def head_product(subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """einsum of x [B, N, ..] and w [N, .., ..], int8 cast to x's dtype, on CPUs in float32 (see abstract_weights)."""
+
+    def product_in(dtype):
+        return lambda x, w: einsum(subscripts, x.astype(dtype), w.astype(dtype))
+
+    return jax.lax.platform_dependent(x, w, cpu=product_in(jnp.float32), default=product_in(x.dtype))
 
 
 def plain_latent_attention(
@@ -1337,19 +1356,21 @@ def plain_latent_attention(
     Returns float32 [B / I, G, L + U]: the output in the first L columns, 1 in the next, and in the last the log-sum-exp
     of the scores. And the cache, which got `new` [B / I, 1, ..] at `positions` [B / I].
     """
-    B, part = len(positions), jax.lax.rem(rank(R), parts)
-    slots = cache.latent.shape[0] // B * cache.latent.shape[2]
+    B, S, I, part = len(positions), cache.latent.shape[2], R // parts, jax.lax.rem(rank(R), parts)
+    n = positions // parts
     # Where another device stores the token, the slot is out of bounds: dropped.
-    slot = jnp.where(positions % parts == part, positions // parts, slots)
+    slot = jnp.where(positions % parts == part, n % I * S + n // I, I * S)
 
     def store(cache, new):
-        by_row = cache.reshape(B, slots, *cache.shape[3:]).at[jnp.arange(B), slot].set(new[:, 0], mode="drop")
+        by_row = cache.reshape(B, I * S, *cache.shape[3:]).at[jnp.arange(B), slot].set(new[:, 0], mode="drop")
         # As it is stored: for a single row XLA's GPU backend would lay it out anew, all of it and twice a step.
         return with_layout_constraint(by_row, Layout(tuple(range(by_row.ndim))))
 
     by_row = jax.tree.map(store, cache, as_stored(new, cache))
     latent, rope_key = jax.tree.map(lambda a: a[:, None], by_row)  # one head of keys, K = 1
-    mask = is_attended(jnp.arange(slots) * parts + part, positions[:, None], None)[:, None, None, None]
+    entry, slot = jnp.divmod(jnp.arange(I * S), S)
+    keys = (slot * I + entry) * parts + part
+    mask = is_attended(keys, positions[:, None], None)[:, None, None, None]
     q = q[:, None, :, None]  # [B / I, K, G, T, ..]
     scores = attention_scores(q[..., : latent.shape[-1]], latent, mask)
     scores = scores + attention_scores(q[..., latent.shape[-1] :], rope_key, mask)
@@ -1425,10 +1446,9 @@ def latent_attention_kernel(
 ) -> tuple[jax.Array, LayerCache]:
     """plain_latent_attention for TPUs, as one Pallas kernel: reads the slots of a row up to its position and no other.
 
-    The grid is (rows of this device, steps of a row). A step takes `block` slots or, where an entry of the cache's
-    first dimension has fewer, several whole entries. What lies beyond the row's position is mapped to the last step
-    that does not: the same block again is not fetched again. The running softmax starts with the new token, which is at
-    hand, so the cache is read only for the tokens before it.
+    The grid is (rows of this device, blocks of a row), a block being some slots of all entries of a row. One beyond the
+    last that is needed is mapped to the last: the same block again is not fetched again. The running softmax starts
+    with the new token, which is at hand, so the cache is read only for the tokens before it.
 
     The new token goes into its slot here too: an update by XLA would cost launches and, for the scales, a change of
     layout. A single slot of a packed dtype cannot be written, so the tile around it is patched in VMEM and written
@@ -1438,30 +1458,33 @@ def latent_attention_kernel(
     Of `parts` devices that share a row's tokens, all start with the new one, which counts 1 / parts on each, and one
     stores it.
 
-    Args: as above, positions int32, each below the row's slots times parts; `block` by default a power of two of slots,
-    at most half a MiB of latents, or 128; `interpret` for tests on a CPU.
+    Args: as above, positions int32, each below R S; `block` slots of an entry in a step, by default all if they are
+    fewer than 128, else so many that a step has about half a MiB of latents; `interpret` for tests on a CPU.
     """
     B, G, _ = q.shape  # B: of this device's rows, each of which has I entries
-    entries, _, S, L = cache.latent.shape
-    itemsize = jax.tree.leaves(cache)[0].dtype.itemsize
-    block = block or max(128, 1 << (2**19 // (L * itemsize)).bit_length() - 1)
-    slots = math.gcd(S, block)  # of an entry, in a step
-    together = math.gcd(entries // B, block // slots) if slots == S else 1  # entries in a step
-    per_entry, steps = S // slots, entries // B // together * (S // slots)
-    tile = math.gcd(slots, 128)  # slots: the lanes of a scale tile, and whole packed tiles of any dtype
+    I, S, L = R // parts, *cache.latent.shape[2:]
+    most_slots = max(128, 2**19 // (I * L * jax.tree.leaves(cache)[0].dtype.itemsize))
+    block = block or (S if S < 128 else math.gcd(S, 1 << (most_slots.bit_length() - 1)))
+    tile = math.gcd(block, 128)  # slots: the lanes of a scale tile, and whole packed tiles of any dtype
     padded_G = -(-G // 8) * 8  # a product of fewer rows than a register has sublanes may not compile
     q = jnp.pad(q, ((0, 0), (0, padded_G - G), (0, 0)))
 
     # Positions are never negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
-    def step_of(position):
-        return jax.lax.div(position, parts * together * slots)
+    def slot_of(position):
+        return jax.lax.div(position, R)
+
+    def block_of(position):
+        return jax.lax.div(position, R * block)
+
+    def entry_of(position):
+        return jax.lax.rem(jax.lax.div(position, parts), I)
 
     def kernel(positions, q, new, cache, out, new_cache, largest, total, acc):
         # largest and total have one number for each query head, repeated over the 128 lanes of a register: a vector
         # of them alone would have another layout than the scores.
         b, i = pl.program_id(0), pl.program_id(1)
         position = positions[b]
-        last = step_of(position)
+        last = block_of(position)
         part = jax.lax.rem(rank(R), parts)
 
         def new_token():  # as a cache of one slot: [1, 1, 1, ..]
@@ -1486,11 +1509,11 @@ def latent_attention_kernel(
 
         @pl.when(i <= last)
         def fold():
-            for entry in range(together):
+            for entry in range(I):
                 latent, scale = of_entry(cache.latent, entry)
                 rope_key, scale_of_rope = of_entry(cache.rope_key, entry)
-                first = (i * together + entry) * slots
-                keys = (first + jax.lax.broadcasted_iota(jnp.int32, (1, slots), 1)) * parts + part
+                slots = i * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
+                keys = (slots * I + entry) * parts + part
                 scores = einsum("gl,sl->gs", q[0, :, :L], latent) * scale
                 scores += einsum("gu,su->gs", q[0, :, L:], rope_key) * scale_of_rope
                 scores = jnp.where(keys < position, scores, MASKED)
@@ -1504,19 +1527,18 @@ def latent_attention_kernel(
 
         @pl.when(i == last)
         def store():
-            slot = jax.lax.div(position, parts)
-            entry = jax.lax.rem(jax.lax.div(slot, S), together)
-            first = jax.lax.div(slot, tile) * tile  # of the tile, among the row's slots
-            start = 0 if tile == slots else pl.multiple_of(jax.lax.rem(first, slots), tile)
+            first = jax.lax.div(slot_of(position), tile) * tile
+            start = 0 if tile == block else pl.multiple_of(first - last * block, tile)
+            entry = entry_of(position)
 
             def patch(old, new, patched):
-                shape = (1, 1, tile) + (1,) * (old.ndim - 3)
-                here = (first + jax.lax.broadcasted_iota(jnp.int32, shape, 2)) * parts + part == position
+                slots = first + jax.lax.broadcasted_iota(jnp.int32, (1, 1, tile) + (1,) * (old.ndim - 3), 2)
+                here = (slots * I + entry) * parts + part == position
                 patched[...] = jnp.where(here, new, old[pl.ds(entry, 1), :, pl.ds(start, tile)])
 
             jax.tree.map(patch, cache, new_token(), new_cache)
 
-        @pl.when(i == steps - 1)
+        @pl.when(i == S // block - 1)
         def finish():
             out[0, :, :L] = acc[...] / total[:, :1]
             others = out.shape[1], out.shape[2] - L
@@ -1526,19 +1548,16 @@ def latent_attention_kernel(
     def of_row(x):  # the whole of a row's array
         return pl.BlockSpec((1, *x.shape[1:]), lambda b, i, positions: (b,) + (0,) * (x.ndim - 1))
 
-    def read(x):  # the entries and slots of a step
+    def read(x):  # the block to attend to
         def index(b, i, positions):
-            i = jnp.minimum(i, step_of(positions[b]))
-            entry = b * (entries // B // together) + jax.lax.div(i, per_entry)
-            return (entry, 0, jax.lax.rem(i, per_entry)) + (0,) * (x.ndim - 3)
+            return (b, 0, jnp.minimum(i, block_of(positions[b]))) + (0,) * (x.ndim - 3)
 
-        return pl.BlockSpec((together, 1, slots, *x.shape[3:]), index)
+        return pl.BlockSpec((I, 1, block, *x.shape[3:]), index)
 
     def write(x):  # the tile with the new token's slot
         def index(b, i, positions):
-            slot = jax.lax.div(positions[b], parts)
-            entry = b * (entries // B) + jax.lax.div(slot, S)
-            return (entry, 0, jax.lax.div(jax.lax.rem(slot, S), tile)) + (0,) * (x.ndim - 3)
+            tile_of = jax.lax.div(slot_of(positions[b]), tile)
+            return (b * I + entry_of(positions[b]), 0, tile_of) + (0,) * (x.ndim - 3)
 
         return pl.BlockSpec((1, 1, tile, *x.shape[3:]), index)
 
@@ -1554,7 +1573,7 @@ def latent_attention_kernel(
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(B, steps),
+            grid=(B, S // block),
             in_specs=[of_row(q), jax.tree.map(of_row, new), jax.tree.map(read, cache)],
             out_specs=(of_row(q), jax.tree.map(write, cache)),
             scratch_shapes=[
@@ -1564,7 +1583,7 @@ def latent_attention_kernel(
             ],
         ),
         input_output_aliases={first_cache_argument + i: 1 + i for i in range(len(jax.tree.leaves(cache)))},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=2**26),
         cost_estimate=kernel_cost(4 * G * math.prod(cache.latent.shape), cache),
         interpret=interpret,
         name="latent_attention",

@@ -69,6 +69,7 @@ class Part(NamedTuple):
     groups: int | None = None
     piece: int = 0
     pieces: int = 1
+    within: tuple[int, int] | None = None  # of each unit only these rows, from and to; None: all
 
 
 class Joined(NamedTuple):
@@ -88,13 +89,13 @@ Source = str | Joined | list[Part] | Stack  # of a weight: one tensor, several a
 
 def sources(config: Config) -> dict:
     """abstract_weights' tree, with its Source in the checkpoint in the place of each weight."""
-    heads = config.num_attention_heads
+    heads, H = config.num_attention_heads, config.qk_nope_head_dim
 
     def layer(i):
         attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
 
-        def by_head(name, axis=0):  # dealt out evenly; the last devices have less, or none
-            return [Part(f"{attention}.{name}.weight", heads, axis, groups=1)]
+        def by_head(name, axis=0, within=None):  # dealt out evenly; the last devices have less, or none
+            return [Part(f"{attention}.{name}.weight", heads, axis, groups=1, within=within)]
 
         def qkv_a(kind):
             names = ["q_a_proj", "kv_a_proj_with_mqa"] if config.q_lora_rank else ["kv_a_proj_with_mqa"]
@@ -108,7 +109,8 @@ def sources(config: Config) -> dict:
             "qkv_a": qkv_a("weight"),
             "kv_norm": f"{attention}.kv_a_layernorm.weight",
             "q": by_head("q_b_proj" if config.q_lora_rank else "q_proj"),
-            "kv_b": by_head("kv_b_proj"),
+            "k_b": by_head("kv_b_proj", within=(0, H)),
+            "v_b": by_head("kv_b_proj", within=(H, H + config.v_head_dim)),
             "o": by_head("o_proj", axis=1),
             "mlp_norm": f"model.layers.{i}.post_attention_layernorm.weight",
         }
@@ -491,7 +493,7 @@ def assemble(
         for name in names_of(source):
             rows = tensors[name].shape[0]
             start, stop = (min(max(row, 0), rows) for row in (first, last))
-            ranges.append((name, start, stop, stop - start))
+            ranges.append((name, start, stop, stop - start, slice(None)))
             first, last = first - rows, last - rows
     else:
         axis = source[0].axis
@@ -500,10 +502,10 @@ def assemble(
         ranges = [(part.name, *share(part, tensors[part.name].shape[axis], shard, shards)) for part in source]
     along = np.moveaxis(block, axis, 0)
     filled = 0
-    for name, start, stop, room in ranges:
+    for name, start, stop, room, picked in ranges:
         part = [slice(*b) for b in bounds]
         part[axis] = slice(start, stop)
-        read = np.moveaxis(read_rows(tensors[name], *part), axis, 0)
+        read = np.moveaxis(read_rows(tensors[name], *part), axis, 0)[picked]
         region = along[filled : filled + room]
         if read.shape != region.shape:
             region[...] = 0
@@ -513,9 +515,9 @@ def assemble(
     return block
 
 
-def share(part: Part, size: int, shard: int, shards: int) -> tuple[int, int, int]:
-    """Where the share of device `shard` of `shards` begins and ends in a tensor that has `size` rows, or columns, and
-    how many there is room for: what is missing is zeros."""
+def share(part: Part, size: int, shard: int, shards: int) -> tuple[int, int, int, slice | np.ndarray]:
+    """Where the share of device `shard` of `shards` begins and ends in a tensor that has `size` rows, or columns, how
+    many there is room for (what is missing is zeros), and which between begin and end are picked."""
     size //= part.pieces
     unit, begin = size // part.units, part.piece * size
     if part.groups is None or shards <= part.groups:
@@ -527,7 +529,11 @@ def share(part: Part, size: int, shard: int, shards: int) -> tuple[int, int, int
         group, rank = divmod(shard, neighbours)
         room = -(-units // neighbours)
         first, last = (group * units + min(units, room * n) for n in (rank, rank + 1))
-    return begin + unit * first, begin + unit * last, unit * room
+    start, stop = begin + unit * first, begin + unit * last
+    if part.within is None:
+        return start, stop, unit * room, slice(None)
+    rows = np.arange(*part.within)
+    return start, stop, len(rows) * room, np.add.outer(np.arange(0, stop - start, unit), rows).ravel()
 
 
 def aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:

@@ -70,6 +70,7 @@ class Part(NamedTuple):
     groups: int | None = None
     piece: int = 0
     pieces: int = 1
+    within: tuple[int, int] | None = None  # of each unit only these rows, from and to; None: all
 
 
 class Joined(NamedTuple):
@@ -478,7 +479,7 @@ def assemble(
         for name in names_of(source):
             rows = tensors[name].shape[0]
             start, stop = (min(max(row, 0), rows) for row in (first, last))
-            ranges.append((name, start, stop, stop - start))
+            ranges.append((name, start, stop, stop - start, slice(None)))
             first, last = first - rows, last - rows
     else:
         axis = source[0].axis
@@ -487,10 +488,10 @@ def assemble(
         ranges = [(part.name, *share(part, tensors[part.name].shape[axis], shard, shards)) for part in source]
     along = np.moveaxis(block, axis, 0)
     filled = 0
-    for name, start, stop, room in ranges:
+    for name, start, stop, room, picked in ranges:
         part = [slice(*b) for b in bounds]
         part[axis] = slice(start, stop)
-        read = np.moveaxis(read_rows(tensors[name], *part), axis, 0)
+        read = np.moveaxis(read_rows(tensors[name], *part), axis, 0)[picked]
         region = along[filled : filled + room]
         if read.shape != region.shape:
             region[...] = 0
@@ -500,9 +501,9 @@ def assemble(
     return block
 
 
-def share(part: Part, size: int, shard: int, shards: int) -> tuple[int, int, int]:
-    """Where the share of device `shard` of `shards` begins and ends in a tensor that has `size` rows, or columns, and
-    how many there is room for: what is missing is zeros."""
+def share(part: Part, size: int, shard: int, shards: int) -> tuple[int, int, int, slice | np.ndarray]:
+    """Where the share of device `shard` of `shards` begins and ends in a tensor that has `size` rows, or columns, how
+    many there is room for (what is missing is zeros), and which between begin and end are picked."""
     size //= part.pieces
     unit, begin = size // part.units, part.piece * size
     if part.groups is None or shards <= part.groups:
@@ -514,7 +515,11 @@ def share(part: Part, size: int, shard: int, shards: int) -> tuple[int, int, int
         group, rank = divmod(shard, neighbours)
         room = -(-units // neighbours)
         first, last = (group * units + min(units, room * n) for n in (rank, rank + 1))
-    return begin + unit * first, begin + unit * last, unit * room
+    start, stop = begin + unit * first, begin + unit * last
+    if part.within is None:
+        return start, stop, unit * room, slice(None)
+    rows = np.arange(*part.within)
+    return start, stop, len(rows) * room, np.add.outer(np.arange(0, stop - start, unit), rows).ravel()
 
 
 def aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:

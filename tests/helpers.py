@@ -41,6 +41,9 @@ def save_random(folder: Path, model_class, config, seed: int = 0, rewrite=None, 
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.3)
+        for name, buffer in reference.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.5, 0.5)
     reference.save_pretrained(folder, **save_options)
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(bytes_)}, merges=[]))

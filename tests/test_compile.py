@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from shared import folders
 
 FOLDERS = {name: import_folder(name) for name in folders()}
-KERNEL = re.compile(r"%(ragged_decode_attention|exchange|experts|streamed_product)[.\d]* = ")
+KERNEL = re.compile(r"%(ragged_decode_attention|latent_attention|exchange|routing|experts|streamed_product)[.\d]* = ")
 COLLECTIVE = re.compile(r"= [^=]*? (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* copy\(")
 BITS = {"bf16": 16, "f32": 32, "s32": 32, "s8": 8, "u32": 32, "pred": 8}
@@ -27,15 +27,15 @@ def full_size(name, folder="llama3", **changes):
     return FOLDERS[folder].model.Config.from_dict(config)
 
 
-def compile_step(config, mesh, batch, slots, int8, folder="llama3"):
-    """The compiled decode step."""
+def compile_step(config, mesh, batch, slots, int8, folder="llama3", int8_cache=None):
+    """The compiled decode step, with the cache in int8 if the weights are, unless `int8_cache` says."""
     model = FOLDERS[folder].model
     replicated = NamedSharding(mesh, P())
     vector = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=replicated)
     seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=replicated)
     arguments = (
         model.abstract_weights(config, mesh, jnp.bfloat16, int8),
-        model.abstract_cache(config, mesh, batch, slots, jnp.bfloat16, int8),
+        model.abstract_cache(config, mesh, batch, slots, jnp.bfloat16, int8 if int8_cache is None else int8_cache),
         vector,
         vector,
         seed,
@@ -72,6 +72,43 @@ def test_full_size_on_tpus(folder, name, topology, tp, int8, slots, gigabytes):
     assert kernels["experts"] == len(getattr(config, "moe_layers", ()))
     assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < gigabytes * 1e9
     assert largest_copy(text) < 2**20
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "topology", "ep_tp", "batch", "slots", "int8", "gigabytes"),
+    [
+        ("deepseek", "deepseek-r1", "v5e:8x8", (4, 16), 8, 512, True, 11.0),
+        ("deepseek", "moonlight-16b-a3b", "v5e:2x2", (4, 1), 3, 4096, False, 8.2),
+        ("glm4_flash", "glm-4.7-flash", "v5p:1x1x2", (1, 2), 1, 2048, False, 30.2),
+    ],
+)
+def test_latent_attention_full_size_on_tpus(folder, name, topology, ep_tp, batch, slots, int8, gigabytes):
+    """Three collectives a layer: the gather of what all heads need, after attention, after the feed-forward."""
+    config, model = full_size(name, folder), FOLDERS[folder].model
+    options = {"chips_per_host_bounds": [1, 1, 2]} if topology == "v5p:1x1x2" else {}
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
+    program = compile_step(config, model.make_mesh(1, *ep_tp, devices=devices), batch, slots, int8, folder)
+    text, memory = program.as_text(), program.memory_analysis()
+    counts, layers = Counter(COLLECTIVE.findall(text)), config.num_hidden_layers
+    # A small gather may be turned into a sum of zeros; to embed and to choose the token take one each.
+    assert counts.keys() <= {"all-reduce", "all-gather"} and counts.total() == 3 * layers + 2
+    kernels, experts = Counter(KERNEL.findall(text)), sum(map(config.has_experts, range(layers)))
+    assert kernels["latent_attention"] == layers and kernels["exchange"] == 2 * layers
+    assert kernels["experts"] == kernels["routing"] == experts
+    assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < gigabytes * 1e9
+    assert largest_copy(text) < 2**20
+
+
+@pytest.mark.parametrize("batch", [1, 2, 128])
+@pytest.mark.parametrize("int8_cache", [False, True])
+def test_latent_caches_of_other_shapes(batch, int8_cache):
+    """Few slots a device, and many rows: the cache is not copied."""
+    config, model = full_size("deepseek-r1", "deepseek", num_hidden_layers=4), FOLDERS["deepseek"].model
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
+    mesh = model.make_mesh(1, 4, 4, devices=devices)
+    program = compile_step(config, mesh, batch, 600, True, "deepseek", int8_cache)
+    # Of 128 rows the queries are laid out anew, 1.25 MiB; a layer's cache has five.
+    assert largest_copy(program.as_text()) < (2**21 if batch == 128 else 2**18)
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "open-llama-3b", "mistral-7b-v0.1"])

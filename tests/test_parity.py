@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 from helpers import as_transformers_4, assert_matches, decode, import_folder, save_random
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GlmConfig,
     GlmForCausalLM,
     Llama4Config,
@@ -21,6 +27,7 @@ from transformers import (
 )
 
 llama3, glm4, llama4 = import_folder("llama3"), import_folder("glm4"), import_folder("llama4")
+deepseek, glm4_flash = import_folder("deepseek"), import_folder("glm4_flash")
 
 SMALL = {
     "vocab_size": 331,  # no multiple of anything: the vocabulary's shards are uneven
@@ -86,6 +93,47 @@ def llama_4_with_vision(**options):
     return llama4, Llama4ForConditionalGeneration, config
 
 
+LATENT = {
+    "moe_intermediate_size": 48,
+    "num_attention_heads": 6,  # on 4 and on 8 devices, some have heads of zeros
+    "num_key_value_heads": 6,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 32.0,  # of max_position_embeddings
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+
+
+def deepseek_3(**options):
+    return deepseek, DeepseekV3ForCausalLM, DeepseekV3Config(**SMALL | LATENT | options)
+
+
+def deepseek_2(**options):
+    return deepseek, DeepseekV2ForCausalLM, DeepseekV2Config(**SMALL | LATENT | {"hidden_size": 72} | options)
+
+
+def flash(**options):
+    options = SMALL | LATENT | {"n_group": 1, "topk_group": 1} | options
+    return glm4_flash, Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig(**options)
+
+
 CASES = {
     "llama 3.2, tied": llama(tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
     "llama 3.1": llama(rope_parameters=LLAMA3_ROPE),
@@ -119,6 +167,19 @@ CASES = {
         attention_bias=True,
     ),
     "llama 4, chunks alone": llama_4(num_hidden_layers=2, rms_norm_eps=0.1, num_key_value_heads=1),
+    "deepseek v3": deepseek_3(rope_parameters=YARN),
+    "moonlight": deepseek_3(q_lora_rank=None, n_group=1, topk_group=1, n_shared_experts=2, rms_norm_eps=0.1),
+    "deepseek v3, biases, halves turned, weights as they are": deepseek_3(
+        attention_bias=True, rope_interleave=False, norm_topk_prob=False, tie_word_embeddings=True, rope_parameters=YARN
+    ),
+    "deepseek v2 lite": deepseek_2(
+        q_lora_rank=None, topk_method="greedy", n_group=None, topk_group=None, rope_parameters=YARN | {"mscale": 0.7}
+    ),
+    "deepseek v2": deepseek_2(topk_method="group_limited_greedy", routed_scaling_factor=3.0, n_shared_experts=2),
+    "glm 4.7 flash": flash(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "glm 4.7 flash, other layers, groups": flash(
+        mlp_layer_types=["sparse", "dense", "sparse"], q_lora_rank=None, n_group=4, topk_group=1, rms_norm_eps=0.1
+    ),
 }
 
 
@@ -161,6 +222,9 @@ def test_unequal_prompts_in_one_batch(checkpoints, name, mesh):
         "glm 0414",
         "llama 4 maverick",
         "llama 4, chunks alone",
+        "deepseek v3",
+        "deepseek v2 lite",
+        "glm 4.7 flash, other layers, groups",
     ],
 )
 def test_every_mesh(checkpoints, name, mesh):
@@ -170,7 +234,7 @@ def test_every_mesh(checkpoints, name, mesh):
     assert_matches(reference, prompts, decode(modules, path, prompts, mesh, max_new_tokens=8))
 
 
-@pytest.mark.parametrize("name", ["llama 3.1", "mistral 0.1, window", "glm 0414", "llama 4 maverick"])
+@pytest.mark.parametrize("name", ["llama 3.1", "mistral 0.1, window", "glm 0414", "llama 4 maverick", "deepseek v3"])
 def test_long_prompt_and_a_growing_cache(checkpoints, name, monkeypatch):
     """Many pieces of prefill, then decoding across the cache sizes 256, 512 and 1024."""
     modules, path, reference = checkpoints(name)
@@ -189,6 +253,7 @@ def test_long_prompt_and_a_growing_cache(checkpoints, name, monkeypatch):
         (llama, 0.6, LINEAR_ROPE),
         # At 0.6 the reference's own float32 is up to 0.015 from its float64 here.
         (glm_0414, 0.3, {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
+        (deepseek_3, 0.3, YARN),
     ],
 )
 def test_sharp_attention_far_along(tmp_path, family, scale, rope):

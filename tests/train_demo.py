@@ -1,6 +1,6 @@
 """Train the tiny demo checkpoint of a model family and write it in Hugging Face format.
 
-The demo is a chat model of about 600k parameters (llama4: 1.1 million) that has memorised a few hundred short answers
+The demo is a chat model of about 600k to 1.1 million parameters that has memorised a few hundred short answers
 (capitals, small sums, greetings, some facts and lists), so that an inference script has something to say without
 downloading any weights. Everything is made here: the text, the byte-level BPE tokenizer with the special tokens and the
 form of chat template of the family's released models, and the model, which is the family's own class from transformers,
@@ -9,7 +9,7 @@ trained in float32 and saved as bfloat16. What differs from family to family is 
 One run takes some minutes on one CPU core and is deterministic for a given machine and torch version. It ends by
 answering every training question greedily with the saved checkpoint, and fails if fewer than 99 % are exact.
 
-    python tests/train_demo.py llama3|glm4|llama4 [--output DIR]
+    python tests/train_demo.py llama3|glm4|llama4|deepseek|glm4_flash [--output DIR]
 
 The default output is the demo/ folder of that family, such as llama3/demo/. Needs torch, transformers and tokenizers.
 """
@@ -28,8 +28,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -206,6 +210,70 @@ def build_llama4(**token_ids):
     return Llama4ForCausalLM(config)
 
 
+def set_router_biases(model):
+    """Give the router's biases, which training leaves as they are, other values than zero, and return the model."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.1, 0.1)
+    return model
+
+
+def build_deepseek(**token_ids):
+    """Return an untrained model of the DeepSeek V3 architecture: groups of experts, and a context stretched by yarn."""
+    config = DeepseekV3Config(
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        q_lora_rank=64,
+        kv_lora_rank=48,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        intermediate_size=256,
+        first_k_dense_replace=1,
+        moe_intermediate_size=64,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        num_mtp_layers=0,
+        max_position_embeddings=2048,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512,
+            "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+        **token_ids,
+    )  # fmt: skip
+    return set_router_biases(DeepseekV3ForCausalLM(config))
+
+
+def build_glm4_flash(**token_ids):
+    """Return an untrained model of the GLM-4.7-Flash architecture, with a number of heads that few meshes divide."""
+    config = Glm4MoeLiteConfig(
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        q_lora_rank=64,
+        kv_lora_rank=48,
+        qk_nope_head_dim=24,
+        qk_rope_head_dim=8,
+        v_head_dim=32,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        **token_ids,
+    )
+    return set_router_biases(Glm4MoeLiteForCausalLM(config))
+
+
 FAMILIES = {
     "llama3": Family(
         build_model=build_llama3,
@@ -261,6 +329,38 @@ FAMILIES = {
         # takes longer to learn, most of all to tell which of several questions was the last.
         steps=1500,
         batches=[*BATCHES, SINGLE_TURNS],
+    ),
+    "deepseek": Family(
+        build_model=build_deepseek,
+        special_tokens=["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"],  # noqa: RUF001
+        prefix=["<｜begin▁of▁sentence｜>"],  # noqa: RUF001
+        stops=["<｜end▁of▁sentence｜>"],  # noqa: RUF001
+        chat_template="{{ bos_token }}{% for message in messages %}"
+        "{% if message['role'] == 'user' %}{{ '<｜User｜>' + message['content'] }}"  # noqa: RUF001
+        "{% elif message['role'] == 'assistant' %}{{ '<｜Assistant｜>' + message['content'] + eos_token }}"  # noqa: RUF001
+        "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}",  # noqa: RUF001
+        template_words=[],
+        bos="<｜begin▁of▁sentence｜>",  # noqa: RUF001
+        eos="<｜end▁of▁sentence｜>",  # noqa: RUF001
+        pad="<｜end▁of▁sentence｜>",  # noqa: RUF001
+    ),
+    "glm4_flash": Family(
+        build_model=build_glm4_flash,
+        special_tokens=[
+            "<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>",
+            "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
+        ],
+        prefix=["[gMASK]", "<sop>"],
+        stops=["<|endoftext|>", "<|user|>", "<|observation|>"],  # as in glm4
+        chat_template="[gMASK]<sop>"
+        "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
+        template_words=[],
+        bos=None,
+        eos="<|endoftext|>",
+        pad="<|endoftext|>",
+        conversation_end="<|user|>",
     ),
 }  # fmt: skip
 

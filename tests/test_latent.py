@@ -1,0 +1,220 @@
+"""Latent attention and routing of deepseek/ and glm4_flash/: every path against numpy in float64, the kernels under the
+interpreter and compiled."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import import_folder
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
+
+model = import_folder("deepseek").model
+STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+N, H, U, W, L = 8, 16, 8, 24, 32  # over all devices
+
+
+def random_arguments(B, tokens, dtype, int8_weights=False):
+    """q, q_rope, the new token, all tokens' latents and rope keys, and kv_b: as one device would see them."""
+    random = np.random.default_rng(0)
+
+    def array(*shape, scale=1.0):
+        return jnp.asarray(random.standard_normal(shape) * scale, dtype)
+
+    q, q_rope = array(B, 1, N, H, scale=0.7), array(B, 1, N, U, scale=0.7)
+    new, cached = (model.LayerCache(array(B, T, L), array(B, T, U)) for T in (1, tokens))
+    kv_b = array(N, H + W, L, scale=L**-0.5)
+    return q, q_rope, new, cached, model.quantize(kv_b) if int8_weights else kv_b
+
+
+def floats(x):
+    if isinstance(x, model.Int8):
+        return np.asarray(x.values, np.float64) * np.asarray(x.scale, np.float64)[..., None]
+    return np.asarray(x, np.float64)
+
+
+def reference(q, q_rope, new, cached, positions, kv_b):
+    """In numpy and float64, a row and a head at a time, keys and values expanded."""
+    kv_b = floats(kv_b)
+    out = np.zeros((len(positions), 1, N, W))
+    for b, position in enumerate(positions):
+        latent, rope_key = (
+            np.concatenate([floats(old)[b, :position], floats(token)[b]])
+            for old, token in zip(cached, new, strict=True)
+        )
+        for n in range(N):
+            keys, values = latent @ kv_b[n, :H].T, latent @ kv_b[n, H:].T
+            scores = keys @ floats(q)[b, 0, n] + rope_key @ floats(q_rope)[b, 0, n]
+            weights = np.exp(scores - scores.max())
+            out[b, 0, n] = weights @ values / weights.sum()
+    return out
+
+
+def dealt(x, dp, X, R, width=None):
+    """[B, tokens, ..] as LayerCache's docstring says that devices hold it: [B, X, S, ..]."""
+    x = np.asarray(x)
+    if width:
+        x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+    shares = []
+    for rows in np.split(x, dp):
+        B, tokens = rows.shape[:2]
+        groups = np.gcd(B, R)
+        parts = R // groups
+        devices = []
+        for r in range(X):
+            group, part = divmod(r % R, parts)
+            mine = rows[group * (B // groups) : (group + 1) * (B // groups), part::parts]
+            entries = mine.reshape(B // groups, tokens // R, groups, *x.shape[2:]).swapaxes(1, 2)
+            devices.append(entries.reshape(B, tokens // R, *x.shape[2:]))
+        shares.append(np.stack(devices, axis=1))
+    return np.concatenate(shares)
+
+
+def select(monkeypatch, platform):
+    """Has the model take the path of another platform, its kernels under the interpreter."""
+    if platform == "tpu":
+
+        def choose(*arguments, default, cpu=None, tpu=None):
+            return (tpu or default)(*arguments)
+
+        monkeypatch.setattr(jax.lax, "platform_dependent", choose)
+        for kernel in ("latent_attention_kernel", "exchange_kernel", "routing_kernel"):
+            monkeypatch.setattr(model, kernel, partial(getattr(model, kernel), interpret=STRICT))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize(
+    ("mesh", "sharers", "positions", "tokens"),
+    [
+        ((1, 1, 1), 32, (0, 127, 128, 300, 511), 512),
+        ((1, 1, 1), 32, (0, 257, 640), 768),  # several blocks
+        ((1, 1, 4), 32, (0, 130, 255), 256),  # tokens dealt out
+        ((1, 2, 2), 32, (5, 77, 200, 128), 256),  # rows dealt out
+        ((1, 1, 4), 32, (3, 511), 512),  # rows, then tokens
+        ((1, 1, 2), 32, (3, 300, 511, 80), 512),  # several rows a device
+        ((1, 2, 4), 2, (255, 0, 90), 256),  # several copies
+        ((2, 1, 2), 32, (1, 250, 31, 64), 256),
+    ],
+    ids=str,
+)
+def test_decode_against_float64(monkeypatch, platform, mesh, sharers, positions, tokens, int8):
+    monkeypatch.setattr(model, "CACHE_SHARERS", sharers)
+    select(monkeypatch, platform)
+    if tokens > 512:
+        kernel = partial(model.latent_attention_kernel, block=256)
+        monkeypatch.setattr(model, "latent_attention_kernel", kernel)
+    dp = mesh[0]
+    mesh = model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
+    X = model.model_shards(mesh)
+    R = model.neighbours(None, X)
+    q, q_rope, new, cached, kv_b = random_arguments(len(positions), tokens, jnp.float32, int8)
+    if int8:
+        cached = model.LayerCache(*map(model.quantize, cached))
+        stored = model.LayerCache(*map(model.quantize, new))
+        new_exact = stored
+    else:
+        new_exact = stored = new
+    wanted = reference(q, q_rope, new_exact, cached, positions, kv_b)
+    cache = jax.tree.map(lambda x: jnp.asarray(dealt(x, dp, X, R)), cached)
+
+    heads = P("dp", None, model.MODEL_AXES)
+    k_b, v_b = (jax.tree.map(lambda x: x[:, part].reshape(-1, *x.shape[2:]), kv_b) for part in np.s_[:H, H:])
+    specs = heads, heads, P("dp"), model.CACHE_SPEC, P("dp"), P(model.MODEL_AXES)
+    program = jax.shard_map(
+        partial(model.decode_attention, R=R), mesh=mesh, in_specs=specs, out_specs=(heads, specs[3]), check_vma=False
+    )
+    out, updated = jax.jit(program)(
+        q, q_rope, new, cache, jnp.array(positions, jnp.int32)[:, None], {"k_b": k_b, "v_b": v_b}
+    )
+    np.testing.assert_allclose(np.asarray(out, np.float64), wanted, atol=2e-5)
+
+    def with_new(old, token):
+        old = np.array(old)
+        for b, position in enumerate(positions):
+            old[b, position] = np.asarray(token)[b, 0]
+        return dealt(old, dp, X, R)
+
+    jax.tree.map(np.testing.assert_array_equal, updated, jax.tree.map(with_new, cached, stored))
+
+
+def routing_config(E, groups, topk_group, k, norm=True):
+    fields = dict.fromkeys(model.REQUIRED, 8) | {
+        "n_routed_experts": E,
+        "num_experts_per_tok": k,
+        "n_group": groups,
+        "topk_group": topk_group,
+        "norm_topk_prob": norm,
+        "routed_scaling_factor": 2.5,
+    }
+    return model.Config(**fields)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(
+    ("B", "E", "groups", "topk_group", "k"), [(1, 256, 8, 4, 8), (5, 64, 1, 1, 6), (130, 32, 4, 1, 3), (8, 12, 3, 2, 8)]
+)
+def test_routing_against_float64(monkeypatch, platform, has_bias, B, E, groups, topk_group, k):
+    select(monkeypatch, platform)
+    config = routing_config(E, groups, topk_group, k, norm=has_bias)
+    random = np.random.default_rng(0)
+    logits = random.standard_normal((B, E)).astype(np.float32)
+    bias = random.uniform(-2, 0.5, E).astype(np.float32) if has_bias else None  # so low that choices are negative
+    ids, scores = jax.jit(partial(model.route, config=config))(logits, bias)
+
+    exact = logits.astype(np.float64)
+    probabilities = 1 / (1 + np.exp(-exact)) if has_bias else np.exp(exact) / np.exp(exact).sum(-1, keepdims=True)
+    choice = probabilities + bias if has_bias else probabilities
+    for b in range(B):
+        by_group = choice[b].reshape(groups, -1)
+        totals = np.sort(by_group)[:, -2 if has_bias else -1 :].sum(-1)
+        allowed = np.argsort(totals)[-topk_group:]
+        in_question = [e for e in range(E) if e // (E // groups) in allowed]
+        wanted = sorted(in_question, key=lambda e: -choice[b, e])[:k]
+        assert sorted(np.asarray(ids[b]).tolist()) == sorted(wanted)
+        weights = probabilities[b, np.asarray(ids[b])]
+        weights = weights / (weights.sum() if has_bias else 1) * 2.5
+        np.testing.assert_allclose(scores[b], weights, rtol=1e-5)
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize(
+    ("B", "G", "entries", "S"),
+    [
+        (8, 10, 1, 4096),  # Flash on two chips (for R1 on 64 see test_compile)
+        (1, 20, 1, 1280),
+        (3, 7, 2, 640),
+    ],
+)
+def test_compiles_for_tpus(topology, int8, B, G, entries, S):
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    device = jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+
+    def side(width):
+        shape = B * entries, 1, S
+        return (
+            model.Int8(array(*shape, width, dtype=jnp.int8), array(*shape, dtype=jnp.float32))
+            if int8
+            else array(*shape, width)
+        )
+
+    arguments = (
+        array(B, G, 640),
+        model.LayerCache(array(B, 1, 512), array(B, 1, 64)),
+        model.LayerCache(side(512), side(128)),
+        array(B, dtype=jnp.int32),
+    )
+    kernel = partial(model.latent_attention_kernel, parts=1, R=1)
+    program = jax.jit(kernel, donate_argnums=2).lower(*arguments).compile()
+    cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[2]))
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < max(cache_bytes / 8, 2**20)  # no copy of the cache
