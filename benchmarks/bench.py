@@ -226,8 +226,7 @@ def bench(args) -> dict:
     model = folder.model
     raw_config = read_config(args.folder, args.config, args.layers)
     config = model.Config.from_dict(raw_config)
-    dp, ep = args.dp or 1, args.ep or 1
-    mesh = model.make_mesh(dp, ep, args.tp or max(1, jax.device_count() // (dp * ep)))
+    mesh = model.make_mesh(*model.mesh_shape(config, jax.devices(), args.dp, args.ep, args.tp))
     int8 = args.quantize == "int8"
     with tempfile.TemporaryDirectory() as checkpoint:
         rival = None

@@ -155,9 +155,8 @@ def plan(args) -> dict:
         raise ValueError(f"--target {args.target} is of none of {', '.join(CHIPS)}")
     chip = CHIPS[name]
     devices = devices_of(args.target)
-    ep = args.ep or 1
-    dp = args.dp or (max(1, len(devices) // (ep * args.tp)) if args.tp else 1)
-    mesh = model.make_mesh(dp, ep, args.tp or max(1, len(devices) // (dp * ep)), devices=devices)
+    dp = args.dp or (max(1, len(devices) // ((args.ep or 1) * args.tp)) if args.tp else None)
+    mesh = model.make_mesh(*model.mesh_shape(config, devices, dp, args.ep, args.tp), devices=devices)
     if args.prefill and args.prefill % model.neighbours(config, model.model_shards(mesh)):
         raise ValueError(f"--prefill {args.prefill}: the chips that share a kv head do not divide it")
     begin = time.perf_counter()

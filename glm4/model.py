@@ -197,6 +197,14 @@ def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None
     return jax.make_mesh((dp, ep, tp), ("dp", *MODEL_AXES), axis_types=axis_types, devices=devices)
 
 
+def mesh_shape(
+    config: Config, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None
+) -> tuple[int, int, int]:
+    """dp, ep and tp for these devices: what is given, and for the others 1, but all devices that are left for tp."""
+    dp, ep = dp or 1, ep or 1
+    return dp, ep, tp or max(1, len(devices) // (dp * ep))
+
+
 def model_shards(mesh: Mesh) -> int:
     """X, the number of devices that share each layer."""
     return mesh.shape["ep"] * mesh.shape["tp"]

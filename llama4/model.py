@@ -273,6 +273,23 @@ def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None
     return jax.make_mesh((dp, ep, tp), ("dp", *MODEL_AXES), axis_types=axis_types, devices=devices)
 
 
+def mesh_shape(
+    config: Config, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None
+) -> tuple[int, int, int]:
+    """dp, ep and tp for these devices: what is given, and for the others 1, but all devices that are left for tp.
+
+    On TPUs tp leaves an expert's columns in whole lanes, 128 of them: memory has them no finer. Where it cannot have
+    all that are left, ep takes as few as it must.
+    """
+    dp = dp or 1
+    left = len(devices) // dp
+    if not ep and not tp and devices[0].platform == "tpu":
+        splits = [n for n in range(1, left + 1) if left % n == 0 and config.num_local_experts % n == 0]
+        ep = next((n for n in splits if config.intermediate_size % (left // n * 128) == 0), None)
+    ep = ep or 1
+    return dp, ep, tp or max(1, left // ep)
+
+
 def model_shards(mesh: Mesh) -> int:
     """X, the number of devices that share each layer."""
     return mesh.shape["ep"] * mesh.shape["tp"]
@@ -805,7 +822,8 @@ def experts(
     on_cpu = partial(in_tiles, expert_loop, tile=min(max(power_of_two(mean), 16), 64))
     # gathered_experts reads an expert once for each pair; expert_loop reads, writes and reads again each chosen one.
     on_gpu = gathered_experts if ids.size < 3 * E else partial(in_tiles, partial(expert_loop, columns=None), tile=512)
-    on_tpu = partial(in_tiles, expert_kernel, tile=128)
+    in_lanes = w_down.shape[2] % 128 == 0  # of a TPU, and of its memory: the kernel fetches no less
+    on_tpu = partial(in_tiles, expert_kernel if in_lanes else partial(expert_loop, columns=None), tile=128)
     arguments = x, ids, scores, w_gate_up, w_down
     return jax.lax.platform_dependent(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
@@ -901,14 +919,13 @@ def expert_kernel(
     """For TPUs, one Pallas kernel: fetches the experts that a tile's rows chose, each once, and no other.
 
     The grid is the tiles of rows. For each, a list of its experts is made from the ids in scalar memory, which takes
-    less time than XLA's launches would. Then it goes through these experts, 128 of their columns at a time (all, where
-    128 does not divide F), and fetches the next piece of gate, up and down while it multiplies this one. The hidden
-    columns never leave the chip, and the sums stay in VMEM until the tile is done. A tile, or a device, without work
-    fetches nothing.
+    less time than XLA's launches would. Then it goes through these experts, 128 of their columns at a time, and fetches
+    the next piece of gate, up and down while it multiplies this one. The hidden columns never leave the chip, and the
+    sums stay in VMEM until the tile is done. A tile, or a device, without work fetches nothing.
     """
     (B, D), (E, _, F) = x.shape, w_down.shape
     entries = tile * ids.shape[1]  # of the ids, for a tile
-    columns = 128 if F % 128 == 0 else F
+    columns = 128
     pieces = F // columns
 
     def piece(w_gate_up, w_down, e, f):

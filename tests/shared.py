@@ -25,6 +25,7 @@ DIFFERENT = {
     "feed_forward": "the router",
     "activation": "what the score multiplies",
     "FLOAT32": "names in the checkpoint",
+    "mesh_shape": "experts, on TPUs",
     "check_mesh": "what the model splits",
     "abstract_weights": "the model's weights",
     "LayerCache": "chunks, latents",

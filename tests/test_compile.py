@@ -99,6 +99,24 @@ def test_latent_attention_full_size_on_tpus(folder, name, topology, ep_tp, batch
     assert largest_copy(text) < 2**20
 
 
+def test_experts_are_not_cut_finer_than_lanes():
+    """The mesh where none is asked for: on TPUs ep takes what tp cannot."""
+    wanted = [
+        ("deepseek", "deepseek-r1", "v5e:8x8", (1, 4, 16)),
+        ("deepseek", "moonlight-16b-a3b", "v5e:2x2", (1, 4, 1)),
+    ]
+    wanted += [("glm4_flash", "glm-4.7-flash", "v5e:2x4", (1, 2, 4))]
+    wanted += [("llama4", "llama-4-maverick-17b-128e", "v5e:8x8", (1, 1, 64))]
+    for folder, name, topology, shape in wanted:
+        devices, model = (
+            topologies.get_topology_desc(platform="tpu", topology_name=topology).devices,
+            FOLDERS[folder].model,
+        )
+        assert model.mesh_shape(full_size(name, folder), devices) == shape
+        assert model.mesh_shape(full_size(name, folder), jax.devices()) == (1, 1, 8)
+        assert model.mesh_shape(full_size(name, folder), jax.devices(), dp=2, ep=2) == (2, 2, 2)
+
+
 @pytest.mark.parametrize("batch", [1, 2, 128])
 @pytest.mark.parametrize("int8_cache", [False, True])
 def test_latent_caches_of_other_shapes(batch, int8_cache):

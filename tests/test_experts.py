@@ -122,7 +122,7 @@ def test_on_meshes(monkeypatch, platform, dtype, int8, mesh, B, k):
 def test_devices_without_work(monkeypatch, platform, B):
     """All rows choose experts of one device."""
     select(monkeypatch, platform)
-    arguments = random_arguments(B, 2, 8, 64, 128, jnp.float32, True, chosen=(4, 5))
+    arguments = random_arguments(B, 2, 8, 64, 256, jnp.float32, True, chosen=(4, 5))
     assert_close(on_mesh(model.make_mesh(1, 4, 2), *arguments), reference(*arguments), jnp.float32)
 
 
