@@ -95,7 +95,11 @@ def flops(model, config, batch: int, first: int, last: int) -> int:
         for layer in range(config.num_hidden_layers)
         for position in range(first, last)
     )
-    attention = 4 * config.num_attention_heads * config.head_dim * attended
+    if hasattr(config, "kv_lora_rank"):  # keys and values of two widths; what expands latents is among the matrices
+        widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    else:
+        widths = 2 * config.head_dim
+    attention = 2 * config.num_attention_heads * widths * attended
     return batch * (2 * int(active) * (last - first) + attention + 2 * config.vocab_size * config.hidden_size)
 
 

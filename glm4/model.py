@@ -439,9 +439,9 @@ def cpu_product(x: jax.Array, w: jax.Array | Int8, columns: int | None = None) -
     (B, C), O = x.shape, w.shape[0]
     is_16_bit, columns = x.dtype != jnp.float32, columns or C
     if B == 1 and isinstance(w, Int8) and columns % 512 == 0 and columns <= 4096:
-        return row_product(x, w.values[:, :columns]) * w.scale
+        return row_product(x, w.values) * w.scale
     if B == 1 and not isinstance(w, Int8) and is_16_bit and columns % 512 == 0 and columns <= 8192:
-        return row_product(x[:, :columns], w[:, :columns])
+        return row_product(x[:, :columns], w)
     if isinstance(w, Int8) and B < 50:
         coarse = quantize(x)
         fine = quantize(x - coarse.values * coarse.scale[:, None])
@@ -457,26 +457,38 @@ def cpu_product(x: jax.Array, w: jax.Array | Int8, columns: int | None = None) -
 
 def row_product(x: jax.Array, w: jax.Array) -> jax.Array:
     """x [1, C] times w [O, C] of 16 or 8 bits, C a multiple of 512: float32 [1, O]. For CPUs: of bfloat16 1.5 times as
-    fast as two rows of XLA's own product, of int8 twice as fast.
+    fast as two rows of XLA's own product, of int8 twice as fast. Columns that only w has are left out.
 
     Each 512 columns are 16 runs of 32: XLA makes one loop of multiplying and adding the 16, unrolled, with the 32 side
     by side in vector registers. (Of int8, each 1,024 are 16 runs of 64, where C allows.) What is left, 32 sums for each
-    512 columns, is a small product with ones.
+    512 columns, is a small product with ones. A large w goes in pieces, whose sums stay in the processor's cache.
 
     reduce_precision changes nothing. It keeps the sum from XLA's library of reductions, which would have all weights
     turned to float32 in memory first; the barriers keep what follows from being drawn into the loop. Nor does dividing
     by ones: XLA repeats no division in a loop, and so turns x to float32 once, not for each row of w.
     """
-    (O, C), runs, lanes = w.shape, 16, 32
+    O, C, runs, lanes = len(w), x.shape[1], 16, 32
     x = x.astype(jnp.float32)
     if w.dtype == jnp.int8:
         lanes = 64 if C % 1024 == 0 else 32
         x = x / jax.lax.optimization_barrier(jnp.ones(x.shape))
-    terms = w.reshape(O, -1, runs, lanes).astype(jnp.float32) * x.reshape(-1, runs, lanes)
-    sums = jax.lax.reduce(terms, np.float32(0), lambda a, b: jax.lax.reduce_precision(a + b, 8, 23), (2,))
-    sums = jax.lax.optimization_barrier(sums).reshape(-1, lanes)
-    y = jax.lax.optimization_barrier(einsum("rc,bc->rb", sums, jnp.ones((1, lanes)))).reshape(O, -1)
-    return sum(y[:, i] for i in range(C // (runs * lanes)))[None]
+
+    def multiply(w):
+        terms = w[:, :C].reshape(-1, C // (runs * lanes), runs, lanes).astype(jnp.float32) * x.reshape(-1, runs, lanes)
+        sums = jax.lax.reduce(terms, np.float32(0), lambda a, b: jax.lax.reduce_precision(a + b, 8, 23), (2,))
+        sums = jax.lax.optimization_barrier(sums).reshape(-1, lanes)
+        y = jax.lax.optimization_barrier(einsum("rc,bc->rb", sums, jnp.ones((1, lanes)))).reshape(len(w), -1)
+        return sum(y[:, i] for i in range(y.shape[1]))[None]
+
+    def step(i, y):
+        # The barrier ties w to i: else XLA would turn all of it to float32 before the loop.
+        rows, i = jax.lax.optimization_barrier((w, i))
+        piece = jax.lax.dynamic_slice_in_dim(rows, i * (O // pieces), O // pieces)
+        return jax.lax.dynamic_update_slice_in_dim(y, multiply(piece), i * (O // pieces), axis=1)
+
+    fewest = -(-O * C // 2**24)
+    pieces = next((n for n in range(fewest, 4 * fewest) if O % n == 0), 1)
+    return multiply(w) if pieces == 1 else jax.lax.fori_loop(0, pieces, step, jnp.zeros((1, O), jnp.float32))
 
 
 def weights_first(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:

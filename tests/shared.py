@@ -24,6 +24,7 @@ DIFFERENT = {
     "decode_attention": "latents are not expanded",
     "feed_forward": "the router",
     "activation": "what the score multiplies",
+    "route": "softmaxes in DeepSeek V2",
     "FLOAT32": "names in the checkpoint",
     "mesh_shape": "experts, on TPUs",
     "check_mesh": "what the model splits",

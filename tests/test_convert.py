@@ -24,7 +24,10 @@ def checkpoint(tmp_path_factory):
     return path, save_random(path, *llama()[1:], max_shard_size="100KB")
 
 
-@pytest.fixture(scope="module", params=["llama 3.1", "glm 0414", "llama 4 scout, nested", "llama 4 maverick"])
+SOURCES = ["llama 3.1", "glm 0414", "llama 4 scout, nested", "llama 4 maverick", "deepseek v3", "glm 4.7 flash"]
+
+
+@pytest.fixture(scope="module", params=SOURCES)
 def of_every_folder(request, tmp_path_factory):
     """The modules, a checkpoint and its tensors that the model uses."""
     modules, *reference = CASES[request.param]
@@ -73,7 +76,9 @@ def test_int8_is_what_loading_in_int8_gives(of_every_folder, tmp_path, monkeypat
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     tensors = load_all(tmp_path / "out")
     for name, original in originals.items():
-        if original.ndim > 1 and "router" not in name:  # half a step of the scale, and the largest of each row exact
+        if (
+            original.ndim > 1 and "router" not in name and "mlp.gate." not in name
+        ):  # half a step of the scale, and the largest of each row exact
             inputs = 1 if original.ndim == 3 else -1  # packed experts are [E, input, output]
             scale = tensors[f"{name}_scale"].unsqueeze(inputs)
             error = (tensors[name] * scale - original).abs()

@@ -101,12 +101,27 @@ def test_matrices_stored_wider_on_a_cpu(tmp_path, mesh):
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+def test_a_single_row_on_a_cpu_is_one_loop(int8):
+    """What makes it fast shows in the program: the weights are not turned to float32 in memory, nor handed to a library
+    (either took ten times as long)."""
+    x = jnp.ones((1, 1024), jnp.bfloat16)
+    w = quantize(jnp.ones((4096, 1024))) if int8 else jnp.ones((4096, 1024), jnp.bfloat16)
+    program = jax.jit(linear).lower(x, w).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 4096 * 1024 * 4 / 8
+    reductions = [line for line in program.as_text().splitlines() if "/reduce" in line and " fusion(" in line]
+    assert len(reductions) == 1 and "kind=kLoop" in reductions[0]
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
 @pytest.mark.parametrize(
     ("rows", "contracted", "dtype"),
     [
         (1, 96, jnp.bfloat16),  # as two halves
         (1, 2080, jnp.bfloat16),
         (1, 95, jnp.bfloat16),
+        (1, 512, jnp.bfloat16),  # a loop of its own
+        (1, 1536, jnp.bfloat16),
+        (1, 1024, jnp.float32),  # with int8 weights
         (1, 96, jnp.float32),
         (3, 96, jnp.bfloat16),
         (3, 96, jnp.float32),
