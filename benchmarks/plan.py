@@ -247,6 +247,11 @@ PUBLISHED |= {
     ("llama-4-scout-17b-16e", "v5e:4x4", "int8", "int8", 1, batch, 4096): 1e3 / steps_per_s
     for batch, steps_per_s in ((1, 85.5), (16, 76.3), (32, 73.0))
 }
+# And of DeepSeek R1, likewise.
+PUBLISHED |= {
+    ("deepseek-r1", "v5e:8x8", "int8", "int8", 1, batch, 512): 1e3 / steps_per_s
+    for batch, steps_per_s in ((1, 75.9), (8, 48.0), (128, 17.4))
+}
 
 
 def table(rows: list[dict]) -> str:

@@ -1352,12 +1352,21 @@ def by_head(w: jax.Array | Int8, N: int) -> tuple[jax.Array, jax.Array | None]:
 
 
 def head_product(subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """einsum of x [B, N, ..] and w [N, .., ..], int8 cast to x's dtype, on CPUs in float32 (see abstract_weights)."""
+    """einsum of x [B, N, ..] and w [N, .., ..], int8 cast to x's dtype: float32 [B, N, ..].
 
-    def product_in(dtype):
-        return lambda x, w: einsum(subscripts, x.astype(dtype), w.astype(dtype))
+    On CPUs in float32 (see abstract_weights). On TPUs with 8 rows at least: of one, XLA makes slow vector code.
+    """
 
-    return jax.lax.platform_dependent(x, w, cpu=product_in(jnp.float32), default=product_in(x.dtype))
+    def in_float32(x, w):
+        return einsum(subscripts, x.astype(jnp.float32), w.astype(jnp.float32))
+
+    def plain(x, w):
+        return einsum(subscripts, x, w.astype(x.dtype))
+
+    def padded(x, w):
+        return plain(jnp.pad(x, ((0, max(8 - len(x), 0)), (0, 0), (0, 0))), w)[: len(x)]
+
+    return jax.lax.platform_dependent(x, w, cpu=in_float32, tpu=padded, default=plain)
 
 
 def plain_latent_attention(
