@@ -941,7 +941,7 @@ def experts(
     whole = partial(expert_loop, columns=None)
     mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
     shared = partial(in_tiles, expert_loop, tile=min(max(power_of_two(mean), 16), 64))
-    on_cpu = partial(in_tiles, whole, tile=1) if has_few else shared
+    on_cpu = partial(in_tiles, partial(expert_loop, columns=2048), tile=1) if has_few else shared
     on_gpu = gathered_experts if has_few else partial(in_tiles, whole, tile=512)
     in_lanes = w_down.shape[2] % 128 == 0  # of a TPU, and of its memory: the kernel fetches no less
     on_tpu = partial(in_tiles, expert_kernel if in_lanes else whole, tile=128)

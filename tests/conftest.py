@@ -26,7 +26,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_more_programs_than_a_process_can_map():
-    """A compiled program takes dozens of memory mappings. Linux allows a process 65,530, and XLA crashes beyond them."""
+    """A compiled program takes dozens of mappings; Linux allows a process 65,530, and XLA crashes beyond them."""
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
