@@ -37,11 +37,12 @@ Dimension letters, in shapes and einsums. Under shard_map B, N, F, E and V are t
 
     B  rows of the batch         D  hidden_size           V  vocab_size
     T  tokens of a row           N  num_attention_heads   F  intermediate_size, or moe_intermediate_size
-    S  cache slots of a row      Q  q_lora_rank           X  devices that share a layer, ep x tp
+    S  slots of a cache's entry  Q  q_lora_rank           X  devices that share a layer, ep x tp
     C  any contracted dimension  L  kv_lora_rank          R  of them, those that share a cache
-    O  any output dimension      H  qk_nope_head_dim      E  n_routed_experts
-    K  heads that have keys      U  qk_rope_head_dim      G  query heads that share a head of keys
-                                 W  v_head_dim
+    O  any output dimension      H  qk_nope_head_dim      I  groups of rows, of R devices: gcd(B, R)
+    K  heads that have keys      U  qk_rope_head_dim      E  n_routed_experts
+    G  query heads that share    W  v_head_dim            k  num_experts_per_tok
+       a head of keys
 
 Dtypes. Weights, residual stream and cache are bfloat16 unless asked otherwise; matrices and the cache can be int8 with
 float32 scales (CPUs differ in two ways: see abstract_cache and cpu_product). Every product accumulates in float32 on
@@ -70,7 +71,8 @@ from jax.sharding import PartitionSpec as P
 
 MODEL_AXES = ("ep", "tp")
 
-# The score of a slot that is not attended to, the logit of a token that does not exist. Finite, so that a block with
+# The score of a slot that is not attended to, the logit of a token that does not exist, the choice of an expert that is
+# not in question. Finite, so that a block with
 # nothing else gives no NaN: once a real score arrives, what the block added is multiplied by exp(MASKED - score) = 0.
 MASKED = -1e30
 
@@ -142,7 +144,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, config: dict) -> "Config":
-        """Reads the dict of a config.json, as transformers 4 or 5 writes it. What it leaves out is the reference's.
+        """Reads the dict of a config.json, as transformers 4 or 5 writes it. Defaults are the reference's.
 
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
@@ -161,13 +163,15 @@ class Config:
             topk_method=(config.get("topk_method") or methods[0], methods),
         )
         needed, optional = ROPE_PARAMETERS[rope["rope_type"]]
-        given = {"q_lora_rank": 1536}
+        given = {"q_lora_rank": 1536}  # where the reference's default is not this class's; null is
         if not is_v2:
             given |= {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
-        given |= config
+        given |= config | dict.fromkeys(("factor", *OF_YARN))  # these are read from the table alone
         for name in ("rope_type", "rope_theta", *needed, *optional):
-            if rope.get(name) or rope.get(name) is False:  # to transformers, 0 is as good as absent
+            if rope.get(name) or rope.get(name) is False:  # 0 counts as absent, as in transformers
                 given[name] = rope[name]
+        for name in ("rope_interleave", "norm_topk_prob"):
+            given[name] = given.get(name, True) or False  # to the reference, null is no
         given |= {
             "has_extra_layer": False,
             "scoring_func": scoring,
@@ -199,11 +203,12 @@ class Config:
         in_question = self.topk_group * (experts // groups)
         if self.num_experts_per_tok > in_question:
             raise InputError(
-                f"config.json: num_experts_per_tok {self.num_experts_per_tok} exceeds the {in_question} in question"
+                f"config.json: num_experts_per_tok {self.num_experts_per_tok} exceeds the {in_question} experts of "
+                f"topk_group {self.topk_group} groups"
             )
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer's feed-forward are experts."""
+        """Whether a layer has experts in the place of an MLP."""
         return layer >= self.first_k_dense_replace
 
 
@@ -470,11 +475,12 @@ def stored_width(C: int, dtype: jnp.dtype, mesh: Mesh) -> int:
 class LayerCache(NamedTuple):
     """What a layer keeps of each token: its latent [B, X, S, L], and its key of rotary embedding [B, X, S, U].
 
-    The R devices that share a cache deal out rows first, then tokens. There are I = gcd(B, R) groups of B / I rows, and
-    R / I devices to each, the parts: device r of R belongs to group r // (R / I) and is part r % (R / I). A device has
-    slots for the B / I rows of its group: a row has I entries of the first dimension. The token at position p of a row
-    is on part p % (R / I), and there, with n = p // (R / I), in entry n % I of the row, slot n // I. So a cache that
-    grows, grows at the end of each entry.
+    The R devices that share a cache, neighbours along ep x tp, deal out rows first, then tokens. There are I groups of
+    B / I rows, and R / I devices to each, the parts: device r of R belongs to group r // (R / I) and is part
+    r % (R / I). A device has slots for the B / I rows of its group: a row has I entries of the first dimension. The
+    token at position p of a row is on part p % (R / I), and there, with n = p // (R / I), in entry n % I of the row,
+    slot n // I: slot s of entry e holds position (s I + e) R / I + part, and a cache that grows, grows at the end of
+    each entry.
     """
 
     latent: jax.Array | Int8
@@ -721,12 +727,13 @@ def rope_frequencies(config: Config) -> np.ndarray:
         first, last = max(first, 0), min(last, U - 1)
         last += 0.001 if first == last else 0
         divided = np.clip((np.arange(U // 2, dtype=np.float32) - np.float32(first)) / np.float32(last - first), 0, 1)
-        frequencies = 1 / (np.float32(factor) * wavelengths) * divided + frequencies * (1 - divided)
+        kept = 1 - divided
+        frequencies = 1 / (np.float32(factor) * wavelengths) * (1 - kept) + frequencies * kept
     return frequencies.astype(np.float32)
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """What yarn multiplies attention's scores by, or its square root, for a context `factor` times as long."""
+    """Yarn's factor of queries and of keys for a context `factor` times as long: scores get its square."""
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
@@ -750,8 +757,8 @@ def softmax_scale(config: Config) -> float:
 
 
 def rope(x: jax.Array, positions: jax.Array, config: Config) -> jax.Array:
-    """Turns the pairs of float32 x [B, T, heads, U] by positions [B, T] times the frequencies: (x[2i], x[2i + 1]), or
-    half of U apart where config.json does not say rope_interleave."""
+    """Turns the pairs of float32 x [B, T, heads, U] by positions [B, T] times the frequencies: (x[2i], x[2i + 1]) or,
+    where rope_interleave is false, (x[i], x[i + U / 2])."""
     angles = positions[:, :, None, None].astype(jnp.float32) * rope_frequencies(config)
     cos, sin = rope_scale(config) * jnp.cos(angles), rope_scale(config) * jnp.sin(angles)
     x1, x2 = (x[..., 0::2], x[..., 1::2]) if config.rope_interleave else jnp.split(x, 2, axis=-1)
@@ -779,7 +786,9 @@ LATENT_EPS = 1e-6  # of the norms within attention, whatever rms_norm_eps is
 
 
 @jax.named_scope("attention")
-def attention(x: jax.Array, w: dict, cache: LayerCache, positions: jax.Array, attend, config: Config):
+def attention(
+    x: jax.Array, w: dict, cache: LayerCache, positions: jax.Array, attend, config: Config
+) -> tuple[jax.Array, LayerCache]:
     """The first half of a layer, on x [B, T, D] at positions [B, T]. Returns the new x and the new cache.
 
     `attend(q, q_rope, new, cache, positions, w)` stores `new` of these T tokens, [B, T, L] and [B, T, U] in x's
@@ -837,23 +846,22 @@ def route(logits: jax.Array, bias: jax.Array | None, config: Config) -> tuple[ja
 
     With a bias [E] (DeepSeek-AI 2024, "DeepSeek-V3"), the sigmoids plus the bias choose, and the sigmoids alone are the
     scores; the groups whose two best experts add up to the most come into question. Without one, softmaxes do both, and
-    groups are held against each other by their best expert.
+    groups are held against each other by their best expert. B counts tokens, and E all experts.
 
     On TPUs all of this is one kernel: as XLA's dozen small ones, it would take longer than to read the experts.
     """
     scores = jax.nn.softmax(logits) if bias is None else jax.nn.sigmoid(logits)
     choice = scores if bias is None else scores + bias
     best = 1 if bias is None else 2
-    on_tpu, default = (
-        partial(routing_kernel, best=best, config=config),
-        partial(chosen_experts, best=best, config=config),
-    )
+    on_tpu = partial(routing_kernel, best=best, config=config)
+    default = partial(chosen_experts, best=best, config=config)
     return jax.lax.platform_dependent(scores, choice, tpu=on_tpu, default=default)
 
 
 def chosen_experts(scores: jax.Array, choice: jax.Array, best: int, config: Config) -> tuple[jax.Array, jax.Array]:
-    """The k experts whose float32 choice [B, E] is highest, and their scores, [B, k] each. Only the groups are in
-    question whose so many best ones add up to the most."""
+    """The k experts whose float32 choice [B, E] is highest, and their scores, [B, k] each. Where topk_group is less
+    than n_group, only experts of so many groups are in question: those whose `best` highest choices add up to the most.
+    """
     B, E = scores.shape
     if config.topk_group < config.n_group:
         in_groups = choice.reshape(B, config.n_group, -1)
@@ -910,7 +918,7 @@ def routing_kernel(
         chosen, found = jnp.zeros((tile, k), jnp.int32), jnp.zeros((tile, k), jnp.float32)
         for n in range(k):
             _, lane = highest(left, lanes)
-            left = jnp.where(lanes == lane, 2 * MASKED, left)
+            left = jnp.where(lanes == lane, 2 * MASKED, left)  # below those not in question
             score = jnp.sum(jnp.where(lanes == lane, scores[...], 0), axis=1, keepdims=True)
             chosen, found = jnp.where(columns == n, lane, chosen), jnp.where(columns == n, score, found)
         ids[...] = chosen
@@ -1337,14 +1345,13 @@ def decode_attention(
     """
     (B, _, N, _), L = q.shape, w["v_b"].shape[1]
     I, parts = dealt_out(B, R)
-    # A scale belongs to an entry of a head's key, or value, which is what the first product sums over.
+    # The first product sums over what k_b's scales belong to, so they go to q; v_b's belong to the output.
     (w_k, k_scale), (w_v, v_scale) = (by_head(w[name], N) for name in ("k_b", "v_b"))
 
     scaled = q[:, 0] if k_scale is None else (q[:, 0] * k_scale).astype(q.dtype)
     queries = [head_product("bnh,nhl->bnl", scaled, w_k).astype(q.dtype), q_rope[:, 0]]
-    # As wide as the cache is, see abstract_cache.
-    widths = [(cache.latent.shape[-1] - L), (cache.rope_key.shape[-1] - q_rope.shape[-1])]
-    queries = [jnp.pad(a, ((0, 0), (0, 0), (0, width))) for a, width in zip(queries, widths, strict=True)]
+    missing = cache.latent.shape[-1] - L, cache.rope_key.shape[-1] - q_rope.shape[-1]  # see abstract_cache
+    queries = [jnp.pad(a, ((0, 0), (0, 0), (0, n))) for a, n in zip(queries, missing, strict=True)]
     queries = jnp.concatenate(queries, axis=-1)
     positions, group = positions[:, 0], jax.lax.div(rank(R), parts)
     if R > 1:
@@ -1359,7 +1366,8 @@ def decode_attention(
         shares = exchange(out.reshape(B // I, R, N, -1).swapaxes(0, 1), R).reshape(I, parts, B // I, N, -1)
         weights = jnp.exp(shares[..., -1:] - jnp.max(shares[..., -1:], axis=1, keepdims=True))
         out = jnp.sum(weights * shares, axis=1).reshape(B, N, -1)
-        out = out / out[..., L : L + 1]  # where each share has 1: the sum of the weights
+        width = cache.latent.shape[-1]
+        out = out / out[..., width : width + 1]  # where each share has 1: the sum of the weights
     out = out[..., :L]
     out = head_product("bnl,nwl->bnw", out.astype(q.dtype), w_v)
     return (out if v_scale is None else out * v_scale)[:, None], cache
@@ -1392,12 +1400,14 @@ def head_product(subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
 def plain_latent_attention(
     q: jax.Array, new: LayerCache, cache: LayerCache, positions: jax.Array, parts: int, R: int
 ) -> tuple[jax.Array, LayerCache]:
-    """The queries q [B / I, G, L + U] of this device's rows, of all R devices' heads, over its slots.
+    """The queries q [B / I, G, L + U] of this device's rows, from the G = R N heads of all R devices, over its slots. L
+    and U are here as wide as the cache stores them.
 
     Returns float32 [B / I, G, L + U]: the output in the first L columns, 1 in the next, and in the last the log-sum-exp
     of the scores. And the cache, which got `new` [B / I, 1, ..] at `positions` [B / I].
     """
-    B, S, I, part = len(positions), cache.latent.shape[2], R // parts, jax.lax.rem(rank(R), parts)
+    B, S = len(positions), cache.latent.shape[2]  # B: of this device's rows
+    I, part = R // parts, jax.lax.rem(rank(R), parts)
     n = positions // parts
     # Where another device stores the token, the slot is out of bounds: dropped.
     slot = jnp.where(positions % parts == part, n % I * S + n // I, I * S)
@@ -1500,7 +1510,7 @@ def latent_attention_kernel(
     stores it.
 
     Args: as above, positions int32, each below R S; `block` slots of an entry in a step, by default all if they are
-    fewer than 128, else so many that a step has about half a MiB of latents; `interpret` for tests on a CPU.
+    fewer than 128, else 128 or so many that a step has half a MiB of latents; `interpret` for tests on a CPU.
     """
     B, G, _ = q.shape  # B: of this device's rows, each of which has I entries
     I, S, L = R // parts, *cache.latent.shape[2:]
