@@ -177,19 +177,9 @@ def matrices(config: Config) -> list[str]:
 
 def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor that the checkpoint must have, by name."""
-    D, N, Q, L, E = (
-        config.hidden_size,
-        config.num_attention_heads,
-        config.q_lora_rank,
-        config.kv_lora_rank,
-        config.n_routed_experts,
-    )
-    H, U, W, F = (
-        config.qk_nope_head_dim,
-        config.qk_rope_head_dim,
-        config.v_head_dim,
-        config.moe_intermediate_size,
-    )
+    D, N, E, F = config.hidden_size, config.num_attention_heads, config.n_routed_experts, config.moe_intermediate_size
+    Q, L, H, U = config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
+    W = config.v_head_dim
     outputs = {"q_a_proj": Q, "kv_a_proj_with_mqa": L + U, "q_proj": N * (H + U), "q_b_proj": N * (H + U)}
     outputs |= {"kv_b_proj": N * (H + W), "q_a_layernorm": Q, "kv_a_layernorm": L, "gate": E}
     outputs |= {"embed_tokens": config.vocab_size, "lm_head": config.vocab_size}

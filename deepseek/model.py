@@ -168,7 +168,7 @@ class Config:
             given |= {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
         given |= config | dict.fromkeys(("factor", *OF_YARN))  # these are read from the table alone
         for name in ("rope_type", "rope_theta", *needed, *optional):
-            if rope.get(name) or rope.get(name) is False:  # 0 counts as absent, as in transformers
+            if rope.get(name) or rope.get(name) is False:  # 0 counts as absent, as transformers has it for most
                 given[name] = rope[name]
         for name in ("rope_interleave", "norm_topk_prob"):
             given[name] = given.get(name, True) or False  # to the reference, null is no
@@ -1234,8 +1234,8 @@ def prefill_attention(
     Memory is bounded whatever the prompt's length, and the positions are traced, so that one program serves all pieces
     of a prompt.
 
-    Args: as in `attention`; positions int32 [B, T], start to start + T in each row, where start
-    and T are multiples of R; is_live bool [B], the rows to store: the others have ended before.
+    Args: as in `attention`; positions int32 [B, T], start to start + T in each row, where start and T are multiples of
+    R; is_live bool [B], the rows to store: the others have ended before.
     """
     (B, T, N, H), U = q.shape, q_rope.shape[-1]
     W, L = w["v_b"].shape[0] // N, w["v_b"].shape[1]

@@ -159,7 +159,7 @@ class Config:
         # The reference's default, which null is not; and what is read from the table alone.
         given = {"q_lora_rank": 768} | config | dict.fromkeys(("factor", *OF_YARN))
         for name in ("rope_type", "rope_theta", *needed, *optional):
-            if rope.get(name) or rope.get(name) is False:  # 0 counts as absent, as in transformers
+            if rope.get(name) or rope.get(name) is False:  # 0 counts as absent, as transformers has it for most
                 given[name] = rope[name]
         given |= {"has_extra_layer": False, "mlp_layer_types": None}
         given = read_fields(cls, given, (*REQUIRED, *needed))
@@ -1217,8 +1217,8 @@ def prefill_attention(
     Memory is bounded whatever the prompt's length, and the positions are traced, so that one program serves all pieces
     of a prompt.
 
-    Args: as in `attention`; positions int32 [B, T], start to start + T in each row, where start
-    and T are multiples of R; is_live bool [B], the rows to store: the others have ended before.
+    Args: as in `attention`; positions int32 [B, T], start to start + T in each row, where start and T are multiples of
+    R; is_live bool [B], the rows to store: the others have ended before.
     """
     (B, T, N, H), U = q.shape, q_rope.shape[-1]
     W, L = w["v_b"].shape[0] // N, w["v_b"].shape[1]

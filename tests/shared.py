@@ -47,6 +47,15 @@ DIFFERENT = {
     "read_rows": "FP8",
 }
 
+# Of these folders, with the same architecture, no more names than the second tuple's may differ.
+LATENT = ("deepseek", "glm4_flash"), ("Config", "abstract_weights", "feed_forward", "route", "sources")
+
+
+def may_differ(name: str, folder: str, other: str) -> bool:
+    """Whether a definition of this name may have another text in another folder."""
+    alike, different = LATENT
+    return name in (different if {folder, other} <= set(alike) else DIFFERENT)
+
 
 def folders() -> list[str]:
     """The model folders."""
@@ -77,7 +86,7 @@ def propagate(source: str) -> None:
             path = ROOT / folder / file
             wanted, text = definitions(ROOT / source / file), path.read_text()
             for name, definition in definitions(path).items():
-                if name in wanted and name not in DIFFERENT and definition != wanted[name]:
+                if name in wanted and not may_differ(name, source, folder) and definition != wanted[name]:
                     text = text.replace(definition, wanted[name])
                     print(f"{folder}/{file}: {name}")
             path.write_text(text)

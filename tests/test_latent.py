@@ -116,13 +116,10 @@ def test_decode_against_float64(monkeypatch, platform, mesh, sharers, positions,
     X = model.model_shards(mesh)
     R = model.neighbours(None, X)
     q, q_rope, new, cached, kv_b = random_arguments(len(positions), tokens, jnp.float32, int8)
+    stored = new
     if int8:
-        cached = model.LayerCache(*map(model.quantize, cached))
-        stored = model.LayerCache(*map(model.quantize, new))
-        new_exact = stored
-    else:
-        new_exact = stored = new
-    wanted = reference(q, q_rope, new_exact, cached, positions, kv_b)
+        cached, stored = (model.LayerCache(*map(model.quantize, x)) for x in (cached, new))
+    wanted = reference(q, q_rope, stored, cached, positions, kv_b)
     cached, stored = (jax.tree.map(partial(wide, width=width), x) for x in (cached, stored))
     cache = jax.tree.map(lambda x: jnp.asarray(dealt(x, dp, X, R)), cached)
 

@@ -332,18 +332,18 @@ FAMILIES = {
     ),
     "deepseek": Family(
         build_model=build_deepseek,
-        special_tokens=["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"],  # noqa: RUF001
-        prefix=["<｜begin▁of▁sentence｜>"],  # noqa: RUF001
-        stops=["<｜end▁of▁sentence｜>"],  # noqa: RUF001
+        special_tokens=["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"],
+        prefix=["<｜begin▁of▁sentence｜>"],
+        stops=["<｜end▁of▁sentence｜>"],
         chat_template="{{ bos_token }}{% for message in messages %}"
-        "{% if message['role'] == 'user' %}{{ '<｜User｜>' + message['content'] }}"  # noqa: RUF001
-        "{% elif message['role'] == 'assistant' %}{{ '<｜Assistant｜>' + message['content'] + eos_token }}"  # noqa: RUF001
+        "{% if message['role'] == 'user' %}{{ '<｜User｜>' + message['content'] }}"
+        "{% elif message['role'] == 'assistant' %}{{ '<｜Assistant｜>' + message['content'] + eos_token }}"
         "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}",  # noqa: RUF001
+        "{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}",
         template_words=[],
-        bos="<｜begin▁of▁sentence｜>",  # noqa: RUF001
-        eos="<｜end▁of▁sentence｜>",  # noqa: RUF001
-        pad="<｜end▁of▁sentence｜>",  # noqa: RUF001
+        bos="<｜begin▁of▁sentence｜>",
+        eos="<｜end▁of▁sentence｜>",
+        pad="<｜end▁of▁sentence｜>",
     ),
     "glm4_flash": Family(
         build_model=build_glm4_flash,
