@@ -23,7 +23,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would advise agai
 
 import jax
 from convert import DTYPES, ArgumentParser, Checkpoint, find_checkpoint, load, one_line, open_checkpoint, read_json, run
-from model import InputError, Sampling, check_mesh, check_prompts, generate, make_mesh
+from model import InputError, Sampling, check_mesh, check_prompts, generate, make_mesh, mesh_shape
 from transformers import AutoTokenizer
 
 DEMO = Path(__file__).resolve().parent / "demo"
@@ -83,7 +83,7 @@ def parse_arguments():
     add("--quantize", choices=["int8"], help="weights in int8, one scale for each output channel")
     add("--quantize_cache", choices=["int8"], help="KV cache in int8, one scale for each token and head")
     for axis, split in {"dp": "the batch", "ep": "experts", "tp": "heads and columns"}.items():
-        default = "all devices" if axis == "tp" else 1
+        default = {"dp": "1", "ep": "1, on TPUs what tp cannot split", "tp": "all devices that are left"}[axis]
         add(f"--{axis}", type=count, help=f"split {split} into this many parts, default {default}")
     add("--temperature", type=number(float, 0, 1e6), default=0.0, help="0, the default, takes the most probable token")
     add("--top_k", type=number(int, 0, math.inf), default=0, help="sample from the K most probable tokens, 0: from all")
@@ -306,8 +306,7 @@ def main() -> None:
     has_template = bool(tokenizer.chat_template)
     prompt_tokens = encode(tokenizer, prompts, args.raw or not has_template)
     check_prompts(prompt_tokens, config, args.max_seq_len)
-    dp, ep = args.dp or 1, args.ep or 1
-    mesh = make_mesh(dp, ep, args.tp or max(1, jax.device_count() // (dp * ep)))
+    mesh = make_mesh(*mesh_shape(config, jax.devices(), args.dp, args.ep, args.tp))
     check_mesh(config, mesh)
     if args.profile:
         try:

@@ -23,6 +23,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -294,7 +295,29 @@ def check_tensors(
     if problems:
         more = f", and {len(problems) - 3} more such" if len(problems) > 3 else ""
         raise InputError(f"{folder}: {'; '.join(problems[:3])}{more}")
+    if config.tie_word_embeddings:
+        embedding = sources(config)["embedding"]
+        for name in filter(lambda name: name.endswith("lm_head.weight"), skipped):
+            if not is_same(found[name], found[embedding]):
+                raise InputError(
+                    f"{folder}: {name} differs from {embedding}, to which config.json ties it; "
+                    "set tie_word_embeddings to false"
+                )
     return {name: found[name] for name in expected}, skipped
+
+
+def is_same(tensor: Stored, other: Stored) -> bool:
+    """Whether two tensors hold the same numbers."""
+    if tensor.shape != other.shape:
+        return False
+    return all(np.array_equal(read_rows(tensor, rows), read_rows(other, rows)) for rows in pieces(tensor))
+
+
+def pieces(tensor: Stored) -> Iterator[slice]:
+    """The rows of a tensor in slices of some PIECE_BYTES, at least a row each."""
+    row_bytes = max(1, math.prod(tensor.shape[1:])) * DTYPES[tensor.dtype].itemsize
+    step = max(1, PIECE_BYTES // row_bytes)
+    return (slice(first, first + step) for first in range(0, tensor.shape[0], step))
 
 
 def read_header(file: Path) -> dict[str, Stored]:
@@ -622,10 +645,7 @@ def write_shard(path: Path, groups: list[list[Output]], tensors: dict[str, Store
         written = {name: len(head) + entry["data_offsets"][0] for name, entry in header.items()}
         for group in groups:
             name, tensor = group[0].name, tensors[group[0].name]
-            row_bytes = max(1, int(np.prod(tensor.shape[1:]))) * DTYPES[tensor.dtype].itemsize
-            step = max(1, PIECE_BYTES // row_bytes)
-            for first in range(0, tensor.shape[0], step):
-                rows = read_rows(tensor, slice(first, first + step))
+            for rows in map(partial(read_rows, tensor), pieces(tensor)):
                 arrays = quantize_on_device(rows) if len(group) == 2 else [rows.astype(DTYPES[group[0].dtype])]
                 if not all(np.isfinite(array).all() for array in (rows, *arrays)):
                     raise InputError(f"{tensor.file}: {name} has NaN or values too large for {group[0].dtype}")

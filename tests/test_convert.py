@@ -96,6 +96,20 @@ def test_int8_is_what_loading_in_int8_gives(of_every_folder, tmp_path, monkeypat
             np.testing.assert_allclose([t.logprob for t in row], [t.logprob for t in other], atol=1e-3)
 
 
+def test_a_tied_head_that_differs(tmp_path):
+    """transformers would use the head; we ask. One that is the same is left out."""
+    modules, *reference = CASES["llama 3.2, tied"]
+    save_random(tmp_path, *reference)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert "lm_head.weight" in modules.convert.open_checkpoint(tmp_path).left_out
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(modules.model.InputError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        modules.convert.open_checkpoint(tmp_path)
+
+
 def test_killed_and_run_again(checkpoint, tmp_path, monkeypatch):
     """Killed at many moments, never loads as complete, and ends byte-identical to a conversion in one go."""
     path, _ = checkpoint

@@ -80,6 +80,14 @@ def test_golden_text_on_every_mesh_and_dtype(main, folder, options):
     assert math.prod(stats["mesh"].values()) == stats["devices"] == 8
 
 
+def test_the_mesh_that_nobody_asked_for(main, monkeypatch):
+    """Is the one that model.py proposes, which on TPUs is not always tp alone."""
+    proposed = FOLDERS["deepseek"].model.mesh_shape
+    monkeypatch.setattr(FOLDERS["deepseek"].main, "mesh_shape", lambda *args: proposed(*args[:3], 2, *args[4:]))
+    _, out, _ = main("--output", "json", "--prompt", "Hello!", "--max_new_tokens", "2", folder="deepseek")
+    assert json_rows(out)[1]["mesh"] == {"dp": 1, "ep": 2, "tp": 4}
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_json(main, tmp_path, folder):
     """Every field of the contract; tokens and log-probabilities against the reference class and its tokenizer."""
