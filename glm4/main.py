@@ -8,25 +8,50 @@ Results go to standard output, from process 0 alone; progress and statistics to 
 """
 
 import argparse
+import atexit
 import contextlib
+import hashlib
 import json
 import math
 import os
+import queue
 import re
 import resource
+import socket
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from pathlib import Path
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would advise against running without torch
 
 import jax
-from convert import DTYPES, ArgumentParser, Checkpoint, find_checkpoint, load, one_line, open_checkpoint, read_json, run
+import numpy as np
+from convert import (
+    DTYPES,
+    ArgumentParser,
+    Checkpoint,
+    find_checkpoint,
+    fingerprint,
+    load,
+    one_line,
+    open_checkpoint,
+    read_json,
+    run,
+)
+from jax.experimental import multihost_utils
 from model import InputError, Sampling, check_mesh, check_prompts, generate, make_mesh, mesh_shape
 from transformers import AutoTokenizer
 
 DEMO = Path(__file__).resolve().parent / "demo"
+ROLL_CALL_S = 30  # how long processes wait for each other at the beginning
+SILENCE_S = 20  # after which a process counts as dead; it is heard of every second
+ALIKE = (  # flags that all hosts must give alike
+    "raw", "max_new_tokens", "max_seq_len", "dtype", "quantize", "quantize_cache", "dp", "ep", "tp", "temperature",
+    "top_k", "top_p", "seed",
+)  # fmt: skip
 
 # Published peak memory bandwidth in GB/s of a device, by the beginning of jax's device_kind: the data sheets of
 # Google Cloud's TPU versions and of NVIDIA's accelerators.
@@ -122,19 +147,245 @@ def enable_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def start_distributed(args) -> None:
+class Hosts:
+    """The processes of a run, one a host, and a watch over them: one that is missing, was started twice, differs from
+    process 0 or dies ends all of them, each with one line that says which and why.
+
+    Of a dead process jax's own connections tell late, in pages, or never. So each process has one more to process 0,
+    until the end. On it lie JSON objects, one a line: `error` ends the receiver, `bye` ends the watch, all else is for
+    whoever waits; an empty line says that the sender lives. A context manager: what breaks off its block ends all.
+    """
+
+    def __init__(self, address: str | None = None, count: int = 1, index: int = 0):
+        """Calls the roll: `count` processes, of which this is number `index`, meet at HOST:PORT `address`.
+
+        Raises InputError where process 0 is not there.
+        """
+        self.count, self.index = count, index
+        self.names = {index: f"process {index} ({socket.gethostname()}, pid {os.getpid()})"}
+        self.connections: dict[int, socket.socket] = {}  # by the other's number: on process 0 to all, else to process 0
+        self.inbox: queue.Queue = queue.Queue()  # of messages, each with its sender's number
+        self.entering, self.ending = threading.Lock(), threading.Lock()
+        self.reason = None  # of the end, where that is not the regular one
+        self.deadline = time.monotonic() + ROLL_CALL_S
+        self.jax_address = None  # where process 0 has the port for jax's own connections
+        if count == 1:
+            return
+        host, port = address.rsplit(":", 1)
+        self.is_server = index == 0 and self.listen(int(port))
+        threading.Thread(target=self.beat, daemon=True).start()
+        if not self.is_server:
+            self.connect(host.strip("[]"), int(port))
+            _, roll = self.inbox.get()
+            self.names, self.jax_address = dict(enumerate(roll["names"])), roll["jax_address"]
+            return
+        for _ in range(count - 1):
+            try:
+                i, hello = self.inbox.get(timeout=max(0, self.deadline - time.monotonic()))
+            except queue.Empty:
+                missing = ", ".join(str(i) for i in range(count) if i not in self.names)
+                self.end(f"process {missing} of {count} did not come within {ROLL_CALL_S} s: start it on every host")
+            if hello["count"] != count or i >= count:
+                self.end(f"{self.names[i]} was started as one of {hello['count']} processes, process 0 of {count}")
+        self.jax_address = f"{host}:{free_port()}"
+        self.names = {i: self.names[i] for i in range(count)}
+        self.tell({"names": list(self.names.values()), "jax_address": self.jax_address})
+
+    def listen(self, port: int) -> bool:
+        """Lets the others in, until the end. False where the port is taken, by another process 0 perhaps."""
+        try:
+            server = socket.create_server(("", port), backlog=self.count)
+        except OSError:
+            return False
+
+        def accept():
+            while True:
+                threading.Thread(target=self.greet, args=[server.accept()[0]], daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        return True
+
+    def greet(self, connection: socket.socket) -> None:
+        """Takes a process into the roll; one that is there already ends all."""
+        connection.settimeout(SILENCE_S)
+        lines = connection.makefile("rb")
+        try:
+            hello = json.loads(lines.readline(2**16))
+            i, name, _ = int(hello["process"]), str(hello["name"]), hello["count"]
+        except (OSError, ValueError, TypeError, KeyError):  # another program, that tries all ports perhaps
+            return connection.close()
+        with self.entering:
+            known = self.names.setdefault(i, name)
+            if known is name:
+                self.connections[i] = connection
+        if self.reason:  # it comes to a run that is ending
+            send(connection, {"error": self.reason})
+        elif known is not name:
+            line = f"process {i} was started twice, as {known} and as {name}"
+            send(connection, {"error": line})
+            self.end(line)
+        self.inbox.put((i, hello))
+        self.read(i, lines)
+
+    def connect(self, host: str, port: int) -> None:
+        """Presents this process to process 0."""
+        while True:
+            try:
+                connection = socket.create_connection((host, port), timeout=SILENCE_S)
+                break
+            except OSError as error:
+                if time.monotonic() > self.deadline:
+                    where = f"process 0 is not at {host}:{port} after {ROLL_CALL_S} s ({one_line(error)})"
+                    raise InputError(f"{where}: start it on every host, with the same --coordinator") from error
+                time.sleep(0.2)
+        self.names[0] = f"process 0 at {host}:{port}"
+        self.connections[0] = connection
+        send(connection, {"process": self.index, "count": self.count, "name": self.names[self.index]})
+        threading.Thread(target=self.read, args=[0, connection.makefile("rb")], daemon=True).start()
+
+    def read(self, i: int, lines) -> None:
+        """Takes what number i says, until it says goodbye."""
+        try:
+            for line in lines:
+                message = json.loads(line) if line.strip() else {}
+                if "bye" in message:
+                    return
+                if "error" in message:
+                    threading.Thread(target=self.end, args=[message["error"]], daemon=True).start()
+                elif message:
+                    self.inbox.put((i, message))
+            cause = "died: its connection is closed"
+        except TimeoutError:
+            cause = f"has not been heard of for {SILENCE_S} s"
+        except (OSError, ValueError) as error:
+            cause = f"died: {one_line(error)}"
+        del self.connections[i]
+        self.end(f"{self.names[i]} {cause}")
+
+    def tell(self, message: dict | None) -> None:
+        for connection in list(self.connections.values()):
+            send(connection, message)
+
+    def beat(self) -> None:
+        while True:
+            time.sleep(1)
+            self.tell(None)
+
+    def agree(self, facts: dict) -> None:
+        """Waits for all processes, and ends them where one has other facts, JSON values by name, than process 0."""
+        if self.index != 0:
+            self.tell({"facts": facts})
+            self.inbox.get()
+            return
+        for _ in range(self.count - 1):
+            i, message = self.inbox.get()
+            for name, ours in facts.items():
+                theirs = message["facts"].get(name)
+                if theirs != ours:
+                    self.end(f"{self.names[i]} has {name} {theirs}, process 0 has {ours}: give all of them the same")
+        self.tell({"facts": "agreed"})
+
+    def end(self, line: str, status: int = 2, told: str | None = None) -> None:
+        """Ends this process with `line`, and the others, which are `told` something else where that is given."""
+        self.ending.acquire()  # and never released: of several reasons the first one counts
+        print(f"error: {line}", file=sys.stderr, flush=True)
+        self.reason = told or line
+        self.tell({"error": self.reason})
+        if self.is_server:  # waits until all have heard it
+            deadline = max(time.monotonic() + 5, self.deadline if len(self.names) < self.count else 0)
+            while (self.connections or len(self.names) < self.count) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        os._exit(status)  # at once: what jax does at the regular end needs the others
+
+    def __enter__(self) -> "Hosts":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        name = self.names[self.index]
+        if self.count == 1:
+            return
+        if error is None:
+            self.tell({"bye": True})
+        elif isinstance(error, (InputError, OSError)):
+            self.end(one_line(error), told=f"{name}: {one_line(error)}")
+        elif isinstance(error, KeyboardInterrupt):
+            self.end("interrupted", 130, told=f"{name} was interrupted")
+        else:
+            time.sleep(3)  # if another one has died, jax fails first and the line is under way
+            traceback.print_exception(error)
+            self.end(f"{name} failed: {one_line(error)}", 1)
+
+
+def send(connection: socket.socket, message: dict | None) -> None:
+    """A line of Hosts' connections."""
+    with contextlib.suppress(OSError):  # of one that is lost, the thread that reads knows
+        connection.sendall((json.dumps(message) if message else "").encode() + b"\n")
+
+
+def start_distributed(args) -> Hosts:
     """Joins the other hosts: as the flags say, or as a TPU pod, Slurm or Open MPI tells jax."""
+    jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, and do nothing with it
     if args.coordinator:
-        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
-    elif any(os.environ.get(name, "1") != "1" for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")):
-        jax.distributed.initialize()
-    elif os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0"):  # a TPU host, of a pod perhaps
-        with contextlib.suppress(ValueError):  # not in a cluster that jax knows: this host is alone
-            jax.distributed.initialize()
-    if jax.distributed.is_initialized():
-        # Libraries of jax print their connections on the process's standard output, which is for results.
-        sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
-        os.dup2(2, 1)
+        hosts = Hosts(args.coordinator, args.num_processes, args.process_id)
+        hush()
+        if hosts.count > 1:
+            jax.distributed.initialize(hosts.jax_address, hosts.count, hosts.index, shutdown_timeout_seconds=SILENCE_S)
+    else:
+        tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1")  # of a job step alone
+        if os.environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1" or ("SLURM_STEP_NODELIST" in os.environ and tasks != "1"):
+            join_cluster()
+        elif os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0"):  # a TPU host, of a pod perhaps
+            with contextlib.suppress(ValueError):  # not in a cluster that jax knows: this host is alone
+                join_cluster()
+        if not jax.distributed.is_initialized() or jax.process_count() == 1:
+            return Hosts()
+        # Where process 0 is, jax knows and does not tell.
+        address = np.array([*socket.inet_aton(own_address()), *free_port().to_bytes(2, "big")])
+        *ip, high, low = multihost_utils.broadcast_one_to_all(address).tolist()
+        hosts = Hosts(f"{'.'.join(map(str, ip))}:{256 * high + low}", jax.process_count(), jax.process_index())
+    return hosts
+
+
+def join_cluster() -> None:
+    """jax.distributed.initialize, which ends this process with one line where the others do not come."""
+
+    def give_up():
+        print(f"error: the others did not come within {ROLL_CALL_S} s: start this on every host", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(2)
+
+    timer = threading.Timer(ROLL_CALL_S, give_up)
+    timer.start()
+    try:
+        jax.distributed.initialize(shutdown_timeout_seconds=SILENCE_S)
+    finally:
+        timer.cancel()
+    hush()
+
+
+def hush() -> None:
+    """Sends what jax's libraries print to a file: standard output is for results, and where another process dies they
+    print pages on standard error, where Hosts says it in a line."""
+    sys.stdout, sys.stderr = (
+        os.fdopen(os.dup(number), "w", buffering=1, encoding="utf-8", errors="backslashreplace") for number in (1, 2)
+    )
+    log, path = tempfile.mkstemp(prefix="open-llms-in-jax-", suffix=".log")
+    atexit.register(os.unlink, path)  # of a process that does not come to its regular end, it stays
+    for number in (1, 2):
+        os.dup2(log, number)
+
+
+def own_address() -> str:
+    """The IPv4 address by which other hosts reach this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # an address of no one: of a datagram socket this sends nothing
+        return probe.getsockname()[0]
+    return "127.0.0.1"  # without a network
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as probe:
+        return probe.getsockname()[1]
 
 
 def read_prompts(args) -> list[str]:
@@ -296,17 +547,34 @@ def main() -> None:
         raise InputError("standard output is closed")
     if not args.no_compilation_cache:
         enable_compilation_cache()
-    start_distributed(args)
-    prompts = read_prompts(args)
+    with start_distributed(args) as hosts:
+        decode(args, hosts)
+
+
+def decode(args, hosts: Hosts) -> None:
+    """Loads the checkpoint, decodes the prompts, prints results and statistics. All processes do the same."""
+    devices = jax.devices()  # of all processes: here each learns of the others'
+    if hosts.count > 1 and hosts.index == 0:
+        print(f"{len(devices)} devices of {', '.join(hosts.names.values())}", file=sys.stderr)
     # Whatever is wrong is said before anything takes long.
-    checkpoint = open_checkpoint(find_checkpoint(args.model_path or str(DEMO)))
+    prompts = read_prompts(args)
+    path = args.model_path or str(DEMO)
+    if hosts.index == 0:
+        folder = find_checkpoint(path)
+    hosts.agree({"jax": jax.__version__} | {f"--{name}": value for name, value in vars(args).items() if name in ALIKE})
+    if hosts.index != 0:  # process 0 has downloaded it
+        folder = find_checkpoint(path, local_files_only=True)
+    checkpoint = open_checkpoint(folder)
     config = checkpoint.config
     stop_tokens = read_stop_tokens(checkpoint)
     tokenizer = read_tokenizer(checkpoint.folder)
     has_template = bool(tokenizer.chat_template)
     prompt_tokens = encode(tokenizer, prompts, args.raw or not has_template)
     check_prompts(prompt_tokens, config, args.max_seq_len)
-    mesh = make_mesh(*mesh_shape(config, jax.devices(), args.dp, args.ep, args.tp))
+    if hosts.count > 1:
+        digest = hashlib.sha256(json.dumps(prompt_tokens).encode()).hexdigest()
+        hosts.agree({"another checkpoint, SHA-256": fingerprint(checkpoint), "other prompts, SHA-256": digest})
+    mesh = make_mesh(*mesh_shape(config, devices, args.dp, args.ep, args.tp))
     check_mesh(config, mesh)
     if args.profile:
         try:

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -376,31 +375,6 @@ def test_standard_output_that_is_full():
         finished = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert finished.returncode == 2
     assert finished.stderr.startswith("error: standard output") and finished.stderr.count("\n") == 1
-
-
-def test_two_processes():
-    """Four devices each: the results come from process 0 alone, and are one process's."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        coordinator = f"localhost:{probe.getsockname()[1]}"
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4"}
-    flags = ["--coordinator", coordinator, "--num_processes", "2", "--dp", "2", "--temperature", "0.7", "--seed", "5"]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, ROOT / "llama3" / "main.py", *flags, "--process_id", str(i)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    alone = [sys.executable, ROOT / "llama3" / "main.py", "--dp", "2", "--temperature", "0.7", "--seed", "5"]
-    single = subprocess.run(alone, env=os.environ, capture_output=True, text=True)
-    assert outputs[0][0] == single.stdout != ""
-    assert outputs[1][0] == ""
 
 
 def test_compiled_programs_are_kept(tmp_path):

@@ -1,0 +1,197 @@
+"""main.py on several hosts: real processes on loopback, each with its own devices, and what becomes of the others when
+one is missing, comes twice, differs or dies."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+import pytest
+from helpers import ROOT
+
+ENDLESS = ["--raw", "--prompt", "Hello!", "--max_new_tokens", "30000", "--temperature", "9", "--tp", "1", "--dp", "2"]
+
+
+class Process:
+    """A main.py with its own devices, whose output can be read while it runs."""
+
+    def __init__(self, *arguments, folder="llama3", devices=1, environment=()):
+        self.out, self.err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115, read later
+        command = [sys.executable, ROOT / folder / "main.py", *map(str, arguments)]
+        environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)} | dict(environment)
+        self.process = subprocess.Popen(command, env=environment, stdout=self.out, stderr=self.err)
+
+    def wait(self, seconds):
+        """Exit status, standard output and standard error."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            pytest.fail(f"a process hangs: {self.written()}")
+        return self.process.returncode, *self.written()
+
+    def written(self):
+        texts = []
+        for file in (self.out, self.err):
+            file.seek(0)
+            texts.append(file.read())
+        return texts
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def start(count, *arguments, wanted=None, port=None, **options):
+    """The processes numbered `wanted`, by default all, of a run of `count`."""
+    coordinator = ["--coordinator", f"localhost:{port or free_port()}", "--num_processes", count]
+    wanted = range(count) if wanted is None else wanted
+    return [Process(*coordinator, "--process_id", i, *arguments, **options) for i in wanted]
+
+
+def start_endless():
+    """Two processes in the middle of a decode."""
+    processes = start(2, *ENDLESS)
+    deadline = time.monotonic() + 90
+    while len(processes[0].written()[0]) < 20:
+        assert time.monotonic() < deadline and processes[0].process.poll() is None, processes[0].written()
+        time.sleep(0.1)
+    return processes
+
+
+def assert_all_end(processes, *words, status=2):
+    """Within a minute, each with one line that has these words. What is no error is a note of who is there."""
+    for process in processes:
+        code, _, err = process.wait(60)
+        errors = [line for line in err.splitlines() if " devices of process 0" not in line]
+        assert code == status and len(errors) == 1 and errors[0].startswith("error: "), (code, err)
+        assert all(word in errors[0] for word in words), err
+
+
+@pytest.mark.parametrize(
+    ("folder", "count", "devices", "mesh"),
+    [
+        ("llama3", 2, 4, ["--tp", "8"]),
+        ("glm4", 2, 2, ["--dp", "2"]),
+        ("llama4", 4, 2, ["--dp", "2", "--ep", "2"]),
+        ("deepseek", 2, 4, ["--ep", "4", "--quantize_cache", "int8"]),
+        ("glm4_flash", 2, 2, ["--ep", "4"]),
+    ],
+)
+def test_several_processes(folder, count, devices, mesh):
+    """Print, from process 0 alone, what one process with all the devices prints."""
+    flags = [*mesh, "--output", "json", "--logprobs", "--dtype", "float32", "--temperature", "0.7", "--seed", "5"]
+    alone = Process(*flags, folder=folder, devices=count * devices).wait(180)
+    outputs = [process.wait(180) for process in start(count, *flags, folder=folder, devices=devices)]
+    assert [status for status, *_ in (alone, *outputs)] == [0] * (count + 1), outputs
+    assert [out for _, out, _ in outputs[1:]] == [""] * (count - 1)
+    rows, wanted = ([json.loads(line) for line in out.splitlines()] for out in (outputs[0][1], alone[1]))
+    assert rows[-1]["stats"]["mesh"] == wanted[-1]["stats"]["mesh"] and len(rows) == len(wanted) > 2
+    for row, expected in zip(rows[:-1], wanted[:-1], strict=True):
+        np.testing.assert_allclose(row.pop("logprobs"), expected.pop("logprobs"), atol=1e-4)
+        assert row == expected
+    note = outputs[0][2].splitlines()[0]
+    assert note.startswith(f"{count * devices} devices of process 0 (") and f"process {count - 1} (" in note
+
+
+def test_slurm_tells():
+    job = str(os.getpid() % 4096)  # of which jax makes its port
+    step = {"SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
+    processes = [
+        Process("--prompt", "Hello!", environment=step | {"SLURM_PROCID": i, "SLURM_LOCALID": i}) for i in ("0", "1")
+    ]
+    outputs = [process.wait(120) for process in processes]
+    assert [output[:2] for output in outputs] == [(0, "Hello! How can I help you?\n"), (0, "")], outputs
+    assert "process 1 (" in outputs[0][2] and outputs[1][2] == ""
+
+
+def test_one_is_missing():
+    """Beside a program that knocks at all ports."""
+    port = free_port()
+    processes = start(3, wanted=(0, 2), port=port)
+    for attempt in range(300):
+        try:
+            with socket.create_connection(("localhost", port)) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                assert stranger.recv(1) == b""
+            break
+        except OSError:
+            time.sleep(0.1)
+    assert attempt < 299
+    assert_all_end(processes, "process 1 of 3 did not come")
+
+
+def test_process_0_is_missing():
+    assert_all_end(start(2, wanted=(1,)), "process 0 is not at localhost:", "start it")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_one_comes_twice(number):
+    assert_all_end(start(2, *ENDLESS, wanted=(0, 1, number)), f"process {number} was started twice, as process")
+
+
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [
+        (0, signal.SIGKILL),
+        (1, signal.SIGKILL),
+        (0, signal.SIGTERM),
+        (1, signal.SIGINT),
+        (1, signal.SIGSTOP),
+    ],
+)
+def test_one_dies(number, how):
+    """In the middle of a decode; SIGSTOP is a host that does not answer any more."""
+    processes = start_endless()
+    pid = processes[number].process.pid
+    processes[number].process.send_signal(how)
+    kind = {signal.SIGINT: "was interrupted", signal.SIGSTOP: "has not been heard of for 20 s"}.get(how, "died")
+    assert_all_end([processes[1 - number]], f"error: process {number} (", f"pid {pid}) {kind}")
+    if how == signal.SIGINT:
+        assert_all_end([processes[number]], "interrupted", status=130)
+    else:
+        processes[number].process.kill()
+
+
+def test_one_has_another_checkpoint(tmp_path):
+    """In its config.json, in the numbers of a tensor, or one that cannot be read."""
+    demo = ROOT / "llama3" / "demo"
+    for name in ("config", "tensor", "damaged"):
+        shutil.copytree(demo, tmp_path / name)
+    config = json.loads((demo / "config.json").read_text())
+    (tmp_path / "config" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    weights = bytearray((demo / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (tmp_path / "tensor" / "model.safetensors").write_bytes(weights)
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(weights[:-1])
+    for name, words in {"config": "has another checkpoint", "tensor": "has another", "damaged": "truncated"}.items():
+        port = free_port()
+        processes = start(2, wanted=(0,), port=port) + start(2, "--model_path", tmp_path / name, wanted=(1,), port=port)
+        assert_all_end(processes[:1], "process 1 (", words)
+        assert_all_end(processes[1:], words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--seed", "1"], "has --seed 1, process 0 has 0"),
+        (["--prompt", "Hello!"], "has other prompts"),
+        (["--num_processes", "3"], "was started as one of 3 processes, process 0 of 2"),
+    ],
+)
+def test_one_was_started_otherwise(flags, words):
+    port = free_port()
+    processes = start(2, wanted=(0,), port=port) + start(2, *flags, wanted=(1,), port=port)
+    assert_all_end(processes, "error: process 1 (", words)
+
+
+def test_the_same_error_on_all():
+    assert_all_end(start(2, "--model_path", "/nowhere"), "/nowhere: no such folder")
