@@ -168,7 +168,7 @@ class Transformers:
 def parts(hlo: str) -> dict[str, str]:
     """Which part of the model each instruction of a compiled program belongs to, by its scope in model.py.
 
-    Where a fusion carries no scope, what is fused in it does.
+    Where a fusion carries no scope, what is fused in it does. Of a loop the instructions of its body count alone.
     """
     found, inside = {}, {}  # of instructions, and of the computations that fusions call
     for line in hlo.splitlines():
@@ -180,6 +180,8 @@ def parts(hlo: str) -> dict[str, str]:
         calls = re.search(r"calls=%([\w.-]+)", line)
         part = scope[1] if scope else inside.get(calls[1], "rest") if calls else "rest"
         # The model's own kernel between chips is named exchange.
+        if match[2] == "while":
+            continue
         is_collective = match[2].startswith(COLLECTIVES) or match[1].startswith("exchange")
         found[match[1]] = "collectives" if is_collective else part
         if scope:

@@ -8,6 +8,9 @@ import sys
 import pytest
 from helpers import ROOT
 
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import bench
+
 BENCH = [sys.executable, ROOT / "benchmarks" / "bench.py"]
 ENVIRONMENT = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
 D, L, N, K, H, F, V = 64, 3, 4, 2, 16, 96, 512
@@ -49,6 +52,29 @@ def test_components_make_up_a_step(tmp_path):
     assert parts.keys() >= {"attention", "mlp", "head", "embed", "collectives"}
     step = parts.pop("step")
     assert sum(parts.values()) == pytest.approx(step) and min(parts.values()) > -0.5 * step
+
+
+def test_parts_of_a_program():
+    """By scope, also of what is fused; collectives by kind; a loop's event would count its body twice."""
+    program = """
+%fused (p: f32[8]) -> f32[8] {
+  ROOT %multiply = f32[8]{0} multiply(%p, %p), metadata={op_name="jit(step)/mlp/mul"}
+}
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %inner = f32[8]{0} add(%p, %p), metadata={op_name="jit(step)/head/while/body/add"}
+}
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %fusion.1 = f32[8]{0} fusion(%a), kind=kLoop, calls=%fused
+  %all-reduce.2 = f32[8]{0} all-reduce(%fusion.1), metadata={op_name="jit(step)/mlp/psum"}
+  %exchange.3 = f32[8]{0} custom-call(%a), metadata={op_name="jit(step)/attention/exchange"}
+  %while.4 = (s32[], f32[8]) while(%t), condition=%c, body=%body, metadata={op_name="jit(step)/head/while"}
+  ROOT %copy.5 = f32[8]{0} copy(%a)
+}
+"""
+    assert bench.parts(program) == {
+        "multiply": "mlp", "inner": "head", "fusion.1": "mlp", "all-reduce.2": "collectives",
+        "exchange.3": "collectives", "copy.5": "rest",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
