@@ -17,6 +17,7 @@ import os
 import queue
 import re
 import resource
+import signal
 import socket
 import sys
 import tempfile
@@ -47,6 +48,9 @@ from transformers import AutoTokenizer
 
 DEMO = Path(__file__).resolve().parent / "demo"
 ROLL_CALL_S = 30  # how long processes wait for each other at the beginning
+PROMPTS_CHARACTERS = 2**28  # of a file of prompts: more is no file of prompts
+TEMPLATE_S = 20  # a chat template is a program, and could run for ever
+LONG_PROMPT = 2**15  # tokens; a shorter one is taken whatever max_position_embeddings says, as transformers does
 SILENCE_S = 20  # after which a process counts as dead; it is heard of every second
 ALIKE = (  # flags that all hosts must give alike
     "raw", "max_new_tokens", "max_seq_len", "dtype", "quantize", "quantize_cache", "dp", "ep", "tp", "temperature",
@@ -395,9 +399,11 @@ def read_prompts(args) -> list[str]:
     file = args.prompts_file or DEMO / "prompts.txt"
     try:
         with open(0 if file == "-" else file, encoding="utf-8-sig", closefd=file != "-") as f:
-            text = f.read()
+            text = f.read(PROMPTS_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file}: cannot be read: {one_line(error)}") from error
+    if len(text) > PROMPTS_CHARACTERS:
+        raise InputError(f"{file}: has more than {PROMPTS_CHARACTERS} characters; split it")
     prompts = [line for line in text.split("\n") if line.strip()]
     if not prompts:
         raise InputError(f"{file}: has no prompt; write one a line")
@@ -413,19 +419,42 @@ def read_tokenizer(folder: Path):
 
 
 def encode(tokenizer, prompts: list[str], raw: bool) -> list[list[int]]:
-    """Token ids of each prompt: as the one message of a user, or `raw` as it stands."""
+    """Token ids of each prompt: as the one message of a user, or `raw` as it stands.
+
+    As in transformers, a special token that is written out in a prompt becomes that token.
+    """
+
+    def give_up(*_):
+        raise TimeoutError(f"the chat template runs for more than {TEMPLATE_S} s")
+
+    found = []
+    before = signal.signal(signal.SIGALRM, give_up)
     try:
-        if raw:
-            return [tokenizer(prompt)["input_ids"] for prompt in prompts]
-        return [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
-            )
-            for prompt in prompts
-        ]
+        for prompt in prompts:
+            prompt.encode()  # fails for lone surrogates, which is how Python has bytes that are no text
+            signal.alarm(TEMPLATE_S)
+            if raw:
+                found.append(tokenizer(prompt)["input_ids"])
+            else:
+                message = [{"role": "user", "content": prompt}]
+                found.append(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
     except Exception as error:  # jinja's, or the template's own
         remedy = "" if raw else "; --raw leaves the template out"
-        raise InputError(f"the prompt cannot be encoded: {one_line(error)}{remedy}") from error
+        raise InputError(f"prompt {len(found) + 1} cannot be encoded: {one_line(error)}{remedy}") from error
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    return found
+
+
+def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:
+    """Raises InputError for a prompt for which this would compute for hours, and the model was not made."""
+    places = [raw_config, raw_config.get("text_config")]
+    given = [place.get("max_position_embeddings") for place in places if isinstance(place, dict)]
+    context = max([LONG_PROMPT, *(value for value in given if isinstance(value, int))])
+    for row, prompt in enumerate(prompt_tokens, 1):
+        if len(prompt) > context:
+            raise InputError(f"prompt {row} has {len(prompt)} tokens, and the model takes {context}; shorten it")
 
 
 def read_stop_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
@@ -462,16 +491,28 @@ class Results:
             if not math.isfinite(token.logprob):
                 raise InputError("the model's numbers are not finite: damaged weights, or try --dtype float32")
             self.rows[token.row].append(token)
-        is_finished = True
-        while is_finished and self.current < len(self.rows):
-            row = self.rows[self.current]
-            is_finished = row[-1].finish_reason is not None
-            if self.args.output == "text":
-                self.print_text([token.id for token in row], is_finished)
-            elif is_finished:
-                self.print_json(row)
-            if is_finished:
+        while self.current < len(self.rows) and self.print_row():
+            self.next_row()
+
+    def break_off(self) -> None:
+        """Prints the finished rows that waited for one that will not be finished."""
+        if self.args.output == "text":
+            write("\n")
+        for i in range(self.current + 1, len(self.rows)):
+            if self.rows[i] and self.rows[i][-1].finish_reason:
+                self.current = i - 1
                 self.next_row()
+                self.print_row()
+
+    def print_row(self) -> bool:
+        """Prints of the current row what can be printed; whether it is finished."""
+        row = self.rows[self.current]
+        is_finished = row[-1].finish_reason is not None
+        if self.args.output == "text":
+            self.print_text([token.id for token in row], is_finished)
+        elif is_finished:
+            self.print_json(row)
+        return is_finished
 
     def print_text(self, ids, is_finished) -> None:
         """What the new tokens add to the text. They are decoded together with those printed last, on which their
@@ -571,6 +612,7 @@ def decode(args, hosts: Hosts) -> None:
     has_template = bool(tokenizer.chat_template)
     prompt_tokens = encode(tokenizer, prompts, args.raw or not has_template)
     check_prompts(prompt_tokens, config, args.max_seq_len)
+    check_context(prompt_tokens, checkpoint.raw_config)
     if hosts.count > 1:
         digest = hashlib.sha256(json.dumps(prompt_tokens).encode()).hexdigest()
         hosts.agree({"another checkpoint, SHA-256": fingerprint(checkpoint), "other prompts, SHA-256": digest})
@@ -605,9 +647,13 @@ def decode(args, hosts: Hosts) -> None:
     )
     results = Results(args, tokenizer, prompts, prompt_tokens)
     results.add(next(steps))  # the first token is prefill's, what follows is the decode loop
-    with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
-        for tokens in steps:
-            results.add(tokens)
+    try:
+        with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
+            for tokens in steps:
+                results.add(tokens)
+    except KeyboardInterrupt:
+        results.break_off()
+        raise
 
     stats = statistics(checkpoint.raw_config, mesh, load_s, measured)
     if args.output == "json":

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -208,6 +209,9 @@ def test_profile(main, tmp_path):
         (["--prompts_file", "/no/file"], "/no/file"),
         (["--prompts_file", "/dev/null"], "no prompt"),
         (["--prompts_file", "/bin/true"], "/bin/true"),
+        (["--prompts_file", "/dev/zero"], "/dev/zero: has more than"),
+        (["--prompt", "Hello!", "a\udcffb"], "prompt 2 cannot be encoded"),
+        (["--prompt", "a" * 10**6], "prompt 1 has 1000010 tokens"),
         (["--prompt", "", "--max_seq_len", "4"], "max_seq_len 4"),
         (["--prompt", "Hello!", "--max_seq_len", "5"], "max_seq_len 5"),
         (["--max_new_tokens", "0"], "--max_new_tokens"),
@@ -238,7 +242,7 @@ def test_profile(main, tmp_path):
         (["--profile", "/dev/null/trace"], "/dev/null/trace"),
         (["--no_such_flag"], "--no_such_flag"),
     ],
-    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(map(str, value))[:60] if isinstance(value, list) else "",
 )
 def test_bad_arguments(main, arguments, words):
     assert_refused(main(*arguments), words)
@@ -282,6 +286,10 @@ def index_to(weight_map):
         (folder / "model.safetensors.index.json").write_text(json.dumps(content))
 
     return edit
+
+
+def template(text):
+    return lambda folder: (folder / "chat_template.jinja").write_text(text)
 
 
 @pytest.mark.parametrize(
@@ -334,8 +342,11 @@ def index_to(weight_map):
         (index_to({"model.norm.weight": "a\nb.safetensors"}), "missing"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
         (truncate("tokenizer.json", 0.5), "tokenizer"),
-        (lambda folder: (folder / "chat_template.jinja").write_text("{% if %}"), "--raw"),
-        (lambda folder: (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}"), "--raw"),
+        (template("{% if %}"), "--raw"),
+        (template("{{ raise_exception('no') }}"), "--raw"),
+        (template("{{ cycler.__init__.__globals__ }}"), "is unsafe"),
+        (template("{% include '/etc/passwd' %}"), "no loader"),
+        (template("{{ 'a' * 10**13 }}"), "MemoryError"),
     ],
 )
 def test_bad_checkpoints(main, tmp_path, edit, words):
@@ -343,6 +354,49 @@ def test_bad_checkpoints(main, tmp_path, edit, words):
     shutil.copytree(DEMO, folder)
     edit(folder)
     assert_refused(main("--model_path", folder, "--prompt", "Hello!"), words)
+
+
+def test_a_template_that_never_ends(main, tmp_path, monkeypatch):
+    shutil.copytree(DEMO, tmp_path / "checkpoint")
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    (tmp_path / "checkpoint" / "chat_template.jinja").write_text(loop)
+    monkeypatch.setattr(FOLDERS["llama3"].main, "TEMPLATE_S", 1)
+    assert_refused(main("--model_path", tmp_path / "checkpoint", "--prompt", "Hello!"), "runs for more than 1 s")
+
+
+def test_prompts_with_special_tokens_and_nul(main, tmp_path):
+    """They are encoded as transformers encodes them."""
+    text = "a\0b <|begin_of_text|><|eot_id|> <|no_token|> \ufffd\ue000"
+    (tmp_path / "prompts").write_text(text)
+    status, out, _ = main("--prompts_file", tmp_path / "prompts", "--raw", "--output", "json", "--max_new_tokens", "2")
+    assert status == 0
+    assert json_rows(out)[0][0]["prompt_tokens"] == AutoTokenizer.from_pretrained(DEMO)(text)["input_ids"]
+
+
+@pytest.mark.parametrize("output", ["json", "text"])
+def test_interrupted(main, tmp_path, output):
+    """What was finished is printed, though a row before it never will be; status 130 and one line."""
+    save_random(tmp_path, *llama()[1:])
+    arguments = ["--model_path", tmp_path, "--dtype", "float32", "--prompt", "ab", "cde", "ab"]
+    rows, _ = json_rows(main(*arguments, "--output", "json", "--max_new_tokens", "300")[1])
+    stop = next(token for token in rows[0]["tokens"][3:] if token not in rows[1]["tokens"])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
+    command = [sys.executable, ROOT / "llama3" / "main.py", *arguments, "--output", output]
+    command += ["--max_new_tokens", "100000", "--no_compilation_cache"]
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        first = process.stdout.readline()  # the first row ends in the same step as the last
+        while output == "text" and not first.endswith("> cde\n"):
+            first += process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err.endswith("error: interrupted\n") and "Traceback" not in err
+    if output == "json":
+        assert json.loads(first)["tokens"][-1] == stop and rest == first
+    else:
+        assert rest.endswith("\n" + first.removesuffix("> cde\n"))
 
 
 def test_a_mesh_that_does_not_divide_the_model(main, tmp_path):
