@@ -217,7 +217,7 @@ def read_rope(config: dict) -> dict:
     level, except for original_max_position_embeddings, which defaults to max_position_embeddings."""
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(table, dict):
-        raise InputError(f"config.json: the rope parameters must be a table, not {table!r}")
+        raise InputError(f"config.json: the rope parameters must be a table, not {table!r:.40}")
     rope_type = table.get("rope_type") or table.get("type") or "default"
     top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     given = {name: value for name, value in table.items() if value is not None}

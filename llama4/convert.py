@@ -273,7 +273,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     quantization = raw_config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method not in (None, INT8["quant_method"], "compressed-tensors"):
-        raise InputError(f"{folder}: quantization {method!r} is not supported; give the unquantized checkpoint")
+        raise InputError(f"{folder}: quantization {method!r:.40} is not supported; give the unquantized checkpoint")
     config, int8 = Config.from_dict(raw_config), quantization == INT8
     found = stored_tensors(folder)
     for name in [name for name, tensor in found.items() if tensor.dtype == "F8_E4M3"]:
@@ -302,14 +302,14 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard:
-            raise InputError(f"{index}: the shard {shard!r} is not a file of this folder")
+            raise InputError(f"{index}: the shard {shard!r:.200} is not a file of this folder")
         for name, stored in read_header(folder / shard).items():
             if name in found:
-                raise InputError(f"{folder}: {name} is both in {found[name].file.name} and in {shard}")
+                raise InputError(f"{folder}: {name:.200} is both in {found[name].file.name} and in {shard}")
             found[name] = stored
     for name, shard in weight_map.items():
         if name not in found or found[name].file.name != shard:
-            raise InputError(f"{folder}: {shard} has no tensor {name}, where the index puts it; download it again")
+            raise InputError(f"{folder}: {shard} has no tensor {name:.200}, where the index puts it; download it again")
     return found
 
 
@@ -332,11 +332,11 @@ def check_tensors(
         if reason:
             skipped[name] = reason
         elif name not in expected:
-            problems.append(f"{name} is not a tensor of this model")
+            problems.append(f"{name:.200} is not a tensor of this model")
         elif stored.shape != expected[name]:
             problems.append(f"{name} has shape {list(stored.shape)}, and config.json asks for {list(expected[name])}")
         elif (stored.dtype == "int8") != (name in rounded) or stored.dtype not in DTYPES:
-            problems.append(f"{name} has dtype {stored.dtype}, which is not supported here")
+            problems.append(f"{name} has dtype {stored.dtype:.40}, which is not supported here")
     if problems:
         more = f", and {len(problems) - 3} more such" if len(problems) > 3 else ""
         raise InputError(f"{folder}: {'; '.join(problems[:3])}{more}")
@@ -645,7 +645,10 @@ def claimed(output: Path, source: Path, provenance: dict):
     """Makes the output folder, or finds that it holds a part or the whole of this very conversion; locks it."""
     if os.path.realpath(output) == os.path.realpath(source):
         raise InputError(f"{output}: is the source; choose another --output")
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{output}: {error.strerror}; choose another --output") from error
     lock = os.open(output, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -660,6 +663,11 @@ def claimed(output: Path, source: Path, provenance: dict):
         yield
     except BlockingIOError as error:
         raise InputError(f"{output}: another conversion is writing here; wait for it or choose another") from error
+    except OSError as error:  # of a full disk it names no file
+        place = error.filename or output
+        raise InputError(
+            f"{place}: {error.strerror}; once that is mended, this command goes on where it was"
+        ) from error
     finally:
         os.close(lock)
 

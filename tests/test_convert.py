@@ -145,6 +145,27 @@ def test_killed_and_run_again(checkpoint, tmp_path, monkeypatch):
     assert len(decode(llama3, output, [[1, 2]], max_new_tokens=3)[0]) == 3
 
 
+def test_a_disk_that_is_full(checkpoint, tmp_path):
+    """One line that names the place; nothing that loads; with room, the same command goes on. The limit of a file's
+    size stands for the disk's."""
+    path, _ = checkpoint
+    output = tmp_path / "out"
+    llama3.convert.convert(path, tmp_path / "whole", "float32", int8=False)
+    size = (tmp_path / "whole" / "model-00001-of-00001.safetensors").stat().st_size
+    command = [sys.executable, CONVERT, "--model_path", path, "--output", output, "--dtype", "float32"]
+    limited = ["bash", "-c", f'ulimit -f {size // 2048}; exec "$@"', "-", *command]
+    full = subprocess.run(limited, capture_output=True, text=True)
+    assert full.returncode == 2 and full.stderr.count("\n") == 1, full.stderr
+    assert full.stderr.startswith(f"error: {output}: File too large; once that is mended")
+    with pytest.raises(llama3.model.InputError, match=r"no config.json"):
+        llama3.convert.open_checkpoint(output)
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert files(output) == files(tmp_path / "whole")
+    command[command.index(output)] = "/proc/out"
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert refused.returncode == 2 and refused.stderr.startswith("error: /proc/out: No such file"), refused.stderr
+
+
 def test_memory_is_bounded(tmp_path):
     """A checkpoint of 1.3 GB in one file, a third of it one tensor, converts in under 400 MB above the interpreter."""
     from transformers import LlamaConfig, LlamaForCausalLM
