@@ -50,7 +50,6 @@ embedding, softmax, routing and logits are float32.
 """
 
 import dataclasses
-import functools
 import math
 import os
 import time
@@ -62,6 +61,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.experimental import pallas as pl
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
@@ -159,8 +159,9 @@ class Config:
         # The reference's default, which null is not; and what is read from the table alone.
         given = {"q_lora_rank": 768} | config | dict.fromkeys(("factor", *OF_YARN))
         for name in ("rope_type", "rope_theta", *needed, *optional):
-            if rope.get(name) or rope.get(name) is False:  # 0 counts as absent, as transformers has it for most
-                given[name] = rope[name]
+            value = rope.get(name)  # of most, 0 counts as absent, as transformers has it
+            if value or value is False or name in ("rope_theta", "attention_factor"):
+                given[name] = value
         given |= {"has_extra_layer": False, "mlp_layer_types": None}
         given = read_fields(cls, given, (*REQUIRED, *needed))
         layers, kinds = given["num_hidden_layers"], config.get("mlp_layer_types")
@@ -178,6 +179,8 @@ class Config:
         experts, groups = self.n_routed_experts, self.n_group
         if self.qk_rope_head_dim % 2:
             raise InputError(f"config.json: qk_rope_head_dim {self.qk_rope_head_dim} must be even: rope turns pairs")
+        if self.rope_type == "yarn" and self.rope_theta <= 1:
+            raise InputError(f"config.json: rope_theta {self.rope_theta} must exceed 1: yarn divides by its logarithm")
         if experts >= 2**12:
             raise InputError(f"config.json: n_routed_experts cannot be {experts}")
         if experts % groups:
@@ -222,7 +225,7 @@ def check_supported(**features: tuple[object, tuple]) -> None:
 
 
 def read_fields(cls: type, given: dict, required: tuple[str, ...]) -> dict:
-    """Of `given`, what is a field of the dataclass `cls`; null counts as absent.
+    """Of `given`, what is a field of the dataclass `cls`, in the field's type; null counts as absent.
 
     Raises InputError for a value that such a field cannot have, and for a required one that is not there.
     """
@@ -234,7 +237,7 @@ def read_fields(cls: type, given: dict, required: tuple[str, ...]) -> dict:
     for name in required:
         if name not in given:
             raise InputError(f"config.json: {name} is missing")
-    return given
+    return {name: float(value) if kinds[name] is float else value for name, value in given.items()}
 
 
 def is_valid(value: object, kind: type) -> bool:
@@ -1934,6 +1937,8 @@ def generate(
     pick_first = compiled(first_token, weights, last_hidden, positions, seed, sampling=sampling)
     tokens = on_mesh(prompt_lengths)  # of the shape and sharding of a step's tokens
     step = compiled(decode_step, weights, cache, tokens, positions, seed, sampling=sampling)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("compiled")  # or the clock would count what others still compile
     begin = time.perf_counter()
     for start in range(0, pieces * piece, piece):
         tokens = on_mesh(prompt_tokens[:, start : start + piece])
@@ -2007,23 +2012,24 @@ def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | N
 
 def zeros(abstract) -> object:
     """A pytree of zeros in the shapes, dtypes and shardings of `abstract`, made on the devices."""
-    shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract), out_shardings=shardings)()
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
 
 
 def grown(cache: list[LayerCache], abstract: list[LayerCache]) -> list[LayerCache]:
     """The cache with as many slots as `abstract` has, the new ones empty. Takes the layers out of the list that it is
     given, one at a time, so that no more than one is in memory twice."""
+    return [jax.block_until_ready(grow_layer(cache.pop(0), wanted=layer)) for layer in abstract]
+
+
+@partial(jax.jit, static_argnames="wanted")
+def grow_layer(layer: LayerCache, wanted: LayerCache) -> LayerCache:
+    """A layer's cache, padded to the shapes of `wanted`, in its shardings."""
 
     def padded(x, wanted):
-        return jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, wanted.shape, strict=True)])
+        x = jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, wanted.shape, strict=True)])
+        return jax.lax.with_sharding_constraint(x, wanted.sharding)
 
-    @functools.cache  # most layers have the same shape
-    def grow(layer):
-        shardings = jax.tree.map(lambda x: x.sharding, layer)
-        return jax.jit(lambda smaller: jax.tree.map(padded, smaller, layer), out_shardings=shardings)
-
-    return [jax.block_until_ready(grow(layer)(cache.pop(0))) for layer in abstract]
+    return jax.tree.map(padded, layer, wanted)
 
 
 def stored(tree) -> int:

@@ -161,10 +161,7 @@ class Hosts:
     """
 
     def __init__(self, address: str | None = None, count: int = 1, index: int = 0):
-        """Calls the roll: `count` processes, of which this is number `index`, meet at HOST:PORT `address`.
-
-        Raises InputError where process 0 is not there.
-        """
+        """Calls the roll: `count` processes, of which this is number `index`, meet at HOST:PORT `address`."""
         self.count, self.index = count, index
         self.names = {index: f"process {index} ({socket.gethostname()}, pid {os.getpid()})"}
         self.connections: dict[int, socket.socket] = {}  # by the other's number: on process 0 to all, else to process 0
@@ -240,7 +237,7 @@ class Hosts:
             except OSError as error:
                 if time.monotonic() > self.deadline:
                     where = f"process 0 is not at {host}:{port} after {ROLL_CALL_S} s ({one_line(error)})"
-                    raise InputError(f"{where}: start it on every host, with the same --coordinator") from error
+                    self.end(f"{where}: start it on every host, with the same --coordinator")
                 time.sleep(0.2)
         self.names[0] = f"process 0 at {host}:{port}"
         self.connections[0] = connection
@@ -333,11 +330,21 @@ def start_distributed(args) -> Hosts:
         hosts = Hosts(args.coordinator, args.num_processes, args.process_id)
         hush()
         if hosts.count > 1:
-            jax.distributed.initialize(hosts.jax_address, hosts.count, hosts.index, shutdown_timeout_seconds=SILENCE_S)
+            # Deactivated, or inside of a Slurm job jax would take one GPU alone.
+            options = {"cluster_detection_method": "deactivate", "shutdown_timeout_seconds": SILENCE_S}
+            jax.distributed.initialize(hosts.jax_address, hosts.count, hosts.index, **options)
     else:
         tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1")  # of a job step alone
         if os.environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1" or ("SLURM_STEP_NODELIST" in os.environ and tasks != "1"):
-            join_cluster()
+            try:
+                join_cluster()
+            except ValueError as error:  # Open MPI 5
+                remedy = "give --coordinator, --num_processes and --process_id"
+                raise InputError(f"jax does not find this cluster's process 0 ({one_line(error)}): {remedy}") from error
+            # jax expects a process for each GPU. One that is alone on its host has all of them.
+            local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+            if local.partition("(")[0] == "1" and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
+                jax.config.update("jax_cuda_visible_devices", "all")
         elif os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0"):  # a TPU host, of a pod perhaps
             with contextlib.suppress(ValueError):  # not in a cluster that jax knows: this host is alone
                 join_cluster()
@@ -381,10 +388,12 @@ def hush() -> None:
 
 def own_address() -> str:
     """The IPv4 address by which other hosts reach this one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # an address of no one: of a datagram socket this sends nothing
         return probe.getsockname()[0]
-    return "127.0.0.1"  # without a network
+    with contextlib.suppress(OSError):  # without a default route
+        return socket.gethostbyname(socket.gethostname())
+    return "127.0.0.1"
 
 
 def free_port() -> int:

@@ -42,7 +42,6 @@ embedding, softmax and logits are float32.
 """
 
 import dataclasses
-import functools
 import math
 import os
 import time
@@ -54,6 +53,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.experimental import pallas as pl
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
@@ -172,7 +172,7 @@ def check_supported(**features: tuple[object, tuple]) -> None:
 
 
 def read_fields(cls: type, given: dict, required: tuple[str, ...]) -> dict:
-    """Of `given`, what is a field of the dataclass `cls`; null counts as absent.
+    """Of `given`, what is a field of the dataclass `cls`, in the field's type; null counts as absent.
 
     Raises InputError for a value that such a field cannot have, and for a required one that is not there.
     """
@@ -184,7 +184,7 @@ def read_fields(cls: type, given: dict, required: tuple[str, ...]) -> dict:
     for name in required:
         if name not in given:
             raise InputError(f"config.json: {name} is missing")
-    return given
+    return {name: float(value) if kinds[name] is float else value for name, value in given.items()}
 
 
 def is_valid(value: object, kind: type) -> bool:
@@ -1320,6 +1320,8 @@ def generate(
     pick_first = compiled(first_token, weights, last_hidden, positions, seed, sampling=sampling)
     tokens = on_mesh(prompt_lengths)  # of the shape and sharding of a step's tokens
     step = compiled(decode_step, weights, cache, tokens, positions, seed, sampling=sampling)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("compiled")  # or the clock would count what others still compile
     begin = time.perf_counter()
     for start in range(0, pieces * piece, piece):
         tokens = on_mesh(prompt_tokens[:, start : start + piece])
@@ -1393,23 +1395,24 @@ def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | N
 
 def zeros(abstract) -> object:
     """A pytree of zeros in the shapes, dtypes and shardings of `abstract`, made on the devices."""
-    shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract), out_shardings=shardings)()
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
 
 
 def grown(cache: list[LayerCache], abstract: list[LayerCache]) -> list[LayerCache]:
     """The cache with as many slots as `abstract` has, the new ones empty. Takes the layers out of the list that it is
     given, one at a time, so that no more than one is in memory twice."""
+    return [jax.block_until_ready(grow_layer(cache.pop(0), wanted=layer)) for layer in abstract]
+
+
+@partial(jax.jit, static_argnames="wanted")
+def grow_layer(layer: LayerCache, wanted: LayerCache) -> LayerCache:
+    """A layer's cache, padded to the shapes of `wanted`, in its shardings."""
 
     def padded(x, wanted):
-        return jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, wanted.shape, strict=True)])
+        x = jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, wanted.shape, strict=True)])
+        return jax.lax.with_sharding_constraint(x, wanted.sharding)
 
-    @functools.cache  # most layers have the same shape
-    def grow(layer):
-        shardings = jax.tree.map(lambda x: x.sharding, layer)
-        return jax.jit(lambda smaller: jax.tree.map(padded, smaller, layer), out_shardings=shardings)
-
-    return [jax.block_until_ready(grow(layer)(cache.pop(0))) for layer in abstract]
+    return jax.tree.map(padded, layer, wanted)
 
 
 def stored(tree) -> int:

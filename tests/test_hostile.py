@@ -54,8 +54,8 @@ def test_any_config(demo, data):
         assert str(error).isprintable() and len(str(error)) < 2000
         return
     for name, kind in modules.model.Config.__annotations__.items():
-        value = getattr(checkpoint.config, name)
-        assert isinstance(value, (int, float) if kind is float else (kind if isinstance(kind, type) else object)), name
+        if isinstance(kind, type):  # no tuple of something
+            assert type(getattr(checkpoint.config, name)) is kind, name
     assert checkpoint.tensors
 
 

@@ -113,6 +113,11 @@ def test_slurm_tells():
     assert "process 1 (" in outputs[0][2] and outputs[1][2] == ""
 
 
+def test_a_cluster_that_jax_does_not_find():
+    """Open MPI 5 counts its processes, and does not say where the first one is."""
+    assert_all_end([Process(environment={"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"})], "--coordinator")
+
+
 def test_one_is_missing():
     """Beside a program that knocks at all ports."""
     port = free_port()
