@@ -168,8 +168,8 @@ def plan(args) -> dict:
     report = {
         "mesh": dict(mesh.shape),
         "fits": False,
-        "weights_bytes": model.stored(weights) // mesh.size,
-        "cache_bytes": model.stored(cache) // mesh.size,
+        "weights_bytes": model.stored_bytes(weights) // mesh.size,
+        "cache_bytes": model.stored_bytes(cache) // mesh.size,
         "floor_ms": 1e3 * model.step_bytes(*unsharded, lengths, config) / mesh.size / chip.bandwidth,
     }
     if args.prefill:

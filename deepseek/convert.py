@@ -33,7 +33,7 @@ import jax
 import ml_dtypes  # numpy's bfloat16
 import numpy as np
 from jax.sharding import Mesh
-from model import Config, InputError, Int8, abstract_weights, make_mesh, quantize
+from model import Config, InputError, Int8, abstract_weights, make_mesh, memory_of, quantize, stored_bytes
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
@@ -49,6 +49,7 @@ FLOAT32 = ("e_score_correction_bias",)  # how the names of tensors end that conv
 INT8 = {"quant_method": "int8_per_channel"}  # config.json's quantization_config
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
+SMALL = 2**22  # numbers of a weight that loading looks at: norms, routers
 READERS = 4  # threads that read; with one, copying and page faults take longer than a fast disk
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
 HUB_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "model*.safetensors")
@@ -271,21 +272,23 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise InputError(f"{folder}: no config.json: no checkpoint, or a conversion to be run again until it finishes")
     raw_config = read_json(folder / "config.json")
     quantization = raw_config.get("quantization_config")
-    details = quantization if isinstance(quantization, dict) else {"quant_method": quantization}
-    if details.get("quant_method") not in (None, INT8["quant_method"], "fp8"):
-        method = details.get("quant_method")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else f"{quantization}"
+    if quantization not in (None, INT8) and (method != "fp8" or not isinstance(quantization, dict)):
         raise InputError(f"{folder}: quantization {method!r:.40} is not supported; give the unquantized checkpoint")
-    block = details.get("weight_block_size") or [128, 128]
-    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
-        raise InputError(f"{folder}: weight_block_size {block!r} is not two numbers, of rows and columns")
+    block = (quantization or {}).get("weight_block_size") or [128, 128]
+    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**31 for n in block)):
+        raise InputError(f"{folder}: weight_block_size {block!r:.40} is not two numbers, of rows and columns")
     config, int8 = Config.from_dict(raw_config), quantization == INT8
     found = stored_tensors(folder)
     for name in [name for name, tensor in found.items() if tensor.dtype == "F8_E4M3"]:
-        tensor, scale = found[name], found.get(f"{name}_scale_inv")
+        tensor, scale = found[name], found.pop(f"{name}_scale_inv", None)
         blocks = tuple(-(-size // n) for size, n in zip(tensor.shape, block, strict=False))
-        if scale and len(tensor.shape) == 2 and scale.shape == blocks and scale.dtype in ("bfloat16", "float32"):
-            scale = found.pop(f"{name}_scale_inv")
-            found[name] = tensor._replace(dtype="float32", scale=scale, block=tuple(block))
+        if scale is None or len(tensor.shape) != 2:
+            raise InputError(f"{folder}: {name:.200} is in FP8 and no matrix with a weight_scale_inv")
+        if scale.shape != blocks or scale.dtype not in ("bfloat16", "float32"):
+            has = f"{scale.dtype:.40} {list(scale.shape)}, and blocks of {block} ask for float32 {list(blocks)}"
+            raise InputError(f"{folder}: {name:.200}_scale_inv has {has}")
+        found[name] = tensor._replace(dtype="float32", scale=scale, block=tuple(block))
     if f"model.layers.{config.num_hidden_layers}.eh_proj.weight" in found:  # no other layer has this
         config = dataclasses.replace(config, has_extra_layer=True)
     return Checkpoint(folder, config, raw_config, int8, *check_tensors(folder, found, config, int8))
@@ -294,11 +297,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """The tensors of all shards, by name."""
     index = folder / "model.safetensors.index.json"
-    if index.exists():
+    if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise InputError(f"{index}: has no weight_map from tensor to file")
-    elif (folder / "model.safetensors").exists():
+    elif (folder / "model.safetensors").is_file():
         weight_map = dict.fromkeys(read_header(folder / "model.safetensors"), "model.safetensors")
     else:
         pickles = list(folder.glob("*.bin")) + list(folder.glob("*.pt*"))
@@ -408,7 +411,8 @@ def read_rows(tensor: Stored, *index: slice) -> np.ndarray:
         return array
     index = (*index, slice(None), slice(None))
     blocks = [np.arange(tensor.shape[i])[index[i]] // tensor.block[i] for i in range(2)]
-    return array.astype(np.float32) * read_rows(tensor.scale)[np.ix_(*blocks)].astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):  # of damaged scales; what is not finite is found later
+        return array.astype(np.float32) * read_rows(tensor.scale)[np.ix_(*blocks)].astype(np.float32)
 
 
 def one_line(error: Exception) -> str:
@@ -428,6 +432,12 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
     several devices: the reduction over them makes it the same on every mesh.
     """
     target = abstract_weights(checkpoint.config, mesh, DTYPES[dtype], int8 or checkpoint.int8)
+    needed, there = stored_bytes(target) / 1e9, memory_of(mesh) / 1e9
+    if needed > there:
+        raise InputError(
+            f"{checkpoint.folder}: the weights take {needed:.1f} GB and the devices have {there:.1f}; "
+            "give more devices, --dtype bfloat16 or --quantize int8"
+        )
     print_left_out(checkpoint)
 
     def read(weight):
@@ -441,7 +451,11 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
         on_disk = DTYPES[dtypes.pop() if len(dtypes) == 1 else "float32"]
 
         def block(index):
-            return assemble(checkpoint.tensors, source, index, values.shape, on_disk)
+            numbers = assemble(checkpoint.tensors, source, index, values.shape, on_disk)
+            # A router with NaN would choose some experts all the same. What is larger shows in the first logits.
+            if numbers.size < SMALL and not np.isfinite(numbers).all():
+                raise InputError(f"{names_of(source)[0]} has numbers that are not finite: damaged weights")
+            return numbers
 
         return jax.block_until_ready(jax.make_array_from_callback(values.shape, values.sharding, block, dtype=on_disk))
 
@@ -742,16 +756,35 @@ class ArgumentParser(argparse.ArgumentParser):
         raise InputError(message)
 
 
+def users_line(error: BaseException) -> str | None:
+    """The line for an error that the user can mend, None for another one."""
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return f"out of memory ({one_line(error)}); give more devices, fewer prompts or tokens, or --quantize int8"
+    if isinstance(error, (InputError, OSError)):  # an OSError names the file
+        return "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))
+    return None
+
+
+def find_devices() -> list[jax.Device]:
+    """jax.devices(), or InputError where it has none."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"jax finds no devices ({one_line(error)}); see JAX_PLATFORMS") from error
+
+
 def run(main) -> None:
     """Calls main(). What the user can mend ends with one line on standard error and status 2, an interrupt with 130."""
     try:
         main()
-    except (InputError, OSError) as error:  # an OSError names the file
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception as error:
+        if not (line := users_line(error)):
+            raise
+        print(f"error: {line}", file=sys.stderr)
+        sys.exit(2)
 
 
 def main() -> None:
@@ -763,6 +796,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.output:
         raise InputError("--output is empty")
+    find_devices()
     convert(find_checkpoint(args.model_path), Path(args.output), args.dtype, args.quantize == "int8")
 
 

@@ -32,7 +32,7 @@ import jax
 import ml_dtypes  # numpy's bfloat16
 import numpy as np
 from jax.sharding import Mesh
-from model import Config, InputError, Int8, abstract_weights, make_mesh, quantize
+from model import Config, InputError, Int8, abstract_weights, make_mesh, memory_of, quantize, stored_bytes
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
@@ -48,6 +48,7 @@ FLOAT32 = ()  # tensors that conversion never rounds
 INT8 = {"quant_method": "int8_per_channel"}  # config.json's quantization_config
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
+SMALL = 2**22  # numbers of a weight that loading looks at: norms, routers
 READERS = 4  # threads that read; with one, copying and page faults take longer than a fast disk
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
 HUB_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "model*.safetensors")
@@ -245,11 +246,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """The tensors of all shards, by name."""
     index = folder / "model.safetensors.index.json"
-    if index.exists():
+    if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise InputError(f"{index}: has no weight_map from tensor to file")
-    elif (folder / "model.safetensors").exists():
+    elif (folder / "model.safetensors").is_file():
         weight_map = dict.fromkeys(read_header(folder / "model.safetensors"), "model.safetensors")
     else:
         pickles = list(folder.glob("*.bin")) + list(folder.glob("*.pt*"))
@@ -372,6 +373,12 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
     several devices: the reduction over them makes it the same on every mesh.
     """
     target = abstract_weights(checkpoint.config, mesh, DTYPES[dtype], int8 or checkpoint.int8)
+    needed, there = stored_bytes(target) / 1e9, memory_of(mesh) / 1e9
+    if needed > there:
+        raise InputError(
+            f"{checkpoint.folder}: the weights take {needed:.1f} GB and the devices have {there:.1f}; "
+            "give more devices, --dtype bfloat16 or --quantize int8"
+        )
     print_left_out(checkpoint)
 
     def read(weight):
@@ -385,7 +392,11 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
         on_disk = DTYPES[dtypes.pop() if len(dtypes) == 1 else "float32"]
 
         def block(index):
-            return assemble(checkpoint.tensors, source, index, values.shape, on_disk)
+            numbers = assemble(checkpoint.tensors, source, index, values.shape, on_disk)
+            # A router with NaN would choose some experts all the same. What is larger shows in the first logits.
+            if numbers.size < SMALL and not np.isfinite(numbers).all():
+                raise InputError(f"{names_of(source)[0]} has numbers that are not finite: damaged weights")
+            return numbers
 
         return jax.block_until_ready(jax.make_array_from_callback(values.shape, values.sharding, block, dtype=on_disk))
 
@@ -686,16 +697,35 @@ class ArgumentParser(argparse.ArgumentParser):
         raise InputError(message)
 
 
+def users_line(error: BaseException) -> str | None:
+    """The line for an error that the user can mend, None for another one."""
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return f"out of memory ({one_line(error)}); give more devices, fewer prompts or tokens, or --quantize int8"
+    if isinstance(error, (InputError, OSError)):  # an OSError names the file
+        return "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))
+    return None
+
+
+def find_devices() -> list[jax.Device]:
+    """jax.devices(), or InputError where it has none."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"jax finds no devices ({one_line(error)}); see JAX_PLATFORMS") from error
+
+
 def run(main) -> None:
     """Calls main(). What the user can mend ends with one line on standard error and status 2, an interrupt with 130."""
     try:
         main()
-    except (InputError, OSError) as error:  # an OSError names the file
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception as error:
+        if not (line := users_line(error)):
+            raise
+        print(f"error: {line}", file=sys.stderr)
+        sys.exit(2)
 
 
 def main() -> None:
@@ -707,6 +737,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.output:
         raise InputError("--output is empty")
+    find_devices()
     convert(find_checkpoint(args.model_path), Path(args.output), args.dtype, args.quantize == "int8")
 
 

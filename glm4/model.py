@@ -138,7 +138,8 @@ def read_rope(config: dict) -> dict:
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(table, dict):
         raise InputError(f"config.json: the rope parameters must be a table, not {table!r:.40}")
-    rope_type = table.get("rope_type") or table.get("type") or "default"
+    given_types = [table[name] for name in ("rope_type", "type") if table.get(name) is not None]
+    rope_type = given_types[0] if given_types else "default"
     top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     given = {name: value for name, value in table.items() if value is not None}
     given = {name: value for name, value in top_level.items() if value is not None} | given
@@ -1265,7 +1266,7 @@ def generate(
         return abstract_cache(config, mesh, batch, tokens, dtype, int8_cache)
 
     no_memory = f"no memory for a cache of {batch} x {most_tokens} tokens; lower max_new_tokens or max_seq_len"
-    if stored((weights, cache_for(most_tokens - 1))) > memory_of(mesh):
+    if stored_bytes((weights, cache_for(most_tokens - 1))) > memory_of(mesh):
         raise InputError(no_memory)  # now, and not when the cache has grown
 
     def in_memory(make, *arguments):
@@ -1387,7 +1388,7 @@ def grow_layer(layer: LayerCache, wanted: LayerCache) -> LayerCache:
     return jax.tree.map(padded, layer, wanted)
 
 
-def stored(tree) -> int:
+def stored_bytes(tree) -> int:
     """Bytes of a pytree of arrays or ShapeDtypeStructs on all devices; what several devices hold counts on each."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices
@@ -1413,4 +1414,4 @@ def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], con
     if "head" in weights:
         weights = {name: value for name, value in weights.items() if name != "embedding"}
     batch, tokens = cache[0].k.shape[0], cache[0].k.shape[1] * cache[0].k.shape[2] // config.num_key_value_heads
-    return int(stored(weights) + stored(cache) * sum(lengths) / (batch * tokens))
+    return int(stored_bytes(weights) + stored_bytes(cache) * sum(lengths) / (batch * tokens))

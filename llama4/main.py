@@ -35,12 +35,14 @@ from convert import (
     ArgumentParser,
     Checkpoint,
     find_checkpoint,
+    find_devices,
     fingerprint,
     load,
     one_line,
     open_checkpoint,
     read_json,
     run,
+    users_line,
 )
 from jax.experimental import multihost_utils
 from model import InputError, Sampling, check_mesh, check_prompts, generate, make_mesh, mesh_shape
@@ -134,7 +136,8 @@ def parse_arguments():
     if any(value is not None for value in distributed) and None in distributed:
         raise InputError("--coordinator, --num_processes and --process_id go together")
     if args.coordinator:
-        if not re.fullmatch(r".+:\d+", args.coordinator):
+        port = re.fullmatch(r".+:(\d{1,5})", args.coordinator)
+        if not port or not 0 < int(port[1]) < 2**16:
             raise InputError(f"--coordinator {args.coordinator!r} is not HOST:PORT")
         if args.process_id >= args.num_processes:
             raise InputError(f"--process_id {args.process_id} is not below --num_processes {args.num_processes}")
@@ -307,10 +310,10 @@ class Hosts:
             return
         if error is None:
             self.tell({"bye": True})
-        elif isinstance(error, (InputError, OSError)):
-            self.end(one_line(error), told=f"{name}: {one_line(error)}")
         elif isinstance(error, KeyboardInterrupt):
             self.end("interrupted", 130, told=f"{name} was interrupted")
+        elif line := users_line(error):
+            self.end(line, told=f"{name}: {line}")
         else:
             time.sleep(3)  # if another one has died, jax fails first and the line is under way
             traceback.print_exception(error)
@@ -469,7 +472,7 @@ def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:
 def read_stop_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
     """eos_token_id of generation_config.json, else of config.json or the text model in it: one id or a list."""
     file, config = checkpoint.folder / "generation_config.json", checkpoint.raw_config
-    places = [read_json(file) if file.exists() else {}, config, config.get("text_config")]
+    places = [read_json(file) if file.is_file() else {}, config, config.get("text_config")]
     given = [place.get("eos_token_id") for place in places if isinstance(place, dict)]
     stop = next((value for value in given if value is not None), None)
     stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
@@ -603,7 +606,7 @@ def main() -> None:
 
 def decode(args, hosts: Hosts) -> None:
     """Loads the checkpoint, decodes the prompts, prints results and statistics. All processes do the same."""
-    devices = jax.devices()  # of all processes: here each learns of the others'
+    devices = find_devices()  # of all processes: here each learns of the others'
     if hosts.count > 1 and hosts.index == 0:
         print(f"{len(devices)} devices of {', '.join(hosts.names.values())}", file=sys.stderr)
     # Whatever is wrong is said before anything takes long.

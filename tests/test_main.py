@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import ROOT, import_folder, reference_logprobs, save_random
@@ -235,6 +236,7 @@ def test_profile(main, tmp_path):
         (["--coordinator", "localhost:1"], "go together"),
         (["--coordinator", "here", "--num_processes", "2", "--process_id", "0"], "HOST:PORT"),
         (["--coordinator", "a:1", "--num_processes", "2", "--process_id", "2"], "--process_id 2"),
+        (["--coordinator", "a:99999", "--num_processes", "2", "--process_id", "0"], "HOST:PORT"),
         (["--model_path", "", "--prompt", "a"], "--model_path"),
         (["--model_path", "a" * 5000, "--prompt", "a"], "File name too long"),
         (["--prompt", "Hello!", "--max_new_tokens", str(10**9)], "lower max_new_tokens"),
@@ -334,7 +336,12 @@ def template(text):
         (edit_tensors(lambda t: t.update({"model.norm.weight": np.ones(5, np.float32)})), "shape [5]"),
         (edit_tensors(lambda t: t.update({"model.norm.bias": np.ones(5, np.float32)})), "model.norm.bias is not"),
         (edit_tensors(lambda t: t.update({"model.norm.weight": np.ones(128, np.int64)})), "I64"),
-        (edit_tensors(lambda t: t["model.norm.weight"].fill(np.nan)), "not finite"),
+        (
+            edit_tensors(lambda t: t["model.norm.weight"].fill(np.nan)),
+            "model.norm.weight has numbers that are not finite",
+        ),
+        (edit_tensors(lambda t: t.update({"model.\x1b[31mred": np.ones(5, np.float32)})), "model.?[31mred is not a"),
+        (edit_json("config.json", quantization_config={}), "quantization"),
         (index_to({"model.norm.weight": "other.safetensors"}), "other.safetensors: missing"),
         (index_to({"model.norm.weight": "../demo/model.safetensors"}), "not a file of this folder"),
         (index_to({"no.such.tensor": "model.safetensors"}), "no.such.tensor"),
@@ -354,6 +361,32 @@ def test_bad_checkpoints(main, tmp_path, edit, words):
     shutil.copytree(DEMO, folder)
     edit(folder)
     assert_refused(main("--model_path", folder, "--prompt", "Hello!"), words)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [({"JAX_PLATFORMS": "cuda"}, "jax finds no devices"), ({"JAX_NUM_CPU_DEVICES": "0"}, "jax finds no devices")],
+)
+@pytest.mark.parametrize("program", ["main.py", "convert.py"])
+def test_no_devices(tmp_path, program, variables, words):
+    options = ["--model_path", DEMO, "--output", tmp_path / "out"] if program == "convert.py" else []
+    command = [sys.executable, ROOT / "llama3" / program, *options]
+    finished = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    assert finished.returncode == 2 and finished.stderr.splitlines()[-1].startswith(f"error: {words}"), finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_more_than_memory_holds(main, monkeypatch):
+    """Refused before anything is loaded; and what runs out of memory later is one line too."""
+    convert = FOLDERS["llama3"].convert
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "memory_of", lambda mesh: 1e6)
+        patch.setattr(convert, "assemble", None)
+        assert_refused(main("--prompt", "Hello!"), "the weights take 0.0 GB and the devices have 0.0")
+    for allocate in (np.empty, jnp.empty):
+        with monkeypatch.context() as patch:
+            patch.setattr(FOLDERS["llama3"].main, "generate", lambda *_, f=allocate, **__: f(2**50, np.uint8))
+            assert_refused(main("--prompt", "Hello!"), "out of memory")
 
 
 def test_a_template_that_never_ends(main, tmp_path, monkeypatch):
