@@ -169,10 +169,10 @@ class Hosts:
         self.names = {index: f"process {index} ({socket.gethostname()}, pid {os.getpid()})"}
         self.connections: dict[int, socket.socket] = {}  # by the other's number: on process 0 to all, else to process 0
         self.inbox: queue.Queue = queue.Queue()  # of messages, each with its sender's number
-        self.entering, self.ending = threading.Lock(), threading.Lock()
-        self.reason = None  # of the end, where that is not the regular one
+        self.entering, self.sending, self.ending = (threading.Lock() for _ in range(3))
+        self.reason = None  # of the end, as the others are told, where that is not the regular one
         self.deadline = time.monotonic() + ROLL_CALL_S
-        self.jax_address = None  # where process 0 has the port for jax's own connections
+        self.jax_address = None  # for jax's own connections, where it is not joined yet
         if count == 1:
             return
         host, port = address.rsplit(":", 1)
@@ -181,24 +181,26 @@ class Hosts:
         if not self.is_server:
             self.connect(host.strip("[]"), int(port))
             _, roll = self.inbox.get()
-            self.names, self.jax_address = dict(enumerate(roll["names"])), roll["jax_address"]
+            self.names, self.jax_address = dict(enumerate(roll["names"])), f"{host}:{roll['jax_port']}"
             return
         for _ in range(count - 1):
             try:
-                i, hello = self.inbox.get(timeout=max(0, self.deadline - time.monotonic()))
+                self.inbox.get(timeout=max(0, self.deadline - time.monotonic()))
             except queue.Empty:
                 missing = ", ".join(str(i) for i in range(count) if i not in self.names)
                 self.end(f"process {missing} of {count} did not come within {ROLL_CALL_S} s: start it on every host")
-            if hello["count"] != count or i >= count:
-                self.end(f"{self.names[i]} was started as one of {hello['count']} processes, process 0 of {count}")
-        self.jax_address = f"{host}:{free_port()}"
+        jax_port = free_port()
+        self.jax_address = f"{host}:{jax_port}"
         self.names = {i: self.names[i] for i in range(count)}
-        self.tell({"names": list(self.names.values()), "jax_address": self.jax_address})
+        self.tell({"names": list(self.names.values()), "jax_port": jax_port})
 
     def listen(self, port: int) -> bool:
-        """Lets the others in, until the end. False where the port is taken, by another process 0 perhaps."""
+        """Lets the others in, until the end. False where the port is taken: by another process 0 perhaps, to which this
+        one then presents itself, so that all hear of it."""
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
         try:
-            server = socket.create_server(("", port), backlog=self.count)
+            server = socket.create_server(("", port), family=family, backlog=self.count, dualstack_ipv6=both)
         except OSError:
             return False
 
@@ -215,18 +217,21 @@ class Hosts:
         lines = connection.makefile("rb")
         try:
             hello = json.loads(lines.readline(2**16))
-            i, name, _ = int(hello["process"]), str(hello["name"]), hello["count"]
-        except (OSError, ValueError, TypeError, KeyError):  # another program, that tries all ports perhaps
+            i, name, count = int(hello["process"]), str(hello["name"]), int(hello["count"])
+        except Exception:  # another program, that tries all ports perhaps
             return connection.close()
+        line = None
+        if count != self.count or not 0 <= i < count:
+            line = f"{name} was started as one of {count} processes, process 0 of {self.count}"
         with self.entering:
-            known = self.names.setdefault(i, name)
-            if known is name:
+            known = name if line else self.names.setdefault(i, name)
+            if known is not name:
+                line = f"process {i} was started twice, as {known} and as {name}"
+            elif not line:
                 self.connections[i] = connection
-        if self.reason:  # it comes to a run that is ending
-            send(connection, {"error": self.reason})
-        elif known is not name:
-            line = f"process {i} was started twice, as {known} and as {name}"
-            send(connection, {"error": line})
+        if line or self.reason:  # or it comes to a run that is ending
+            self.send(connection, {"error": self.reason or line})
+        if line:
             self.end(line)
         self.inbox.put((i, hello))
         self.read(i, lines)
@@ -235,16 +240,17 @@ class Hosts:
         """Presents this process to process 0."""
         while True:
             try:
-                connection = socket.create_connection((host, port), timeout=SILENCE_S)
+                connection = socket.create_connection((host, port), timeout=5)
                 break
             except OSError as error:
                 if time.monotonic() > self.deadline:
                     where = f"process 0 is not at {host}:{port} after {ROLL_CALL_S} s ({one_line(error)})"
                     self.end(f"{where}: start it on every host, with the same --coordinator")
                 time.sleep(0.2)
-        self.names[0] = f"process 0 at {host}:{port}"
+        connection.settimeout(SILENCE_S)
         self.connections[0] = connection
-        send(connection, {"process": self.index, "count": self.count, "name": self.names[self.index]})
+        self.send(connection, {"process": self.index, "count": self.count, "name": self.names[self.index]})
+        self.names[0] = f"process 0 at {host}:{port}"  # until the roll tells more
         threading.Thread(target=self.read, args=[0, connection.makefile("rb")], daemon=True).start()
 
     def read(self, i: int, lines) -> None:
@@ -252,6 +258,8 @@ class Hosts:
         try:
             for line in lines:
                 message = json.loads(line) if line.strip() else {}
+                if not isinstance(message, dict):
+                    raise ValueError(f"it says {message!r:.40}")
                 if "bye" in message:
                     return
                 if "error" in message:
@@ -263,12 +271,17 @@ class Hosts:
             cause = f"has not been heard of for {SILENCE_S} s"
         except (OSError, ValueError) as error:
             cause = f"died: {one_line(error)}"
-        del self.connections[i]
+        self.connections.pop(i, None)
         self.end(f"{self.names[i]} {cause}")
 
     def tell(self, message: dict | None) -> None:
         for connection in list(self.connections.values()):
-            send(connection, message)
+            self.send(connection, message)
+
+    def send(self, connection: socket.socket, message: dict | None) -> None:
+        # Of a connection that is lost, the thread that reads knows.
+        with self.sending, contextlib.suppress(OSError):
+            connection.sendall((json.dumps(message) if message else "").encode() + b"\n")
 
     def beat(self) -> None:
         while True:
@@ -292,10 +305,11 @@ class Hosts:
     def end(self, line: str, status: int = 2, told: str | None = None) -> None:
         """Ends this process with `line`, and the others, which are `told` something else where that is given."""
         self.ending.acquire()  # and never released: of several reasons the first one counts
-        print(f"error: {line}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"error: {line}", file=sys.stderr, flush=True)
         self.reason = told or line
         self.tell({"error": self.reason})
-        if self.is_server:  # waits until all have heard it
+        if self.is_server:  # waits until all have heard it, at the beginning also those that are still to come
             deadline = max(time.monotonic() + 5, self.deadline if len(self.names) < self.count else 0)
             while (self.connections or len(self.names) < self.count) and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -309,8 +323,11 @@ class Hosts:
         if self.count == 1:
             return
         if error is None:
+            self.agree({})  # jax's own end allows the last one some seconds, which is too few for a slow printer
             self.tell({"bye": True})
-        elif isinstance(error, KeyboardInterrupt):
+            return
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows ends soon
+        if isinstance(error, KeyboardInterrupt):
             self.end("interrupted", 130, told=f"{name} was interrupted")
         elif line := users_line(error):
             self.end(line, told=f"{name}: {line}")
@@ -320,22 +337,11 @@ class Hosts:
             self.end(f"{name} failed: {one_line(error)}", 1)
 
 
-def send(connection: socket.socket, message: dict | None) -> None:
-    """A line of Hosts' connections."""
-    with contextlib.suppress(OSError):  # of one that is lost, the thread that reads knows
-        connection.sendall((json.dumps(message) if message else "").encode() + b"\n")
-
-
-def start_distributed(args) -> Hosts:
-    """Joins the other hosts: as the flags say, or as a TPU pod, Slurm or Open MPI tells jax."""
+def find_hosts(args) -> Hosts:
+    """The other hosts: as the flags say, or as a TPU pod, Slurm or Open MPI tells jax, which is then joined to them."""
     jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, and do nothing with it
     if args.coordinator:
         hosts = Hosts(args.coordinator, args.num_processes, args.process_id)
-        hush()
-        if hosts.count > 1:
-            # Deactivated, or inside of a Slurm job jax would take one GPU alone.
-            options = {"cluster_detection_method": "deactivate", "shutdown_timeout_seconds": SILENCE_S}
-            jax.distributed.initialize(hosts.jax_address, hosts.count, hosts.index, **options)
     else:
         tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1")  # of a job step alone
         if os.environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1" or ("SLURM_STEP_NODELIST" in os.environ and tasks != "1"):
@@ -361,6 +367,12 @@ def start_distributed(args) -> Hosts:
 
 
 def join_cluster() -> None:
+    """Joins jax to the processes of a cluster that it knows, and hushes its libraries."""
+    join()
+    hush()
+
+
+def join(*arguments, **options) -> None:
     """jax.distributed.initialize, which ends this process with one line where the others do not come."""
 
     def give_up():
@@ -371,10 +383,9 @@ def join_cluster() -> None:
     timer = threading.Timer(ROLL_CALL_S, give_up)
     timer.start()
     try:
-        jax.distributed.initialize(shutdown_timeout_seconds=SILENCE_S)
+        jax.distributed.initialize(*arguments, **options, shutdown_timeout_seconds=SILENCE_S)
     finally:
         timer.cancel()
-    hush()
 
 
 def hush() -> None:
@@ -390,7 +401,7 @@ def hush() -> None:
 
 
 def own_address() -> str:
-    """The IPv4 address by which other hosts reach this one."""
+    """The IPv4 address of the interface that leads to other networks, by which other hosts should reach this one."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # an address of no one: of a datagram socket this sends nothing
         return probe.getsockname()[0]
@@ -460,7 +471,8 @@ def encode(tokenizer, prompts: list[str], raw: bool) -> list[list[int]]:
 
 
 def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:
-    """Raises InputError for a prompt for which this would compute for hours, and the model was not made."""
+    """Raises InputError for a prompt of more tokens than LONG_PROMPT and max_position_embeddings: for hours it would
+    compute what the model was not made for."""
     places = [raw_config, raw_config.get("text_config")]
     given = [place.get("max_position_embeddings") for place in places if isinstance(place, dict)]
     context = max([LONG_PROMPT, *(value for value in given if isinstance(value, int))])
@@ -508,7 +520,7 @@ class Results:
 
     def break_off(self) -> None:
         """Prints the finished rows that waited for one that will not be finished."""
-        if self.args.output == "text":
+        if self.args.output == "text" and self.printed:
             write("\n")
         for i in range(self.current + 1, len(self.rows)):
             if self.rows[i] and self.rows[i][-1].finish_reason:
@@ -600,7 +612,11 @@ def main() -> None:
         raise InputError("standard output is closed")
     if not args.no_compilation_cache:
         enable_compilation_cache()
-    with start_distributed(args) as hosts:
+    with find_hosts(args) as hosts:
+        if hosts.count > 1 and not jax.distributed.is_initialized():
+            hush()
+            # Deactivated, or inside of a Slurm job jax would take one GPU alone.
+            join(hosts.jax_address, hosts.count, hosts.index, cluster_detection_method="deactivate")
         decode(args, hosts)
 
 

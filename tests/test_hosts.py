@@ -23,7 +23,8 @@ class Process:
 
     def __init__(self, *arguments, folder="llama3", devices=1, environment=()):
         self.out, self.err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115, read later
-        command = [sys.executable, ROOT / folder / "main.py", *map(str, arguments)]
+        # A shell has its background jobs ignore SIGINT, and so what they start.
+        command = ["env", "--default-signal=INT", sys.executable, ROOT / folder / "main.py", *map(str, arguments)]
         environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)} | dict(environment)
         self.process = subprocess.Popen(command, env=environment, stdout=self.out, stderr=self.err)
 
@@ -37,11 +38,7 @@ class Process:
         return self.process.returncode, *self.written()
 
     def written(self):
-        texts = []
-        for file in (self.out, self.err):
-            file.seek(0)
-            texts.append(file.read())
-        return texts
+        return [os.pread(file.fileno(), 2**20, 0).decode() for file in (self.out, self.err)]
 
 
 def free_port():
@@ -140,7 +137,11 @@ def test_process_0_is_missing():
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_one_comes_twice(number):
-    assert_all_end(start(2, *ENDLESS, wanted=(0, 1, number)), f"process {number} was started twice, as process")
+    assert_all_end(
+        start(2, *ENDLESS, wanted=(0, 1, number)),
+        f"process {number} was started twice, as process {number} (",
+        f"and as process {number} (",
+    )
 
 
 @pytest.mark.parametrize(

@@ -414,15 +414,19 @@ def test_interrupted(main, tmp_path, output):
     rows, _ = json_rows(main(*arguments, "--output", "json", "--max_new_tokens", "300")[1])
     stop = next(token for token in rows[0]["tokens"][3:] if token not in rows[1]["tokens"])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
-    command = [sys.executable, ROOT / "llama3" / "main.py", *arguments, "--output", output]
+    # A shell has its background jobs ignore SIGINT, and so what they start.
+    command = ["env", "--default-signal=INT", sys.executable, ROOT / "llama3" / "main.py", *arguments]
+    command += ["--output", output]
     command += ["--max_new_tokens", "100000", "--no_compilation_cache"]
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        first = process.stdout.readline()  # the first row ends in the same step as the last
-        while output == "text" and not first.endswith("> cde\n"):
-            first += process.stdout.readline()
+        first = ""
+        for line in process.stdout:  # the first row ends in the same step as the last
+            first += line
+            if output == "json" or line == "> cde\n":
+                break
         process.send_signal(signal.SIGINT)
         rest, err = process.communicate(timeout=60)
     assert process.returncode == 130 and err.endswith("error: interrupted\n") and "Traceback" not in err
