@@ -73,30 +73,36 @@ def assert_all_end(processes, *words, status=2):
         assert all(word in errors[0] for word in words), err
 
 
-@pytest.mark.parametrize(
-    ("folder", "count", "devices", "mesh"),
-    [
-        ("llama3", 2, 4, ["--tp", "8"]),
-        ("glm4", 2, 2, ["--dp", "2"]),
-        ("llama4", 4, 2, ["--dp", "2", "--ep", "2"]),
-        ("deepseek", 2, 4, ["--ep", "4", "--quantize_cache", "int8"]),
-        ("glm4_flash", 2, 2, ["--ep", "4"]),
-    ],
-)
-def test_several_processes(folder, count, devices, mesh):
+def test_two_processes():
     """Print, from process 0 alone, what one process with all the devices prints."""
-    flags = [*mesh, "--output", "json", "--logprobs", "--dtype", "float32", "--temperature", "0.7", "--seed", "5"]
-    alone = Process(*flags, folder=folder, devices=count * devices).wait(180)
-    outputs = [process.wait(180) for process in start(count, *flags, folder=folder, devices=devices)]
-    assert [status for status, *_ in (alone, *outputs)] == [0] * (count + 1), outputs
-    assert [out for _, out, _ in outputs[1:]] == [""] * (count - 1)
+    flags = ["--output", "json", "--logprobs", "--dtype", "float32", "--temperature", "0.7", "--seed", "5"]
+    alone = Process(*flags, devices=8).wait(180)
+    outputs = [process.wait(180) for process in start(2, *flags, devices=4)]
+    assert [status for status, *_ in (alone, *outputs)] == [0, 0, 0] and outputs[1][1] == "", outputs
     rows, wanted = ([json.loads(line) for line in out.splitlines()] for out in (outputs[0][1], alone[1]))
     assert rows[-1]["stats"]["mesh"] == wanted[-1]["stats"]["mesh"] and len(rows) == len(wanted) > 2
     for row, expected in zip(rows[:-1], wanted[:-1], strict=True):
         np.testing.assert_allclose(row.pop("logprobs"), expected.pop("logprobs"), atol=1e-4)
         assert row == expected
+
+
+@pytest.mark.parametrize(
+    ("folder", "count", "mesh"),
+    [
+        ("glm4", 2, ["--dp", "2"]),
+        ("llama4", 4, ["--dp", "2", "--ep", "2"]),
+        ("deepseek", 2, ["--ep", "4", "--quantize_cache", "int8"]),
+        ("glm4_flash", 2, ["--ep", "2"]),
+    ],
+)
+def test_every_folder(folder, count, mesh):
+    """The golden text, with two devices a process."""
+    outputs = [process.wait(180) for process in start(count, *mesh, folder=folder, devices=2)]
+    golden = json.loads((ROOT / "tests" / "golden_demo.json").read_text())[folder]
+    text = "".join(f"> {prompt}\n{answer}\n" for prompt, answer in golden.items())
+    assert [output[:2] for output in outputs] == [(0, text)] + [(0, "")] * (count - 1), outputs
     note = outputs[0][2].splitlines()[0]
-    assert note.startswith(f"{count * devices} devices of process 0 (") and f"process {count - 1} (" in note
+    assert note.startswith(f"{count * 2} devices of process 0 (") and f"process {count - 1} (" in note
 
 
 def test_slurm_tells():
@@ -146,7 +152,6 @@ def test_one_comes_twice(number):
     [
         (0, signal.SIGKILL),
         (1, signal.SIGKILL),
-        (0, signal.SIGTERM),
         (1, signal.SIGINT),
         (1, signal.SIGSTOP),
     ],
