@@ -3,7 +3,7 @@
     python3 benchmarks/fuzz.py llama3 --headers 10000 --configs 2000 [--seed 0]
 
 Takes the folder's demo, damages the header of its safetensors file (bits, bytes, lengths, numbers, names, entries) or
-the values of its config.json, and opens it as main.py would. What is not refused is read, every tensor of it. Prints
+the values of its config.json, and opens it as loading does. What is not refused is read, every tensor of it. Prints
 how many ended how; whatever else happens, an exception, more than a few seconds or a gigabyte, is printed with the
 number of the case, and makes the exit status 1. Case n of a seed is always the same.
 """
@@ -31,59 +31,59 @@ class TooSlow(BaseException):  # no Exception: the loader turns some of those in
     pass
 
 
-def damaged_header(random: random.Random, file: bytes) -> bytes:
+def damaged_header(chance: random.Random, file: bytes) -> bytes:
     """A safetensors file with another header: its length of 8 bytes, or the JSON object that follows."""
     size = int.from_bytes(file[:8], "little")
     text, body = bytearray(file[8 : 8 + size]), file[8 + size :]
-    kind = random.randrange(8)
+    kind = chance.randrange(8)
     if kind == 0:  # some bits
-        for _ in range(random.choice([1, 2, 10, 100])):
-            text[random.randrange(size)] ^= 1 << random.randrange(8)
+        for _ in range(chance.choice([1, 2, 10, 100])):
+            text[chance.randrange(size)] ^= 1 << chance.randrange(8)
     elif kind == 1:  # a stretch of bytes
-        begin = random.randrange(size)
-        text[begin : begin + random.randrange(1, 40)] = random.randbytes(random.randrange(40))
+        begin = chance.randrange(size)
+        text[begin : begin + chance.randrange(1, 40)] = chance.randbytes(chance.randrange(40))
     elif kind == 2:  # the length alone
-        return random.choice([random.randbytes(8), random.choice(NUMBERS[:9]).to_bytes(9, "little", signed=True)[:8],
-                              (size + random.randrange(-9, 9)).to_bytes(8, "little")]) + file[8:]  # fmt: skip
+        return chance.choice([chance.randbytes(8), chance.choice(NUMBERS[:9]).to_bytes(9, "little", signed=True)[:8],
+                              (size + chance.randrange(-9, 9)).to_bytes(8, "little")]) + file[8:]  # fmt: skip
     elif kind == 3:  # the end of the file
-        return file[: random.randrange(len(file))]
+        return file[: chance.randrange(len(file))]
     else:
-        text = changed_json(random, json.loads(text), kind)
-    if random.random() < 0.5:
+        text = changed_json(chance, json.loads(text), kind)
+    if chance.random() < 0.5:
         size = len(text)
     return size.to_bytes(8, "little") + bytes(text) + body
 
 
-def changed_json(random: random.Random, header: dict, kind: int) -> bytes:
+def changed_json(chance: random.Random, header: dict, kind: int) -> bytes:
     """A header with other entries."""
-    name = random.choice([name for name in header if name != "__metadata__"])
+    name = chance.choice([name for name in header if name != "__metadata__"])
     entry = header[name]
     if kind == 4:  # a number
-        place = entry[random.choice(["shape", "data_offsets"])]
-        place[random.randrange(len(place))] = random.choice(NUMBERS)
+        place = entry[chance.choice(["shape", "data_offsets"])]
+        place[chance.randrange(len(place))] = chance.choice(NUMBERS)
     elif kind == 5:  # a value
-        entry[random.choice(list(entry))] = random.choice(NUMBERS + OTHERS)
+        entry[chance.choice(list(entry))] = chance.choice(NUMBERS + OTHERS)
     elif kind == 6:  # a name
         del header[name]
-        header[random.choice([*header, "", "\0", "../" + name, name + " ", "a" * 100_000])] = entry
+        header[chance.choice([*header, "", "\0", "../" + name, name + " ", "a" * 100_000])] = entry
     else:  # an entry that is missing, or there twice, or nested deeply
         text = json.dumps(header)
         piece = f"{json.dumps(name)}: {json.dumps(entry)}"
         deep = "[" * 100_000 + "]" * 100_000
-        return text.replace(piece, random.choice([f"{piece}, {piece}", f'"x": {deep}', '"x": {}', ""]), 1).encode()
+        return text.replace(piece, chance.choice([f"{piece}, {piece}", f'"x": {deep}', '"x": {}', ""]), 1).encode()
     return json.dumps(header).encode("utf-8", "surrogatepass")
 
 
-def damaged_config(random: random.Random, config: dict) -> dict:
+def damaged_config(chance: random.Random, config: dict) -> dict:
     """A config.json with some other values, at the top or one level below."""
     config = json.loads(json.dumps(config))
-    for _ in range(random.choice([1, 1, 2, 5])):
-        table = random.choice([config, *(value for value in config.values() if isinstance(value, dict) and value)])
-        name = random.choice(list(table))
-        if random.random() < 0.1:
+    for _ in range(chance.choice([1, 1, 2, 5])):
+        table = chance.choice([config, *(value for value in config.values() if isinstance(value, dict) and value)])
+        name = chance.choice(list(table))
+        if chance.random() < 0.1:
             del table[name]
         else:
-            table[name] = random.choice(NUMBERS + OTHERS)
+            table[name] = chance.choice(NUMBERS + OTHERS)
     return config
 
 

@@ -11,10 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import psutil  # which ipyparallel needs
 import pytest
-
-pytest.importorskip("ipyparallel")
-psutil = pytest.importorskip("psutil")  # which ipyparallel needs
 
 ROOT = Path(__file__).resolve().parent.parent  # not from helpers, which need torch
 IPYTHON = """
