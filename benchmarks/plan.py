@@ -141,7 +141,7 @@ def lower_program(model, config, mesh, args):
         tokens = array((batch, args.prefill), jnp.int32)
         arguments = weights, cache, hidden, tokens, array((), jnp.int32), positions
         return model.prefill.lower(*arguments, config=config, mesh=mesh), weights, cache
-    arguments = weights, cache, array((batch,), jnp.int32), positions, array((), jnp.uint32)
+    arguments = weights, cache, array((batch,), jnp.int32), positions, array((batch, 2), jnp.uint32, P("dp"))
     options = {"config": config, "mesh": mesh, "sampling": model.Sampling()}
     return model.decode_step.lower(*arguments, **options), weights, cache
 

@@ -45,7 +45,7 @@ from convert import (
     users_line,
 )
 from jax.experimental import multihost_utils
-from model import InputError, Sampling, check_mesh, check_prompts, generate, make_mesh, mesh_shape
+from model import InputError, Sampling, check_mesh, check_prompts, generate_in_batches, make_mesh, mesh_shape
 from transformers import AutoTokenizer
 
 DEMO = Path(__file__).resolve().parent / "demo"
@@ -531,6 +531,8 @@ class Results:
     def print_row(self) -> bool:
         """Prints of the current row what can be printed; whether it is finished."""
         row = self.rows[self.current]
+        if not row:  # it is of a later batch
+            return False
         is_finished = row[-1].finish_reason is not None
         if self.args.output == "text":
             self.print_text([token.id for token in row], is_finished)
@@ -660,7 +662,7 @@ def decode(args, hosts: Hosts) -> None:
     load_s = time.perf_counter() - begin
 
     measured = {}
-    steps = generate(
+    steps = generate_in_batches(
         weights,
         prompt_tokens,
         config,

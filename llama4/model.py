@@ -1442,14 +1442,15 @@ class Sampling(NamedTuple):
 
 
 def next_token(
-    logits: jax.Array, positions: jax.Array, seed: jax.Array, sampling: Sampling
+    logits: jax.Array, positions: jax.Array, seeds: jax.Array, sampling: Sampling
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens int32 and their log-probabilities float32, [B] each: of the whole batch, and on every device.
 
     The log-probability is that of the unmodified softmax. Sampling draws from a key of its own for each row and each
     position, so that no key is used twice.
 
-    Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seed uint32 [].
+    Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seeds uint32 [B, 2], of
+    each row its number and the seed of all.
     """
     if sampling.temperature == 0:
         # Each device has a candidate: its largest logit, that token, and the sum of exp(logit - largest).
@@ -1465,9 +1466,8 @@ def next_token(
         tokens = jnp.take_along_axis(ids, winner, axis=0)[0].astype(jnp.int32)
     else:
         logits = jax.lax.all_gather(logits, MODEL_AXES, axis=1, tiled=True)
-        rows = jax.lax.axis_index("dp") * logits.shape[0] + jnp.arange(logits.shape[0])
-        fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-        keys = jax.vmap(jax.random.fold_in)(fold_in(jax.random.key(seed), rows), positions)
+        keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")
+        keys = jax.vmap(jax.random.fold_in)(keys, positions)
         kept = keep_probable(logits / sampling.temperature, sampling.top_k, sampling.top_p)
         tokens = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
         logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)[:, 0]
@@ -1555,7 +1555,7 @@ def first_token(
     weights: dict,
     last_hidden: jax.Array,
     lengths: jax.Array,
-    seed: jax.Array,
+    seeds: jax.Array,
     *,
     config: Config,
     mesh: Mesh,
@@ -1563,11 +1563,11 @@ def first_token(
 ) -> tuple[jax.Array, jax.Array]:
     """The first generated token and its log-probability, [B] each, from the hidden states that prefill returns."""
 
-    def body(weights, last_hidden, lengths, seed):
-        return next_token(output_logits(weights, last_hidden, config), lengths - 1, seed, sampling)
+    def body(weights, last_hidden, lengths, seeds):
+        return next_token(output_logits(weights, last_hidden, config), lengths - 1, seeds, sampling)
 
-    program = sharded(body, mesh, weights, config, (P("dp"), P("dp"), P()), P())
-    return program(weights, last_hidden, lengths, seed)
+    program = sharded(body, mesh, weights, config, (P("dp"), P("dp"), P("dp")), P())
+    return program(weights, last_hidden, lengths, seeds)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "sampling"), donate_argnames=("cache",))
@@ -1576,7 +1576,7 @@ def decode_step(
     cache: list[LayerCache],
     tokens: jax.Array,
     positions: jax.Array,
-    seed: jax.Array,
+    seeds: jax.Array,
     *,
     config: Config,
     mesh: Mesh,
@@ -1587,18 +1587,18 @@ def decode_step(
     Returns the cache (donated), the next tokens int32 [B], their log-probabilities float32 [B] and their positions.
     """
 
-    def body(weights, cache, tokens, positions, seed):
+    def body(weights, cache, tokens, positions, seeds):
         R = neighbours(config, model_shards(mesh))
         # A row that is finished goes on until all are, in the last slot when there is no further one.
         positions = jnp.minimum(positions, capacity(cache, config, R) - 1)
         attend = partial(decode_attention, R=R)
         x, cache = forward(weights, tokens[:, None], positions[:, None], cache, attend, config)
-        tokens, logprobs = next_token(output_logits(weights, x[:, 0], config), positions, seed, sampling)
+        tokens, logprobs = next_token(output_logits(weights, x[:, 0], config), positions, seeds, sampling)
         return cache, tokens, logprobs, positions + 1
 
-    in_specs = (CACHE_SPEC, P("dp"), P("dp"), P())
+    in_specs = (CACHE_SPEC, P("dp"), P("dp"), P("dp"))
     program = sharded(body, mesh, weights, config, in_specs, (CACHE_SPEC, P(), P(), P("dp")))
-    return program(weights, cache, tokens, positions, seed)
+    return program(weights, cache, tokens, positions, seeds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1607,6 +1607,8 @@ def decode_step(
 PREFILL_TOKENS = 4096  # of all rows of a device in one piece: bounds the memory of prefill
 PREFILL_PIECE = 1024  # of one row: chosen so that a weight read serves many tokens; not yet tuned on hardware
 LOOKAHEAD = 2  # decode steps that the device may be ahead of the host's look at their tokens
+BATCH = 256  # rows of a device: with more, a TPU v5e or an H100 computes for longer than it reads 16-bit weights
+MEMORY_SHARE = 0.85  # for weights and cache, where prompts are dealt into batches: the rest is for what a step computes
 
 
 class Token(NamedTuple):
@@ -1624,6 +1626,7 @@ def generate(
     config: Config,
     mesh: Mesh,
     *,
+    rows: list[int] | None = None,
     max_new_tokens: int,
     max_seq_len: int | None = None,
     stop_tokens: tuple[int, ...] = (),
@@ -1635,7 +1638,8 @@ def generate(
     """Decodes all prompts as one batch and yields, step by step, the new tokens of the rows that are not finished.
 
     A row ends with the first of `stop_tokens`, after `max_new_tokens`, or when it has filled `max_seq_len` slots (by
-    default as many as all this needs). What it generates greedily does not depend on the other rows.
+    default as many as all this needs). What it generates does not depend on the other rows: sampling draws by the seed
+    and the row's number, which `rows` gives where it is not the place in `prompts`, and which its tokens carry.
 
     The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
     looks for stop tokens LOOKAHEAD steps behind. Where attention is plain XLA, which reads the whole cache, the cache
@@ -1690,7 +1694,9 @@ def generate(
     hidden = jax.ShapeDtypeStruct((batch, config.hidden_size), dtype, sharding=NamedSharding(mesh, P("dp")))
     last_hidden = zeros(hidden)
     positions = on_mesh(prompt_lengths, P("dp"))  # of the next token of each row; for prefill, the prompts' lengths
-    seed = on_mesh(np.uint32(seed))
+    rows = list(range(len(prompts))) if rows is None else rows
+    seeds = np.array([(row, seed) for row in rows] + [(0, seed)] * (batch - len(prompts)), np.uint32)
+    seeds = on_mesh(seeds, P("dp"))
 
     def compiled(program, *arguments, **options):
         begin = time.perf_counter()
@@ -1701,16 +1707,16 @@ def generate(
     # Prefill. All that it and the first decode step need is compiled before the clock starts.
     tokens = on_mesh(prompt_tokens[:, :piece])
     prefill_piece = compiled(prefill, weights, cache, last_hidden, tokens, on_mesh(np.int32(0)), positions)
-    pick_first = compiled(first_token, weights, last_hidden, positions, seed, sampling=sampling)
+    pick_first = compiled(first_token, weights, last_hidden, positions, seeds, sampling=sampling)
     tokens = on_mesh(prompt_lengths)  # of the shape and sharding of a step's tokens
-    step = compiled(decode_step, weights, cache, tokens, positions, seed, sampling=sampling)
+    step = compiled(decode_step, weights, cache, tokens, positions, seeds, sampling=sampling)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("compiled")  # or the clock would count what others still compile
     begin = time.perf_counter()
     for start in range(0, pieces * piece, piece):
         tokens = on_mesh(prompt_tokens[:, start : start + piece])
         cache, last_hidden = prefill_piece(weights, cache, last_hidden, tokens, on_mesh(np.int32(start)), positions)
-    tokens, logprobs = jax.block_until_ready(pick_first(weights, last_hidden, positions, seed))
+    tokens, logprobs = jax.block_until_ready(pick_first(weights, last_hidden, positions, seeds))
     stats |= {"prefill_s": time.perf_counter() - begin, "prefill_tokens": sum(lengths)}
 
     live = set(range(len(prompts)))  # the rows that are not finished
@@ -1725,8 +1731,9 @@ def generate(
         for row in sorted(live):
             is_stop = int(ids[row]) in stop_tokens
             reason = "stop" if is_stop else "length" if seen == limits[row] else None
-            new.append(Token(row, int(ids[row]), float(logs[row]), reason))
-        live.difference_update(token.row for token in new if token.finish_reason)
+            new.append(Token(rows[row], int(ids[row]), float(logs[row]), reason))
+            if reason:
+                live.remove(row)
         return new
 
     yield look(tokens, logprobs)
@@ -1743,9 +1750,9 @@ def generate(
                 jax.block_until_ready(tokens)  # no step runs while the clock stands still
                 pause = time.perf_counter()
                 cache = in_memory(grown, cache, cache_for(position))
-                step = compiled(decode_step, weights, cache, tokens, positions, seed, sampling=sampling)
+                step = compiled(decode_step, weights, cache, tokens, positions, seeds, sampling=sampling)
                 begin += time.perf_counter() - pause
-            cache, tokens, logprobs, positions = step(weights, cache, tokens, positions, seed)
+            cache, tokens, logprobs, positions = step(weights, cache, tokens, positions, seeds)
             tokens.copy_to_host_async()
             in_flight.append((tokens, logprobs))
             started += 1
@@ -1756,6 +1763,50 @@ def generate(
         yield new
     jax.block_until_ready(cache)  # steps still in flight: no process may leave while others wait for it in a collective
     stats["step_bytes"] = step_bytes(weights, cache, [length + seen / 2 for length in lengths], config)
+
+
+def generate_in_batches(
+    weights: dict,
+    prompts: list[list[int]],
+    config: Config,
+    mesh: Mesh,
+    *,
+    max_new_tokens: int,
+    max_seq_len: int | None = None,
+    int8_cache: bool = False,
+    stats: dict | None = None,
+    **options,
+) -> Iterator[list[Token]]:
+    """What generate does, for prompts that may be too many for one batch.
+
+    Then rows of similar length go together, at most BATCH on a device, the longest first: what does not fit is said at
+    once. The numbers of rows and of slots are powers of two, which bounds what has to be compiled. `stats` is of all
+    batches, step_bytes of a mean step.
+    """
+    check_prompts(prompts, config, max_seq_len)
+    stats = {} if stats is None else stats
+    dp, dtype = mesh.shape["dp"], weights["norm"].dtype
+    room = MEMORY_SHARE * memory_of(mesh) - stored_bytes(weights)
+
+    def fits(count, slots):
+        cache = abstract_cache(config, mesh, -(-count // dp) * dp, slots, dtype, int8_cache)
+        return count <= BATCH * dp and stored_bytes(cache) <= room
+
+    left = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+    while left:
+        count, slots = len(left), max_seq_len or len(prompts[left[-1]]) + max_new_tokens - 1
+        if not fits(count, slots):
+            count, slots = BATCH * dp, max_seq_len or max(256, power_of_two(slots))
+            while count > dp and not fits(count, slots):
+                count //= 2
+        rows, left = sorted(left[-count:]), left[:-count]
+        measured = {}
+        options |= {"max_new_tokens": max_new_tokens, "max_seq_len": slots, "int8_cache": int8_cache}
+        yield from generate(weights, [prompts[row] for row in rows], config, mesh, rows=rows, stats=measured, **options)
+        steps = stats.get("decode_steps", 0) + measured["decode_steps"]
+        share = measured["decode_steps"] / steps if steps else 1
+        mean_bytes = round(share * measured.pop("step_bytes") + (1 - share) * stats.get("step_bytes", 0))
+        stats |= {key: stats.get(key, 0) + value for key, value in measured.items()} | {"step_bytes": mean_bytes}
 
 
 def piece_length(longest: int, rows: int, R: int, config: Config) -> int:
@@ -1812,12 +1863,16 @@ def stored_bytes(tree) -> int:
 
 
 def memory_of(mesh: Mesh) -> float:
-    """Bytes of memory of a mesh's devices, infinite where they do not tell. CPUs share the machine's."""
+    """Bytes of memory of a mesh's devices, infinite where they do not tell. CPUs share the machine's.
+
+    All processes must call it, and all get the same: with the least that one of them has."""
     devices = mesh.local_devices
     if devices[0].platform == "cpu":
         local = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
         local = sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in devices)
+    if jax.process_count() > 1:
+        local = float(np.min(multihost_utils.process_allgather(np.float32(local))))
     return local * mesh.size / len(devices)
 
 

@@ -32,13 +32,13 @@ def compile_step(config, mesh, batch, slots, int8, folder="llama3", int8_cache=N
     model = FOLDERS[folder].model
     replicated = NamedSharding(mesh, P())
     vector = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=replicated)
-    seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=replicated)
+    seeds = jax.ShapeDtypeStruct((batch, 2), jnp.uint32, sharding=replicated)
     arguments = (
         model.abstract_weights(config, mesh, jnp.bfloat16, int8),
         model.abstract_cache(config, mesh, batch, slots, jnp.bfloat16, int8 if int8_cache is None else int8_cache),
         vector,
         vector,
-        seed,
+        seeds,
     )
     options = {"config": config, "mesh": mesh, "sampling": model.Sampling()}
     return model.decode_step.lower(*arguments, **options).compile()

@@ -46,21 +46,22 @@ def test_drawn_frequencies(mesh):
     sampling = model.Sampling(0.8, 10, 0.95)
     P = jax.sharding.PartitionSpec
     program = jax.shard_map(
-        lambda y, positions: model.next_token(y, positions, jnp.uint32(3), sampling),
+        lambda y, positions, seeds: model.next_token(y, positions, seeds, sampling),
         mesh=devices,
-        in_specs=(P("dp", model.MODEL_AXES), P("dp")),
+        in_specs=(P("dp", model.MODEL_AXES), P("dp"), P("dp")),
         out_specs=P(),
         check_vma=False,
     )
     rows = jnp.tile(y, (draws, 1))
-    tokens, logprobs = jax.jit(program)(rows, jnp.zeros(draws, jnp.int32))
+    seeds = jnp.stack([jnp.arange(draws), jnp.full(draws, 3)], axis=1).astype(jnp.uint32)
+    tokens, logprobs = jax.jit(program)(rows, jnp.zeros(draws, jnp.int32), seeds)
     wanted = reference_probabilities(y, 0.8, 10, 0.95)
     frequencies = np.bincount(tokens, minlength=24) / draws
     assert (frequencies[wanted == 0] == 0).all()
     np.testing.assert_allclose(frequencies, wanted, atol=4 * np.sqrt(0.25 / draws))
     unmodified = y - np.log(np.exp(y.astype(np.float64)).sum())
     np.testing.assert_allclose(logprobs, unmodified[np.asarray(tokens)], atol=1e-5)
-    again, _ = jax.jit(program)(rows, jnp.ones(draws, jnp.int32))
+    again, _ = jax.jit(program)(rows, jnp.ones(draws, jnp.int32), seeds)
     assert (np.asarray(again) != np.asarray(tokens)).mean() > 0.3
 
 

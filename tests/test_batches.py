@@ -1,0 +1,45 @@
+"""Prompts that are too many for one batch."""
+
+import random
+
+import jax
+import pytest
+from helpers import ROOT, import_folder
+
+
+def test_what_memory_holds(monkeypatch):
+    """In batches of four rows and of eight, each row draws the tokens that it draws in one batch."""
+    folder = import_folder("llama3")
+    model = folder.model
+    checkpoint = folder.convert.open_checkpoint(ROOT / "llama3" / "demo")
+    mesh = model.make_mesh(2, 1, 2, devices=jax.devices()[:4])
+    weights = folder.convert.load(checkpoint, mesh, "float32")
+    chance, lengths = random.Random(0), [3, 40, 300, 7, 2, 90, 1, 12, 33, 5, 8, 4, 6]
+    prompts = [[chance.randrange(checkpoint.config.vocab_size) for _ in range(length)] for length in lengths]
+    generate, batches = model.generate, []
+
+    def recorded(*arguments, rows, **options):
+        batches.append((rows, options["max_seq_len"]))
+        return generate(*arguments, rows=rows, **options)
+
+    def decoded():
+        rows, stats, options = [[] for _ in prompts], {}, {"max_new_tokens": 20, "sampling": model.Sampling(2.0)}
+        for tokens in model.generate_in_batches(weights, prompts, checkpoint.config, mesh, stats=stats, **options):
+            for token in tokens:
+                rows[token.row].append(token)
+        return rows, stats
+
+    monkeypatch.setattr(model, "generate", recorded)
+    whole, stats_of_one = decoded()
+    cache = model.abstract_cache(checkpoint.config, mesh, 4, 512, weights["norm"].dtype)
+    memory = (model.stored_bytes(weights) + 1.01 * model.stored_bytes(cache)) / model.MEMORY_SHARE
+    monkeypatch.setattr(model, "memory_of", lambda mesh: memory)
+    dealt, stats = decoded()
+    assert batches == [(list(range(13)), 319), ([1, 2, 5, 8], 512), ([0, 3, 4, 7, 9, 10, 11, 12], 256), ([6], 20)]
+    for one, other in zip(whole, dealt, strict=True):
+        assert [(t.row, t.id, t.finish_reason) for t in one] == [(t.row, t.id, t.finish_reason) for t in other]
+        assert [t.logprob for t in one] == pytest.approx([t.logprob for t in other], abs=1e-4)
+    assert stats["decode_steps"] == 3 * stats_of_one["decode_steps"] == 3 * 19
+    for name in "prefill_tokens", "decode_tokens":
+        assert stats_of_one[name] == stats[name]
+    assert model.stored_bytes(weights) < stats["step_bytes"] < stats_of_one["step_bytes"]
