@@ -10,6 +10,7 @@ Results go to standard output, from process 0 alone; progress and statistics to 
 import argparse
 import atexit
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -29,7 +30,6 @@ from pathlib import Path
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would advise against running without torch
 
 import jax
-import numpy as np
 from convert import (
     DTYPES,
     ArgumentParser,
@@ -44,7 +44,6 @@ from convert import (
     run,
     users_line,
 )
-from jax.experimental import multihost_utils
 from model import InputError, Sampling, check_mesh, check_prompts, generate_in_batches, make_mesh, mesh_shape
 from transformers import AutoTokenizer
 
@@ -154,267 +153,6 @@ def enable_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-class Hosts:
-    """The processes of a run, one a host, and a watch over them: one that is missing, was started twice, differs from
-    process 0 or dies ends all of them, each with one line that says which and why.
-
-    Of a dead process jax's own connections tell late, in pages, or never. So each process has one more to process 0,
-    until the end. On it lie JSON objects, one a line: `error` ends the receiver, `bye` ends the watch, all else is for
-    whoever waits; an empty line says that the sender lives. A context manager: what breaks off its block ends all.
-    """
-
-    def __init__(self, address: str | None = None, count: int = 1, index: int = 0):
-        """Calls the roll: `count` processes, of which this is number `index`, meet at HOST:PORT `address`."""
-        self.count, self.index = count, index
-        self.names = {index: f"process {index} ({socket.gethostname()}, pid {os.getpid()})"}
-        self.connections: dict[int, socket.socket] = {}  # by the other's number: on process 0 to all, else to process 0
-        self.inbox: queue.Queue = queue.Queue()  # of messages, each with its sender's number
-        self.entering, self.sending, self.ending = (threading.Lock() for _ in range(3))
-        self.reason = None  # of the end, as the others are told, where that is not the regular one
-        self.deadline = time.monotonic() + ROLL_CALL_S
-        self.jax_address = None  # for jax's own connections, where it is not joined yet
-        if count == 1:
-            return
-        host, port = address.rsplit(":", 1)
-        self.is_server = index == 0 and self.listen(int(port))
-        threading.Thread(target=self.beat, daemon=True).start()
-        if not self.is_server:
-            self.connect(host.strip("[]"), int(port))
-            _, roll = self.inbox.get()
-            self.names, self.jax_address = dict(enumerate(roll["names"])), f"{host}:{roll['jax_port']}"
-            return
-        for _ in range(count - 1):
-            try:
-                self.inbox.get(timeout=max(0, self.deadline - time.monotonic()))
-            except queue.Empty:
-                missing = ", ".join(str(i) for i in range(count) if i not in self.names)
-                self.end(f"process {missing} of {count} did not come within {ROLL_CALL_S} s: start it on every host")
-        jax_port = free_port()
-        self.jax_address = f"{host}:{jax_port}"
-        self.names = {i: self.names[i] for i in range(count)}
-        self.tell({"names": list(self.names.values()), "jax_port": jax_port})
-
-    def listen(self, port: int) -> bool:
-        """Lets the others in, until the end. False where the port is taken: by another process 0 perhaps, to which this
-        one then presents itself, so that all hear of it."""
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        try:
-            server = socket.create_server(("", port), family=family, backlog=self.count, dualstack_ipv6=both)
-        except OSError:
-            return False
-
-        def accept():
-            while True:
-                threading.Thread(target=self.greet, args=[server.accept()[0]], daemon=True).start()
-
-        threading.Thread(target=accept, daemon=True).start()
-        return True
-
-    def greet(self, connection: socket.socket) -> None:
-        """Takes a process into the roll; one that is there already ends all."""
-        connection.settimeout(SILENCE_S)
-        lines = connection.makefile("rb")
-        try:
-            hello = json.loads(lines.readline(2**16))
-            i, name, count = int(hello["process"]), str(hello["name"]), int(hello["count"])
-        except Exception:  # another program, that tries all ports perhaps
-            return connection.close()
-        line = None
-        if count != self.count or not 0 <= i < count:
-            line = f"{name} was started as one of {count} processes, process 0 of {self.count}"
-        with self.entering:
-            known = name if line else self.names.setdefault(i, name)
-            if known is not name:
-                line = f"process {i} was started twice, as {known} and as {name}"
-            elif not line:
-                self.connections[i] = connection
-        if line or self.reason:  # or it comes to a run that is ending
-            self.send(connection, {"error": self.reason or line})
-        if line:
-            self.end(line)
-        self.inbox.put((i, hello))
-        self.read(i, lines)
-
-    def connect(self, host: str, port: int) -> None:
-        """Presents this process to process 0."""
-        while True:
-            try:
-                connection = socket.create_connection((host, port), timeout=5)
-                break
-            except OSError as error:
-                if time.monotonic() > self.deadline:
-                    where = f"process 0 is not at {host}:{port} after {ROLL_CALL_S} s ({one_line(error)})"
-                    self.end(f"{where}: start it on every host, with the same --coordinator")
-                time.sleep(0.2)
-        connection.settimeout(SILENCE_S)
-        self.connections[0] = connection
-        self.send(connection, {"process": self.index, "count": self.count, "name": self.names[self.index]})
-        self.names[0] = f"process 0 at {host}:{port}"  # until the roll tells more
-        threading.Thread(target=self.read, args=[0, connection.makefile("rb")], daemon=True).start()
-
-    def read(self, i: int, lines) -> None:
-        """Takes what number i says, until it says goodbye."""
-        try:
-            for line in lines:
-                message = json.loads(line) if line.strip() else {}
-                if not isinstance(message, dict):
-                    raise ValueError(f"it says {message!r:.40}")
-                if "bye" in message:
-                    return
-                if "error" in message:
-                    threading.Thread(target=self.end, args=[message["error"]], daemon=True).start()
-                elif message:
-                    self.inbox.put((i, message))
-            cause = "died: its connection is closed"
-        except TimeoutError:
-            cause = f"has not been heard of for {SILENCE_S} s"
-        except (OSError, ValueError) as error:
-            cause = f"died: {one_line(error)}"
-        self.connections.pop(i, None)
-        self.end(f"{self.names[i]} {cause}")
-
-    def tell(self, message: dict | None) -> None:
-        for connection in list(self.connections.values()):
-            self.send(connection, message)
-
-    def send(self, connection: socket.socket, message: dict | None) -> None:
-        # Of a connection that is lost, the thread that reads knows.
-        with self.sending, contextlib.suppress(OSError):
-            connection.sendall((json.dumps(message) if message else "").encode() + b"\n")
-
-    def beat(self) -> None:
-        while True:
-            time.sleep(1)
-            self.tell(None)
-
-    def agree(self, facts: dict) -> None:
-        """Waits for all processes, and ends them where one has other facts, JSON values by name, than process 0."""
-        if self.index != 0:
-            self.tell({"facts": facts})
-            self.inbox.get()
-            return
-        for _ in range(self.count - 1):
-            i, message = self.inbox.get()
-            for name, ours in facts.items():
-                theirs = message["facts"].get(name)
-                if theirs != ours:
-                    self.end(f"{self.names[i]} has {name} {theirs}, process 0 has {ours}: give all of them the same")
-        self.tell({"facts": "agreed"})
-
-    def end(self, line: str, status: int = 2, told: str | None = None) -> None:
-        """Ends this process with `line`, and the others, which are `told` something else where that is given."""
-        self.ending.acquire()  # and never released: of several reasons the first one counts
-        with contextlib.suppress(OSError):
-            print(f"error: {line}", file=sys.stderr, flush=True)
-        self.reason = told or line
-        self.tell({"error": self.reason})
-        if self.is_server:  # waits until all have heard it, at the beginning also those that are still to come
-            deadline = max(time.monotonic() + 5, self.deadline if len(self.names) < self.count else 0)
-            while (self.connections or len(self.names) < self.count) and time.monotonic() < deadline:
-                time.sleep(0.01)
-        os._exit(status)  # at once: what jax does at the regular end needs the others
-
-    def __enter__(self) -> "Hosts":
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        name = self.names[self.index]
-        if self.count == 1:
-            return
-        if error is None:
-            self.agree({})  # jax's own end allows the last one some seconds, which is too few for a slow printer
-            self.tell({"bye": True})
-            return
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows ends soon
-        if isinstance(error, KeyboardInterrupt):
-            self.end("interrupted", 130, told=f"{name} was interrupted")
-        elif line := users_line(error):
-            self.end(line, told=f"{name}: {line}")
-        else:
-            time.sleep(3)  # if another one has died, jax fails first and the line is under way
-            traceback.print_exception(error)
-            self.end(f"{name} failed: {one_line(error)}", 1)
-
-
-def find_hosts(args) -> Hosts:
-    """The other hosts: as the flags say, or as a TPU pod, Slurm or Open MPI tells jax, which is then joined to them."""
-    jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, and do nothing with it
-    if args.coordinator:
-        hosts = Hosts(args.coordinator, args.num_processes, args.process_id)
-    else:
-        tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1")  # of a job step alone
-        if os.environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1" or ("SLURM_STEP_NODELIST" in os.environ and tasks != "1"):
-            try:
-                join_cluster()
-            except ValueError as error:  # Open MPI 5
-                remedy = "give --coordinator, --num_processes and --process_id"
-                raise InputError(f"jax does not find this cluster's process 0 ({one_line(error)}): {remedy}") from error
-            # jax expects a process for each GPU. One that is alone on its host has all of them.
-            local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-            if local.partition("(")[0] == "1" and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
-                jax.config.update("jax_cuda_visible_devices", "all")
-        elif os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0"):  # a TPU host, of a pod perhaps
-            with contextlib.suppress(ValueError):  # not in a cluster that jax knows: this host is alone
-                join_cluster()
-        if not jax.distributed.is_initialized() or jax.process_count() == 1:
-            return Hosts()
-        # Where process 0 is, jax knows and does not tell.
-        address = np.array([*socket.inet_aton(own_address()), *free_port().to_bytes(2, "big")])
-        *ip, high, low = multihost_utils.broadcast_one_to_all(address).tolist()
-        hosts = Hosts(f"{'.'.join(map(str, ip))}:{256 * high + low}", jax.process_count(), jax.process_index())
-    return hosts
-
-
-def join_cluster() -> None:
-    """Joins jax to the processes of a cluster that it knows, and hushes its libraries."""
-    join()
-    hush()
-
-
-def join(*arguments, **options) -> None:
-    """jax.distributed.initialize, which ends this process with one line where the others do not come."""
-
-    def give_up():
-        print(f"error: the others did not come within {ROLL_CALL_S} s: start this on every host", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(2)
-
-    timer = threading.Timer(ROLL_CALL_S, give_up)
-    timer.start()
-    try:
-        jax.distributed.initialize(*arguments, **options, shutdown_timeout_seconds=SILENCE_S)
-    finally:
-        timer.cancel()
-
-
-def hush() -> None:
-    """Sends what jax's libraries print to a file: standard output is for results, and where another process dies they
-    print pages on standard error, where Hosts says it in a line."""
-    sys.stdout, sys.stderr = (
-        os.fdopen(os.dup(number), "w", buffering=1, encoding="utf-8", errors="backslashreplace") for number in (1, 2)
-    )
-    log, path = tempfile.mkstemp(prefix="open-llms-in-jax-", suffix=".log")
-    atexit.register(os.unlink, path)  # of a process that does not come to its regular end, it stays
-    for number in (1, 2):
-        os.dup2(log, number)
-
-
-def own_address() -> str:
-    """The IPv4 address of the interface that leads to other networks, by which other hosts should reach this one."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # an address of no one: of a datagram socket this sends nothing
-        return probe.getsockname()[0]
-    with contextlib.suppress(OSError):  # without a default route
-        return socket.gethostbyname(socket.gethostname())
-    return "127.0.0.1"
-
-
-def free_port() -> int:
-    with socket.create_server(("", 0)) as probe:
-        return probe.getsockname()[1]
-
-
 def read_prompts(args) -> list[str]:
     """The prompts of the command line, of the file, or of the demo."""
     if args.prompt:
@@ -455,10 +193,10 @@ def encode(tokenizer, prompts: list[str], raw: bool) -> list[list[int]]:
     try:
         for prompt in prompts:
             prompt.encode()  # fails for lone surrogates, which is how Python has bytes that are no text
-            signal.alarm(TEMPLATE_S)
             if raw:
                 found.append(tokenizer(prompt)["input_ids"])
             else:
+                signal.alarm(TEMPLATE_S)
                 message = [{"role": "user", "content": prompt}]
                 found.append(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
     except Exception as error:  # jinja's, or the template's own
@@ -494,13 +232,32 @@ def read_stop_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 class Results:
-    """Collects generated tokens and prints the rows in order: text as it comes, JSON when a row is finished."""
+    """Collects generated tokens and prints the rows in order: text as it comes, JSON when a row is finished.
+
+    A context manager: on Ctrl-C it finishes its step, so that nothing is printed by halves, and then breaks off.
+    """
 
     def __init__(self, args, tokenizer, prompts, prompt_tokens):
         self.args, self.tokenizer, self.prompts, self.prompt_tokens = args, tokenizer, prompts, prompt_tokens
         self.rows = [[] for _ in prompts]
+        self.lock = threading.Lock()  # break_off may be called by a thread
+        self.is_interrupted = False
         self.current = -1  # the row being printed
         self.next_row()
+
+    def __enter__(self) -> None:
+        self.before = signal.getsignal(signal.SIGINT)
+        if self.before is signal.default_int_handler:  # a shell has its background jobs ignore it
+            signal.signal(signal.SIGINT, self.interrupt)
+
+    def interrupt(self, *_) -> None:
+        signal.signal(signal.SIGINT, self.before)  # a second one does not wait
+        self.is_interrupted = True
+
+    def __exit__(self, kind, error, trace) -> None:
+        signal.signal(signal.SIGINT, self.before)
+        if kind is KeyboardInterrupt:
+            self.break_off()
 
     def next_row(self) -> None:
         self.current += 1
@@ -511,15 +268,20 @@ class Results:
 
     def add(self, tokens) -> None:
         """Takes the tokens of one step, prints what can be printed."""
-        for token in tokens:
-            if not math.isfinite(token.logprob):
-                raise InputError("the model's numbers are not finite: damaged weights, or try --dtype float32")
-            self.rows[token.row].append(token)
-        while self.current < len(self.rows) and self.print_row():
-            self.next_row()
+        with self.lock:
+            for token in tokens:
+                if not math.isfinite(token.logprob):
+                    raise InputError("the model's numbers are not finite: damaged weights, or try --dtype float32")
+                self.rows[token.row].append(token)
+            while self.current < len(self.rows) and self.print_row():
+                self.next_row()
+        if self.is_interrupted:
+            raise KeyboardInterrupt
 
     def break_off(self) -> None:
-        """Prints the finished rows that waited for one that will not be finished."""
+        """Prints the finished rows that waited for one that will not be finished. Nothing is printed after it."""
+        if not self.lock.acquire(timeout=5):  # a reader of the output that has stopped reading, perhaps
+            return
         if self.args.output == "text" and self.printed:
             write("\n")
         for i in range(self.current + 1, len(self.rows)):
@@ -566,9 +328,7 @@ class Results:
 
 
 def write(text: str) -> None:
-    """To standard output at once, from process 0 alone."""
-    if jax.process_index() != 0:
-        return
+    """To standard output at once."""
     try:
         print(text, end="", flush=True)
     except OSError as error:
@@ -608,6 +368,278 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
     }
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Several hosts
+#
+# One process on each, and all run the same program: each drives the devices of its host, and jax's collectives join
+# them. A process that is alone has nothing of what follows.
+
+
+class Hosts:
+    """The processes of a run and a watch over them: one that is missing, was started twice, differs from process 0 or
+    dies ends all of them, each with one line that says which and why.
+
+    Of a dead process jax's own connections tell late, in pages, or never. So each process has one more to process 0,
+    until the end. On it lie JSON objects, one a line: `error` ends the receiver, `bye` ends the watch, an empty one
+    says that the sender lives, all else is for whoever waits. A context manager: what breaks off its block ends all.
+    """
+
+    def __init__(
+        self, address: str | None = None, count: int = 1, index: int = 0, local_device_ids: list | None = None
+    ):
+        """Calls the roll: `count` processes, of which this is number `index`, meet at HOST:PORT `address`."""
+        self.count, self.index, self.local_device_ids = count, index, local_device_ids
+        self.names = {index: f"process {index} ({socket.gethostname()}, pid {os.getpid()})"}
+        self.connections: dict[int, socket.socket] = {}  # by the other's number: on process 0 to all, else to process 0
+        self.inbox: queue.Queue = queue.Queue()  # of messages, each with its sender's number
+        self.sending = threading.Lock()  # one line at a time
+        self.ending = threading.Lock()  # of several reasons to end the first one counts
+        self.reason = None  # of the end, as the others are told
+        self.last_words = lambda: None  # called at an end that is not the regular one
+        self.is_listening = False
+        self.jax_address = None  # where jax's own connections meet
+        if count > 1:
+            self.call_roll(*address.rsplit(":", 1))
+
+    def call_roll(self, host: str, port: str) -> None:
+        self.deadline = time.monotonic() + ROLL_CALL_S
+        if self.index == 0:
+            self.listen(int(port))
+        threading.Thread(target=self.beat, daemon=True).start()
+        if not self.is_listening:
+            self.connect(host.strip("[]"), int(port))
+            _, roll = self.inbox.get()
+            self.names, self.jax_address = dict(enumerate(roll["names"])), f"{host}:{roll['jax_port']}"
+            return
+        for _ in range(self.count - 1):
+            try:
+                self.inbox.get(timeout=max(0, self.deadline - time.monotonic()))
+            except queue.Empty:
+                missing = ", ".join(str(i) for i in range(self.count) if i not in self.names)
+                self.end(
+                    f"process {missing} of {self.count} did not come within {ROLL_CALL_S} s: start it on every host"
+                )
+        jax_port = free_port()
+        self.jax_address = f"{host}:{jax_port}"
+        self.names = {i: self.names[i] for i in range(self.count)}
+        self.tell({"names": list(self.names.values()), "jax_port": jax_port})
+
+    def listen(self, port: int) -> None:
+        """Lets the others in, until the end. Not where the port is taken: by another process 0 perhaps, to which this
+        one then presents itself, so that all hear of it."""
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        try:
+            server = socket.create_server(("", port), family=family, backlog=self.count, dualstack_ipv6=both)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return
+            raise InputError(f"--coordinator: port {port} cannot be opened: {one_line(error)}") from error
+
+        def accept():
+            while True:
+                threading.Thread(target=self.greet, args=[server.accept()[0]], daemon=True).start()
+
+        self.is_listening = True
+        threading.Thread(target=accept, daemon=True).start()
+
+    def greet(self, connection: socket.socket) -> None:
+        """Takes a process into the roll; one that is there already ends all."""
+        connection.settimeout(SILENCE_S)
+        lines = connection.makefile("rb")
+        try:
+            hello = json.loads(lines.readline(2**16))
+            i, name, count = int(hello["process"]), str(hello["name"]), int(hello["count"])
+        except Exception:  # another program, that tries all ports perhaps
+            return connection.close()
+        line = None
+        if count != self.count or not 0 <= i < count:
+            line = f"{name} was started as one of {count} processes, process 0 of {self.count}"
+        elif (known := self.names.setdefault(i, name)) is not name:  # in one step: two may come at the same time
+            line = f"process {i} was started twice, as {known} and as {name}"
+        else:
+            self.connections[i] = connection
+        if line or self.reason:  # or it comes to a run that is ending
+            self.send(connection, {"error": self.reason or line})
+        if line:
+            self.end(line)
+        self.inbox.put((i, hello))
+        self.read(i, lines)
+
+    def connect(self, host: str, port: int) -> None:
+        """Presents this process to process 0."""
+        while True:
+            try:
+                connection = socket.create_connection((host, port), timeout=5)
+                break
+            except (OSError, UnicodeError) as error:  # the second of a name that cannot be one
+                if time.monotonic() > self.deadline:
+                    where = f"process 0 is not at {host}:{port} after {ROLL_CALL_S} s ({one_line(error)})"
+                    self.end(f"{where}: start it on every host, with the same --coordinator")
+                time.sleep(0.2)
+        connection.settimeout(SILENCE_S)
+        self.send(connection, {"process": self.index, "count": self.count, "name": self.names[self.index]})
+        self.names[0] = f"process 0 at {host}:{port}"  # until the roll tells more
+        self.connections[0] = connection
+        threading.Thread(target=self.read, args=[0, connection.makefile("rb")], daemon=True).start()
+
+    def read(self, i: int, lines) -> None:
+        """Takes what number i says, until it says goodbye."""
+        try:
+            for line in lines:
+                message = json.loads(line)
+                if not isinstance(message, dict):
+                    raise ValueError(f"it says {message!r:.40}")
+                if "bye" in message:
+                    return
+                if "error" in message:  # in a thread: this one has to see the connection close, for which `end` waits
+                    threading.Thread(target=self.end, args=[message["error"]], daemon=True).start()
+                elif message:
+                    self.inbox.put((i, message))
+            cause = "died: its connection is closed"
+        except TimeoutError:
+            cause = f"has not been heard of for {SILENCE_S} s"
+        except (OSError, ValueError) as error:
+            cause = f"died: {one_line(error)}"
+        self.connections.pop(i, None)
+        self.end(f"{self.names[i]} {cause}")
+
+    def tell(self, message: dict) -> None:
+        for connection in list(self.connections.values()):
+            self.send(connection, message)
+
+    def send(self, connection: socket.socket, message: dict) -> None:
+        # Of a connection that is lost, the thread that reads knows.
+        with self.sending, contextlib.suppress(OSError):
+            connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def beat(self) -> None:
+        while True:
+            time.sleep(1)
+            self.tell({})
+
+    def agree(self, facts: dict) -> None:
+        """Waits for all processes, and ends them where one has other facts, JSON values by name, than process 0."""
+        if self.index != 0:
+            self.tell({"facts": facts})
+            self.inbox.get()
+            return
+        for _ in range(self.count - 1):
+            i, message = self.inbox.get()
+            for name, ours in facts.items():
+                theirs = message["facts"].get(name)
+                if theirs != ours:
+                    self.end(f"{self.names[i]} has {name} {theirs}, process 0 has {ours}: give all of them the same")
+        self.tell({"facts": "agreed"})
+
+    def end(self, line: str, status: int = 2, told: str | None = None) -> None:
+        """Ends this process with `line`, and the others, which are `told` something else where that is given."""
+        self.ending.acquire()  # and never released
+        limit = threading.Timer(ROLL_CALL_S + 10, os._exit, [status])  # whatever of this should hang
+        limit.daemon = True
+        limit.start()
+        try:
+            with contextlib.suppress(OSError):
+                print(f"error: {line}", file=sys.stderr, flush=True)
+            self.reason = told or line
+            self.tell({"error": self.reason})
+            self.last_words()
+            if self.is_listening:  # until all have heard it, at the beginning also those that are still to come
+                deadline = max(time.monotonic() + 5, self.deadline if len(self.names) < self.count else 0)
+                while (self.connections or len(self.names) < self.count) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+        finally:
+            os._exit(status)  # at once: what jax does at the regular end needs the others
+
+    def __enter__(self) -> "Hosts":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        name = self.names[self.index]
+        if self.count == 1:
+            return
+        if error is None:
+            self.tell({"bye": True})
+            return
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows ends soon
+        if isinstance(error, KeyboardInterrupt):
+            self.end("interrupted", 130, told=f"{name} was interrupted")
+        elif line := users_line(error):
+            self.end(line, told=f"{name}: {line}")
+        else:
+            time.sleep(3)  # if another one has died, jax fails first and the line is under way
+            traceback.print_exception(error)
+            self.end(f"{name} failed: {one_line(error)}", 1)
+
+
+def find_hosts(args) -> Hosts:
+    """The processes of this run: as the flags say, or as jax finds them in a TPU pod, under Slurm or Open MPI."""
+    if args.coordinator:
+        return Hosts(args.coordinator, args.num_processes, args.process_id)
+    # Of Slurm a job step: sbatch and salloc set the variables too, and start one process.
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1")
+    is_launched = "SLURM_STEP_NODELIST" in os.environ and tasks != "1"
+    is_launched |= os.environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1"
+    if not is_launched and not os.path.exists("/dev/accel0") and not os.path.exists("/dev/vfio/0"):  # the last: TPUs
+        return Hosts()
+    remedy = "give --coordinator, --num_processes and --process_id"
+    try:
+        from jax._src.clusters import ClusterEnv  # what initialize() detects, before it joins; it has no public name
+
+        unknown = [None] * 5
+        address, count, index, local_device_ids = ClusterEnv.auto_detect_unset_distributed_params(*unknown, ROLL_CALL_S)
+    except Exception as error:  # of what it asks, or a jax that has this elsewhere
+        raise InputError(f"jax does not find the other hosts ({one_line(error)}): {remedy}") from error
+    if is_launched and count is None:  # Open MPI 5
+        raise InputError(f"jax does not know this cluster: {remedy}")
+    # jax expects a process for each GPU. One that is alone on its host has all of them.
+    local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if local.partition("(")[0] == "1":  # Slurm writes 1(x2) for two hosts of one
+        local_device_ids = None
+    return Hosts(address, count or 1, index or 0, local_device_ids)
+
+
+def join(hosts: Hosts) -> None:
+    """jax.distributed.initialize, which ends this process with one line where it does not come to an end."""
+    hush()
+    jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, and do nothing with it
+    line = f"jax does not join {hosts.jax_address} within {ROLL_CALL_S} s: hosts must reach each other at all ports"
+    timer = threading.Timer(ROLL_CALL_S, hosts.end, [line])
+    timer.start()
+    try:
+        jax.distributed.initialize(
+            hosts.jax_address,
+            hosts.count,
+            hosts.index,
+            hosts.local_device_ids,
+            cluster_detection_method="deactivate",  # or inside of a Slurm job jax would take one GPU alone
+            shutdown_timeout_seconds=SILENCE_S,
+        )
+    finally:
+        timer.cancel()
+
+
+def hush() -> None:
+    """Sends what jax's libraries print to a file: standard output is for results, and where another process dies they
+    print pages on standard error, where Hosts says it in a line."""
+    sys.stdout, sys.stderr = (
+        os.fdopen(os.dup(number), "w", buffering=1, encoding="utf-8", errors="backslashreplace") for number in (1, 2)
+    )
+    log, path = tempfile.mkstemp(prefix="open-llms-in-jax-", suffix=".log")
+    atexit.register(os.unlink, path)  # of a process that does not come to its regular end, it stays
+    for number in (1, 2):
+        os.dup2(log, number)
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The program
+
+
 def main() -> None:
     args = parse_arguments()
     if sys.stdout is None:
@@ -615,11 +647,12 @@ def main() -> None:
     if not args.no_compilation_cache:
         enable_compilation_cache()
     with find_hosts(args) as hosts:
-        if hosts.count > 1 and not jax.distributed.is_initialized():
-            hush()
-            # Deactivated, or inside of a Slurm job jax would take one GPU alone.
-            join(hosts.jax_address, hosts.count, hosts.index, cluster_detection_method="deactivate")
+        if hosts.count > 1:
+            join(hosts)
+        if hosts.index != 0:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115, to the end
         decode(args, hosts)
+        hosts.agree({})  # jax's own end allows the last one some seconds, which is too few for a slow printer
 
 
 def decode(args, hosts: Hosts) -> None:
@@ -676,19 +709,16 @@ def decode(args, hosts: Hosts) -> None:
         stats=measured,
     )
     results = Results(args, tokenizer, prompts, prompt_tokens)
+    hosts.last_words = results.break_off
     results.add(next(steps))  # the first token is prefill's, what follows is the decode loop
-    try:
-        with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
-            for tokens in steps:
-                results.add(tokens)
-    except KeyboardInterrupt:
-        results.break_off()
-        raise
+    with results, jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
+        for tokens in steps:
+            results.add(tokens)
 
     stats = statistics(checkpoint.raw_config, mesh, load_s, measured)
     if args.output == "json":
         write(json.dumps({"stats": stats}) + "\n")
-    elif jax.process_index() == 0:
+    elif hosts.index == 0:
         rounded = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in stats.items()}
         print(f"stats: {json.dumps(rounded)}", file=sys.stderr)
 

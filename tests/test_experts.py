@@ -78,7 +78,7 @@ def assert_close(out, wanted, dtype):
 KINDS = pytest.mark.parametrize(
     ("dtype", "int8"), [(jnp.float32, False), (jnp.bfloat16, False), (jnp.bfloat16, True)], ids=["f32", "bf16", "int8"]
 )
-ROWS = pytest.mark.parametrize(("B", "k"), [(1, 1), (5, 1), (16, 1), (300, 1), (1, 2), (5, 8), (16, 2), (300, 2)])
+ROWS = pytest.mark.parametrize(("B", "k"), [(1, 1), (300, 1), (5, 8), (16, 2), (300, 2)])
 
 
 def select(monkeypatch, platform):
@@ -108,8 +108,9 @@ def test_against_float64(monkeypatch, platform, dtype, int8, B, k):
     [("cpu", (1, 8, 1)), ("cpu", (2, 2, 2)), ("gpu", (1, 1, 8)), ("gpu", (1, 4, 2)), ("tpu", (1, 2, 2))],
     ids=str,
 )
-@pytest.mark.parametrize(("dtype", "int8"), [(jnp.float32, False), (jnp.bfloat16, True)], ids=["f32", "int8"])
-@pytest.mark.parametrize(("B", "k"), [(2, 1), (140, 2)])
+@pytest.mark.parametrize(
+    ("dtype", "int8", "B", "k"), [(jnp.float32, False, 2, 1), (jnp.bfloat16, True, 140, 2)], ids=["f32", "int8"]
+)
 def test_on_meshes(monkeypatch, platform, dtype, int8, mesh, B, k):
     select(monkeypatch, platform)
     arguments = random_arguments(B, k, 8, 64, 256, dtype, int8)
@@ -117,8 +118,7 @@ def test_on_meshes(monkeypatch, platform, dtype, int8, mesh, B, k):
     assert_close(on_mesh(mesh, *arguments), reference(*arguments), dtype)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-@pytest.mark.parametrize("B", [3, 150])
+@pytest.mark.parametrize(("platform", "B"), [("cpu", 150), ("gpu", 150), ("tpu", 3)])
 def test_devices_without_work(monkeypatch, platform, B):
     """All rows choose experts of one device."""
     select(monkeypatch, platform)
@@ -136,8 +136,7 @@ def test_rows_do_not_depend_on_others():
     assert_close(out[rest], reference(*arguments)[rest], jnp.float32)
 
 
-@pytest.mark.parametrize("topology", ["v5e:4x4", "v5p:2x2x4"])
-@pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+@pytest.mark.parametrize(("topology", "int8"), [("v5e:4x4", True), ("v5e:4x4", False), ("v5p:2x2x4", False)])
 @pytest.mark.parametrize(
     ("ep", "tp", "B", "k", "E", "D", "F"),
     [

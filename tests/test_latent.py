@@ -88,8 +88,7 @@ def select(monkeypatch, platform):
             monkeypatch.setattr(model, kernel, partial(getattr(model, kernel), interpret=STRICT))
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize(("platform", "int8"), [("cpu", True), ("tpu", False), ("tpu", True)])
 @pytest.mark.parametrize(
     ("mesh", "sharers", "positions", "tokens"),
     [

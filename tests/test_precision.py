@@ -1,7 +1,7 @@
 """What bfloat16 and int8 cost on the demo: the KL divergence from float32 of the next token's distribution."""
 
 import json
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +27,16 @@ def conversations(folder):
     yield tokenizer("The quick brown fox jumps over the lazy dog while 17 bees watch the moon.")["input_ids"]
 
 
-def log_probabilities(folder, rows, dtype, int8, int8_cache, mesh_shape=(1, 1, 1)):
-    """float32 [len(row), V] for each row of token ids: the distribution of the token after each of them."""
+@cache
+def log_probabilities(folder, dtype, int8, int8_cache, mesh_shape=(1, 1, 1)):
+    """float32 [len(row), V] for each row of conversations: the distribution of the token after each of them."""
+    rows = list(conversations(folder))
     model, convert = FOLDERS[folder].model, FOLDERS[folder].convert
     checkpoint = convert.open_checkpoint(ROOT / folder / "demo")
     config = checkpoint.config
     mesh = model.make_mesh(*mesh_shape, devices=jax.devices()[: int(np.prod(mesh_shape))])
     weights = convert.load(checkpoint, mesh, dtype, int8)
-    cache = model.zeros(model.abstract_cache(config, mesh, len(rows), 256, convert.DTYPES[dtype], int8_cache))
+    kv_cache = model.zeros(model.abstract_cache(config, mesh, len(rows), 256, convert.DTYPES[dtype], int8_cache))
     longest = max(map(len, rows))
     T = model.piece_length(longest, len(rows), model.neighbours(config, model.model_shards(mesh)), config)
     tokens = np.zeros((len(rows), -(-longest // T) * T), np.int32)  # padded at the end, where nothing looks
@@ -53,7 +55,7 @@ def log_probabilities(folder, rows, dtype, int8, int8_cache, mesh_shape=(1, 1, 1
     program = jax.jit(model.sharded(body, mesh, weights, config, specs, (P(), model.CACHE_SPEC)))
     pieces = []
     for start in range(0, tokens.shape[1], T):
-        y, cache = program(weights, cache, tokens[:, start : start + T], start)
+        y, kv_cache = program(weights, kv_cache, tokens[:, start : start + T], start)
         pieces.append(y)
     y = np.asarray(jax.nn.log_softmax(jnp.concatenate(pieces, axis=1)))
     return [y[i, : len(row)] for i, row in enumerate(rows)]
@@ -73,9 +75,8 @@ def log_probabilities(folder, rows, dtype, int8, int8_cache, mesh_shape=(1, 1, 1
 )
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_mean_kl_from_float32(folder, dtype, int8, int8_cache, mesh, limit):
-    rows = list(conversations(folder))
-    exact = log_probabilities(folder, rows, "float32", False, False)
-    rounded = log_probabilities(folder, rows, dtype, int8, int8_cache, mesh)
+    exact = log_probabilities(folder, "float32", False, False)
+    rounded = log_probabilities(folder, dtype, int8, int8_cache, mesh)
     divergences = [(np.exp(e) * (e - r)).sum(-1) for e, r in zip(exact, rounded, strict=True)]
     mean = np.concatenate(divergences).mean()
     print(f"mean KL {mean:.1e}, of unseen text {divergences[-1].mean():.1e}")
