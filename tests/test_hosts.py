@@ -13,7 +13,8 @@ import time
 
 import numpy as np
 import pytest
-from helpers import ROOT
+from helpers import ROOT, decode, import_folder, save_random
+from test_parity import llama
 
 ENDLESS = ["--raw", "--prompt", "Hello!", "--max_new_tokens", "30000", "--temperature", "9", "--tp", "1", "--dp", "2"]
 
@@ -167,6 +168,29 @@ def test_one_dies(number, how):
         assert_all_end([processes[number]], "interrupted", status=130)
     else:
         processes[number].process.kill()
+
+
+def test_an_interrupt_of_all(tmp_path):
+    """As a terminal or srun sends it. Process 0 prints what was finished, though a row before it never will be."""
+    llama3 = import_folder("llama3")
+    save_random(tmp_path, *llama()[1:])
+    prompts = llama3.main.encode(llama3.main.read_tokenizer(tmp_path), ["ab", "cde"], raw=True)
+    ids, others = ([token.id for token in row] for row in decode(llama3, tmp_path, prompts, max_new_tokens=300))
+    stop = next(token for token in ids[3:] if token not in others)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
+    flags = ["--model_path", tmp_path, "--dtype", "float32", "--raw", "--prompt", "ab", "cde", "ab"]
+    processes = start(2, *flags, "--max_new_tokens", "100000")
+    deadline = time.monotonic() + 90
+    while "\n> cde\n" not in (out := processes[0].written()[0]):  # the first row ends in the same step as the last
+        assert time.monotonic() < deadline and processes[0].process.poll() is None, processes[0].written()
+        time.sleep(0.1)
+    for process in processes:
+        process.process.send_signal(signal.SIGINT)
+    for process in processes:  # each by its own signal or by the other's word, whichever comes first
+        status, _, err = process.wait(60)
+        (error,) = [line for line in err.splitlines() if " devices of process 0" not in line]
+        assert (status, error.endswith(") was interrupted")) in [(130, False), (2, True)], (status, err)
+    assert processes[0].written()[0].endswith("\n" + out.partition("> cde\n")[0])
 
 
 def test_one_has_another_checkpoint(tmp_path):
