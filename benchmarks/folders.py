@@ -1,4 +1,4 @@
-"""What bench.py, plan.py and draw.py share: model folders and their released sizes, files of results, errors."""
+"""What the programs of this folder share: model folders and their released sizes, files of results, errors."""
 
 import datetime
 import importlib

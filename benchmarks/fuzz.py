@@ -20,7 +20,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-from folders import ROOT, import_from
+from folders import ROOT, import_from, run
 
 NUMBERS = [0, -1, 1, 7, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**64, 10**30, -(10**30), 0.5, 1e308, -1e-308]
 OTHERS = [None, True, False, "", "1", "a" * 10_000, [], [0], [[]], {}, {"a": 1}, "../../etc/passwd", "\0", "\ud800"]
@@ -141,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -9,12 +9,13 @@ the exit status is 1. Prints a line of figures a minute on standard error, at th
 
 import argparse
 import json
+import math
 import random
 import sys
 import time
 
 import jax
-from folders import ROOT, import_from
+from folders import ROOT, import_from, run
 
 SHAPES = [(rows, length) for rows in (1, 2, 4, 8, 16, 8, 4, 2) for length in (1, 20, 200, 20)]
 
@@ -31,6 +32,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantize", choices=["int8"])
     args = parser.parse_args()
+    if not 1 <= args.minutes < math.inf:
+        raise ValueError(f"--minutes {args.minutes} is less than 1")
     model, convert = (import_from(args.folder, module) for module in ("model", "convert"))
     compilations = []
 
@@ -67,4 +70,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
