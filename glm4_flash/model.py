@@ -2028,11 +2028,14 @@ def generate_in_batches(
 
     left = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
     while left:
-        count, slots = len(left), max_seq_len or len(prompts[left[-1]]) + max_new_tokens - 1
+        needed = max_seq_len or len(prompts[left[-1]]) + max_new_tokens - 1
+        count, slots = len(left), needed
         if not fits(count, slots):
-            count, slots = BATCH * dp, max_seq_len or max(256, power_of_two(slots))
+            count, slots = BATCH * dp, max_seq_len or max(256, power_of_two(needed))
             while count > dp and not fits(count, slots):
                 count //= 2
+            if not fits(count, slots):  # by not much, perhaps
+                slots = needed
         rows, left = sorted(left[-count:]), left[:-count]
         measured = {}
         options |= {"max_new_tokens": max_new_tokens, "max_seq_len": slots, "int8_cache": int8_cache}
