@@ -179,7 +179,7 @@ def is_valid(value: object, kind: type) -> bool:
     if isinstance(value, bool):  # an int to Python
         return False
     if kind is float:
-        return isinstance(value, (int, float)) and 0 < value < 1e30
+        return isinstance(value, (int, float)) and 1e-30 < value < 1e30
     return isinstance(value, int) and 0 < value < 2**31
 
 

@@ -10,6 +10,7 @@ Results go to standard output, from process 0 alone; progress and statistics to 
 import argparse
 import atexit
 import contextlib
+import ctypes
 import errno
 import hashlib
 import json
@@ -28,8 +29,19 @@ import traceback
 from pathlib import Path
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would advise against running without torch
+is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where a shell has it ignored
+
+
+def end_interrupted(*_):
+    os.write(2, b"error: interrupted\n")
+    os._exit(130)
+
+
+if __name__ == "__main__" and is_interruptible:  # the libraries take seconds to come; later Hosts takes over
+    signal.signal(signal.SIGINT, end_interrupted)
 
 import jax
+import jinja2
 from convert import (
     DTYPES,
     ArgumentParser,
@@ -51,7 +63,9 @@ DEMO = Path(__file__).resolve().parent / "demo"
 ROLL_CALL_S = 30  # how long processes wait for each other at the beginning
 PROMPTS_CHARACTERS = 2**28  # of a file of prompts: more is no file of prompts
 TEMPLATE_S = 20  # a chat template is a program, and could run for ever
+TEMPLATE_CHARACTERS = 2**20  # that it may add to a prompt
 LONG_PROMPT = 2**15  # tokens; a shorter one is taken whatever max_position_embeddings says, as transformers does
+MOST_PROCESSES = 2**16
 SILENCE_S = 20  # after which a process counts as dead; it is heard of every second
 ALIKE = (  # flags that all hosts must give alike
     "raw", "max_new_tokens", "max_seq_len", "dtype", "quantize", "quantize_cache", "dp", "ep", "tp", "temperature",
@@ -124,8 +138,8 @@ def parse_arguments():
     add(
         "--coordinator", metavar="HOST:PORT", help="several hosts, where the cluster does not tell: process 0's address"
     )
-    add("--num_processes", type=count, help="how many there are")
-    add("--process_id", type=number(int, 0, 2**30), help="which of them this is, from 0")
+    add("--num_processes", type=number(int, 1, MOST_PROCESSES), help="how many there are")
+    add("--process_id", type=number(int, 0, MOST_PROCESSES), help="which of them this is, from 0")
     add("--no_compilation_cache", action="store_true", help="do not keep compiled programs for the next run")
     add("--profile", type=path, metavar="DIR", help="write a jax.profiler trace of the decode loop")
     args = parser.parse_args()
@@ -135,8 +149,7 @@ def parse_arguments():
     if any(value is not None for value in distributed) and None in distributed:
         raise InputError("--coordinator, --num_processes and --process_id go together")
     if args.coordinator:
-        port = re.fullmatch(r".+:(\d{1,5})", args.coordinator)
-        if not port or not 0 < int(port[1]) < 2**16:
+        if not is_address(args.coordinator):
             raise InputError(f"--coordinator {args.coordinator!r} is not HOST:PORT")
         if args.process_id >= args.num_processes:
             raise InputError(f"--process_id {args.process_id} is not below --num_processes {args.num_processes}")
@@ -188,24 +201,39 @@ def encode(tokenizer, prompts: list[str], raw: bool) -> list[list[int]]:
     def give_up(*_):
         raise TimeoutError(f"the chat template runs for more than {TEMPLATE_S} s")
 
+    def from_template(prompt):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+        )
+        if len(text) > len(prompt) + TEMPLATE_CHARACTERS:
+            raise ValueError(f"the chat template makes {len(text)} characters of it")
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    for row, prompt in enumerate(prompts, 1):
+        if any("\ud800" <= c <= "\udfff" for c in prompt):  # which is how Python has bytes that are no text
+            raise InputError(f"prompt {row} cannot be encoded: it is not in UTF-8")
     found = []
     before = signal.signal(signal.SIGALRM, give_up)
     try:
+        if not raw and takes_powers(tokenizer.get_chat_template()):
+            raise ValueError("the chat template takes powers, which may not end")
         for prompt in prompts:
-            prompt.encode()  # fails for lone surrogates, which is how Python has bytes that are no text
-            if raw:
-                found.append(tokenizer(prompt)["input_ids"])
-            else:
-                signal.alarm(TEMPLATE_S)
-                message = [{"role": "user", "content": prompt}]
-                found.append(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
-    except Exception as error:  # jinja's, or the template's own
+            signal.alarm(0 if raw else TEMPLATE_S)
+            found.append(tokenizer(prompt)["input_ids"] if raw else from_template(prompt))
+    except BaseException as error:  # jinja's, the template's own, or a panic of the tokenizer, which is no Exception
+        if isinstance(error, KeyboardInterrupt):
+            raise
         remedy = "" if raw else "; --raw leaves the template out"
         raise InputError(f"prompt {len(found) + 1} cannot be encoded: {one_line(error)}{remedy}") from error
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
     return found
+
+
+def takes_powers(template: str) -> bool:
+    """Whether a chat template has the operator **, of which Python computes any size in one go that no alarm ends."""
+    return any(token[1:] == ("operator", "**") for token in jinja2.Environment().lex(template))
 
 
 def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:
@@ -234,30 +262,14 @@ def read_stop_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
 class Results:
     """Collects generated tokens and prints the rows in order: text as it comes, JSON when a row is finished.
 
-    A context manager: on Ctrl-C it finishes its step, so that nothing is printed by halves, and then breaks off.
+    Whatever ends the run calls break_off, from a thread perhaps: a step's tokens are taken and printed under a lock.
     """
 
     def __init__(self, args, tokenizer, prompts, prompt_tokens):
         self.args, self.tokenizer, self.prompts, self.prompt_tokens = args, tokenizer, prompts, prompt_tokens
         self.rows = [[] for _ in prompts]
-        self.lock = threading.Lock()  # break_off may be called by a thread
-        self.is_interrupted = False
+        self.lock = threading.Lock()
         self.current = -1  # the row being printed
-        self.next_row()
-
-    def __enter__(self) -> None:
-        self.before = signal.getsignal(signal.SIGINT)
-        if self.before is signal.default_int_handler:  # a shell has its background jobs ignore it
-            signal.signal(signal.SIGINT, self.interrupt)
-
-    def interrupt(self, *_) -> None:
-        signal.signal(signal.SIGINT, self.before)  # a second one does not wait
-        self.is_interrupted = True
-
-    def __exit__(self, kind, error, trace) -> None:
-        signal.signal(signal.SIGINT, self.before)
-        if kind is KeyboardInterrupt:
-            self.break_off()
 
     def next_row(self) -> None:
         self.current += 1
@@ -273,14 +285,14 @@ class Results:
                 if not math.isfinite(token.logprob):
                     raise InputError("the model's numbers are not finite: damaged weights, or try --dtype float32")
                 self.rows[token.row].append(token)
+            if self.current < 0:
+                self.next_row()
             while self.current < len(self.rows) and self.print_row():
                 self.next_row()
-        if self.is_interrupted:
-            raise KeyboardInterrupt
 
     def break_off(self) -> None:
         """Prints the finished rows that waited for one that will not be finished. Nothing is printed after it."""
-        if not self.lock.acquire(timeout=5):  # a reader of the output that has stopped reading, perhaps
+        if not self.lock.acquire(timeout=5) or self.current < 0:  # who reads the output has stopped, perhaps
             return
         if self.args.output == "text" and self.printed:
             write("\n")
@@ -398,8 +410,26 @@ class Hosts:
         self.last_words = lambda: None  # called at an end that is not the regular one
         self.is_listening = False
         self.jax_address = None  # where jax's own connections meet
+        self.interrupts, self.wakeup = socket.socketpair()
+        if is_interruptible:
+            self.watch_interrupts()
         if count > 1:
             self.call_roll(*address.rsplit(":", 1))
+
+    def watch_interrupts(self) -> None:
+        """Has a thread wait for Ctrl-C, while the main thread compiles, writes or waits for a collective. An exception,
+        which is what Python makes of it, would come after that, and may be lost in a library's callback."""
+
+        def wait():
+            while (number := self.interrupts.recv(1)) and number[0] != signal.SIGINT:
+                pass
+            if number:
+                self.end("interrupted", 130, told=f"{self.names[self.index]} was interrupted")
+
+        signal.signal(signal.SIGINT, lambda *_: None)
+        self.wakeup.setblocking(False)
+        signal.set_wakeup_fd(self.wakeup.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=wait, daemon=True).start()
 
     def call_roll(self, host: str, port: str) -> None:
         self.deadline = time.monotonic() + ROLL_CALL_S
@@ -415,7 +445,8 @@ class Hosts:
             try:
                 self.inbox.get(timeout=max(0, self.deadline - time.monotonic()))
             except queue.Empty:
-                missing = ", ".join(str(i) for i in range(self.count) if i not in self.names)
+                missing = [str(i) for i in range(self.count) if i not in self.names]
+                missing = ", ".join(missing[:10]) + f" and {len(missing) - 10} more" * (len(missing) > 10)
                 self.end(
                     f"process {missing} of {self.count} did not come within {ROLL_CALL_S} s: start it on every host"
                 )
@@ -438,7 +469,10 @@ class Hosts:
 
         def accept():
             while True:
-                threading.Thread(target=self.greet, args=[server.accept()[0]], daemon=True).start()
+                try:
+                    threading.Thread(target=self.greet, args=[server.accept()[0]], daemon=True).start()
+                except OSError:  # too many open files, of strangers perhaps
+                    time.sleep(0.1)
 
         self.is_listening = True
         threading.Thread(target=accept, daemon=True).start()
@@ -556,14 +590,12 @@ class Hosts:
 
     def __exit__(self, kind, error, trace) -> None:
         name = self.names[self.index]
-        if self.count == 1:
-            return
-        if error is None:
+        if self.count == 1 or error is None:
             self.tell({"bye": True})
-            return
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what follows ends soon
-        if isinstance(error, KeyboardInterrupt):
-            self.end("interrupted", 130, told=f"{name} was interrupted")
+            if is_interruptible:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            self.wakeup.close()
         elif line := users_line(error):
             self.end(line, told=f"{name}: {line}")
         else:
@@ -596,13 +628,27 @@ def find_hosts(args) -> Hosts:
     local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     if local.partition("(")[0] == "1":  # Slurm writes 1(x2) for two hosts of one
         local_device_ids = None
-    return Hosts(address, count or 1, index or 0, local_device_ids)
+    if count is None:
+        return Hosts()
+    if not 0 <= index < count <= MOST_PROCESSES or not is_address(address):
+        raise InputError(f"this cluster has a process {index} of {count}, with process 0 at {address}: {remedy}")
+    return Hosts(address, count, index, local_device_ids)
+
+
+def is_address(text: str) -> bool:
+    """Whether it is HOST:PORT."""
+    port = re.fullmatch(r".+:(\d{1,5})", text)
+    return port is not None and 0 < int(port[1]) < 2**16
 
 
 def join(hosts: Hosts) -> None:
     """jax.distributed.initialize, which ends this process with one line where it does not come to an end."""
     hush()
     jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, and do nothing with it
+    # Where process 0 dies, jax aborts the others, perhaps before the watch has told them. So SIGABRT first calls C's
+    # sleep, which takes the signal's number, 6, for its seconds.
+    libc = ctypes.CDLL(None)
+    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
     line = f"jax does not join {hosts.jax_address} within {ROLL_CALL_S} s: hosts must reach each other at all ports"
     timer = threading.Timer(ROLL_CALL_S, hosts.end, [line])
     timer.start()
@@ -711,7 +757,7 @@ def decode(args, hosts: Hosts) -> None:
     results = Results(args, tokenizer, prompts, prompt_tokens)
     hosts.last_words = results.break_off
     results.add(next(steps))  # the first token is prefill's, what follows is the decode loop
-    with results, jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
+    with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
         for tokens in steps:
             results.add(tokens)
 

@@ -396,7 +396,8 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
             numbers = assemble(checkpoint.tensors, source, index, values.shape, on_disk)
             # A router with NaN would choose some experts all the same. What is larger shows in the first logits.
             if numbers.size < SMALL and not np.isfinite(numbers).all():
-                raise InputError(f"{names_of(source)[0]} has numbers that are not finite: damaged weights")
+                names = [n for n in names_of(source) if not np.isfinite(read_rows(checkpoint.tensors[n])).all()]
+                raise InputError(f"{', '.join(names[:3])} has numbers that are not finite: damaged weights")
             return numbers
 
         return jax.block_until_ready(jax.make_array_from_callback(values.shape, values.sharding, block, dtype=on_disk))
@@ -671,7 +672,8 @@ def write_shard(path: Path, groups: list[list[Output]], tensors: dict[str, Store
         for group in groups:
             name, tensor = group[0].name, tensors[group[0].name]
             for rows in map(partial(read_rows, tensor), pieces(tensor)):
-                arrays = quantize_on_device(rows) if len(group) == 2 else [rows.astype(DTYPES[group[0].dtype])]
+                with np.errstate(over="ignore", invalid="ignore"):  # the next line says it
+                    arrays = quantize_on_device(rows) if len(group) == 2 else [rows.astype(DTYPES[group[0].dtype])]
                 if not all(np.isfinite(array).all() for array in (rows, *arrays)):
                     raise InputError(f"{tensor.file}: {name} has NaN or values too large for {group[0].dtype}")
                 for o, array in zip(group, map(np.asarray, arrays), strict=True):

@@ -117,9 +117,17 @@ def test_slurm_tells():
     assert "process 1 (" in outputs[0][2] and outputs[1][2] == ""
 
 
-def test_a_cluster_that_jax_does_not_find():
-    """Open MPI 5 counts its processes, and does not say where the first one is."""
-    assert_all_end([Process(environment={"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"})], "--coordinator")
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},  # Open MPI 5 does not say where the first one is
+        {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": "2"},
+        {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "JAX_COORDINATOR_PORT": "99999"},
+    ],
+)
+def test_a_cluster_that_jax_does_not_find(variables):
+    environment = {"SLURM_JOB_ID": "1", "SLURM_LOCALID": "0"} | variables
+    assert_all_end([Process(environment=environment)], "--coordinator")
 
 
 def test_one_is_missing():

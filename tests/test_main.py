@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -210,6 +211,7 @@ def test_profile(main, tmp_path):
         (["--prompts_file", "/bin/true"], "/bin/true"),
         (["--prompts_file", "/dev/zero"], "/dev/zero: has more than"),
         (["--prompt", "Hello!", "a\udcffb"], "prompt 2 cannot be encoded"),
+        (["--prompt", "Hello!", "Ho", "--max_new_tokens", "1000000000"], "no memory for a cache"),
         (["--prompt", "a" * 10**6], "prompt 1 has 1000010 tokens"),
         (["--prompt", "", "--max_seq_len", "4"], "max_seq_len 4"),
         (["--prompt", "Hello!", "--max_seq_len", "5"], "max_seq_len 5"),
@@ -338,6 +340,10 @@ def template(text):
             edit_tensors(lambda t: t["model.norm.weight"].fill(np.nan)),
             "model.norm.weight has numbers that are not finite",
         ),
+        (
+            edit_tensors(lambda t: t["model.layers.1.self_attn.k_proj.weight"].fill(np.inf)),
+            "error: model.layers.1.self_attn.k_proj.weight has",
+        ),
         (edit_tensors(lambda t: t.update({"model.\x1b[31mred": np.ones(5, np.float32)})), "model.?[31mred is not a"),
         (edit_json("config.json", quantization_config={}), "quantization"),
         (index_to({"model.norm.weight": "other.safetensors"}), "other.safetensors: missing"),
@@ -351,7 +357,9 @@ def template(text):
         (template("{{ raise_exception('no') }}"), "--raw"),
         (template("{{ cycler.__init__.__globals__ }}"), "is unsafe"),
         (template("{% include '/etc/passwd' %}"), "no loader"),
-        (template("{{ 'a' * 10**13 }}"), "MemoryError"),
+        (template("{{ 'a' * 10000000000000 }}"), "MemoryError"),
+        (template("{{ 'a' * 100000000 }}"), "makes 100000000 characters"),
+        (template("{{ 9 ** (9 ** 9) }}"), "takes powers"),
     ],
 )
 def test_bad_checkpoints(main, tmp_path, edit, words):
@@ -402,6 +410,14 @@ def test_prompts_with_special_tokens_and_nul(main, tmp_path):
     status, out, _ = main("--prompts_file", tmp_path / "prompts", "--raw", "--output", "json", "--max_new_tokens", "2")
     assert status == 0
     assert json_rows(out)[0][0]["prompt_tokens"] == AutoTokenizer.from_pretrained(DEMO)(text)["input_ids"]
+
+
+def test_interrupted_while_importing():
+    command = ["env", "--default-signal=INT", sys.executable, ROOT / "llama3" / "main.py"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        time.sleep(0.7)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == ("", "error: interrupted\n") and process.returncode == 130
 
 
 @pytest.mark.parametrize("output", ["json", "text"])
