@@ -384,7 +384,7 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
 # Several hosts
 #
 # One process on each, and all run the same program: each drives the devices of its host, and jax's collectives join
-# them. A process that is alone has nothing of what follows.
+# them. A process that is alone is a run of one, of which Hosts only watches for Ctrl-C.
 
 
 class Hosts:
@@ -612,7 +612,8 @@ def find_hosts(args) -> Hosts:
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1")
     is_launched = "SLURM_STEP_NODELIST" in os.environ and tasks != "1"
     is_launched |= os.environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1"
-    if not is_launched and not os.path.exists("/dev/accel0") and not os.path.exists("/dev/vfio/0"):  # the last: TPUs
+    has_tpus = os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")
+    if not is_launched and not has_tpus:
         return Hosts()
     remedy = "give --coordinator, --num_processes and --process_id"
     try:
@@ -622,16 +623,16 @@ def find_hosts(args) -> Hosts:
         address, count, index, local_device_ids = ClusterEnv.auto_detect_unset_distributed_params(*unknown, ROLL_CALL_S)
     except Exception as error:  # of what it asks, or a jax that has this elsewhere
         raise InputError(f"jax does not find the other hosts ({one_line(error)}): {remedy}") from error
-    if is_launched and count is None:  # Open MPI 5
+    if count is None and is_launched:  # Open MPI 5
         raise InputError(f"jax does not know this cluster: {remedy}")
-    # jax expects a process for each GPU. One that is alone on its host has all of them.
-    local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    if local.partition("(")[0] == "1":  # Slurm writes 1(x2) for two hosts of one
-        local_device_ids = None
     if count is None:
         return Hosts()
     if not 0 <= index < count <= MOST_PROCESSES or not is_address(address):
         raise InputError(f"this cluster has a process {index} of {count}, with process 0 at {address}: {remedy}")
+    # jax expects a process for each GPU. One that is alone on its host has all of them.
+    local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if local.partition("(")[0] == "1":  # Slurm writes 1(x2) for two hosts of one
+        local_device_ids = None
     return Hosts(address, count, index, local_device_ids)
 
 
