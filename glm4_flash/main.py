@@ -426,7 +426,7 @@ class Hosts:
             if number:
                 self.end("interrupted", 130, told=f"{self.names[self.index]} was interrupted")
 
-        signal.signal(signal.SIGINT, lambda *_: None)
+        self.before = signal.signal(signal.SIGINT, lambda *_: None)
         self.wakeup.setblocking(False)
         signal.set_wakeup_fd(self.wakeup.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=wait, daemon=True).start()
@@ -594,7 +594,7 @@ class Hosts:
             self.tell({"bye": True})
             if is_interruptible:
                 signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.signal(signal.SIGINT, self.before)
             self.wakeup.close()
         elif line := users_line(error):
             self.end(line, told=f"{name}: {line}")

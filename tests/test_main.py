@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -415,7 +416,8 @@ def test_prompts_with_special_tokens_and_nul(main, tmp_path):
 def test_interrupted_while_importing():
     command = ["env", "--default-signal=INT", sys.executable, ROOT / "llama3" / "main.py"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        time.sleep(0.7)
+        while "jaxlib" not in Path(f"/proc/{process.pid}/maps").read_text():
+            time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=60) == ("", "error: interrupted\n") and process.returncode == 130
 
