@@ -33,6 +33,7 @@ is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def end_interrupted(*_):
+    """Ends this process with one line, as Ctrl-C does while libraries are imported."""
     os.write(2, b"error: interrupted\n")
     os._exit(130)
 
@@ -697,7 +698,8 @@ def main() -> None:
         if hosts.count > 1:
             join(hosts)
         if hosts.index != 0:
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115, to the end
+            # Process 0 alone prints results.
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         decode(args, hosts)
         hosts.agree({})  # jax's own end allows the last one some seconds, which is too few for a slow printer
 

@@ -396,8 +396,9 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
             numbers = assemble(checkpoint.tensors, source, index, values.shape, on_disk)
             # A router with NaN would choose some experts all the same. What is larger shows in the first logits.
             if numbers.size < SMALL and not np.isfinite(numbers).all():
-                names = [n for n in names_of(source) if not np.isfinite(read_rows(checkpoint.tensors[n])).all()]
-                raise InputError(f"{', '.join(names[:3])} has numbers that are not finite: damaged weights")
+                names = names_of(source)  # of several, those that are to blame
+                bad = [name for name in names if not np.isfinite(read_rows(checkpoint.tensors[name])).all()]
+                raise InputError(f"{', '.join((bad or names)[:3])} has numbers that are not finite: damaged weights")
             return numbers
 
         return jax.block_until_ready(jax.make_array_from_callback(values.shape, values.sharding, block, dtype=on_disk))

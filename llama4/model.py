@@ -1466,7 +1466,7 @@ def next_token(
         tokens = jnp.take_along_axis(ids, winner, axis=0)[0].astype(jnp.int32)
     else:
         logits = jax.lax.all_gather(logits, MODEL_AXES, axis=1, tiled=True)
-        keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")
+        keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")  # of this generator, two numbers are a key
         keys = jax.vmap(jax.random.fold_in)(keys, positions)
         kept = keep_probable(logits / sampling.temperature, sampling.top_k, sampling.top_p)
         tokens = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
@@ -1607,8 +1607,8 @@ def decode_step(
 PREFILL_TOKENS = 4096  # of all rows of a device in one piece: bounds the memory of prefill
 PREFILL_PIECE = 1024  # of one row: chosen so that a weight read serves many tokens; not yet tuned on hardware
 LOOKAHEAD = 2  # decode steps that the device may be ahead of the host's look at their tokens
-BATCH = 256  # rows of a device: with more, a TPU v5e or an H100 computes for longer than it reads 16-bit weights
-MEMORY_SHARE = 0.85  # for weights and cache, where prompts are dealt into batches: the rest is for what a step computes
+BATCH = 256  # rows of a device: by data sheets, from 240 (TPU v5e) or 295 (H100) on computing outlasts reading bfloat16
+MEMORY_SHARE = 0.85  # for weights and cache, where prompts are dealt into batches; a guess of what steps need beside
 
 
 class Token(NamedTuple):
@@ -1868,7 +1868,8 @@ def stored_bytes(tree) -> int:
 def memory_of(mesh: Mesh) -> float:
     """Bytes of memory of a mesh's devices, infinite where they do not tell. CPUs share the machine's.
 
-    All processes must call it, and all get the same: with the least that one of them has."""
+    All processes must call it, and all get the same: with the least that one of them has.
+    """
     devices = mesh.local_devices
     if devices[0].platform == "cpu":
         local = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

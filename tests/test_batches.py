@@ -43,3 +43,19 @@ def test_what_memory_holds(monkeypatch):
     for name in "prefill_tokens", "decode_tokens":
         assert stats_of_one[name] == stats[name]
     assert model.stored_bytes(weights) < stats["step_bytes"] < stats_of_one["step_bytes"]
+
+
+def test_what_only_just_fits(monkeypatch):
+    """Alone, a row has the slots that it needs, where memory has no room for a power of two."""
+    folder = import_folder("llama3")
+    model = folder.model
+    checkpoint = folder.convert.open_checkpoint(ROOT / "llama3" / "demo")
+    mesh = model.make_mesh(devices=jax.devices()[:1])
+    weights = folder.convert.load(checkpoint, mesh, "float32")
+    cache = model.abstract_cache(checkpoint.config, mesh, 1, 512 + 99, weights["norm"].dtype)
+    memory = model.stored_bytes(weights) + 1.01 * model.stored_bytes(cache)
+    monkeypatch.setattr(model, "memory_of", lambda mesh: memory)
+    monkeypatch.setattr(model, "MEMORY_SHARE", 1)
+    steps = model.generate_in_batches(weights, [[7] * 512, [8] * 512], checkpoint.config, mesh, max_new_tokens=100)
+    tokens = [token for step in steps for token in step]
+    assert [token.row for token in tokens] == [1] * 100 + [0] * 100
