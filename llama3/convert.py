@@ -50,8 +50,11 @@ SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
 SMALL = 2**22  # numbers of a weight that loading looks at: norms, routers
 READERS = 4  # threads that read; with one, copying and page faults take longer than a fast disk
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
-HUB_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "model*.safetensors")
+TOKENIZER_FILES = (
+    "tokenizer*", "tiktoken.model", "tekken.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
+    "merges.txt", "*.jinja",
+)  # fmt: skip
+HUB_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "tiktoken.model", "model*.safetensors")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -215,9 +218,19 @@ def find_checkpoint(path: str, local_files_only: bool = False) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, allow_patterns=list(HUB_FILES), local_files_only=local_files_only))
+        folder = Path(snapshot_download(path, allow_patterns=list(HUB_FILES), local_files_only=local_files_only))
     except Exception as error:  # whatever the network, the hub or the disk had to say
         raise InputError(f"{path}: no such folder, and the hub did not give it: {one_line(error)}") from error
+    if not any(folder.glob("model*.safetensors")):
+        command = f"hf download {path} --local-dir DIR && {unpickling('DIR')}"
+        raise InputError(f"{path}: has no safetensors. Where it has pickled weights, this makes DIR of them: {command}")
+    return folder
+
+
+def unpickling(folder: Path | str) -> str:
+    """The command that writes the pickled weights of a folder beside them as safetensors. It needs torch."""
+    model = f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained({str(folder)!r})"
+    return f'python3 -c "from transformers import AutoModelForCausalLM; {model}"'
 
 
 def read_json(path: Path) -> dict:
@@ -254,9 +267,9 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     elif (folder / "model.safetensors").is_file():
         weight_map = dict.fromkeys(read_header(folder / "model.safetensors"), "model.safetensors")
     else:
-        pickles = list(folder.glob("*.bin")) + list(folder.glob("*.pt*"))
-        pickled = "; pickled weights are never read: save them as safetensors" if pickles else ""
-        raise InputError(f"{folder}: neither model.safetensors nor model.safetensors.index.json{pickled}")
+        pickles = [*folder.glob("*.bin"), *folder.glob("*.pt*")]
+        remedy = f"; pickled weights are never read, {unpickling(folder)} saves them as safetensors" if pickles else ""
+        raise InputError(f"{folder}: neither model.safetensors nor model.safetensors.index.json{remedy}")
     found: dict[str, Stored] = {}
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard:

@@ -58,7 +58,16 @@ from convert import (
     users_line,
 )
 from model import InputError, Sampling, check_mesh, check_prompts, generate_in_batches, make_mesh, mesh_shape
-from transformers import AutoTokenizer
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from tokenizers import Regex, models, normalizers, pre_tokenizers
+from transformers import (
+    CONFIG_MAPPING,
+    AutoTokenizer,
+    LlamaTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 DEMO = Path(__file__).resolve().parent / "demo"
 ROLL_CALL_S = 30  # how long processes wait for each other at the beginning
@@ -72,6 +81,26 @@ ALIKE = (  # flags that all hosts must give alike
     "raw", "max_new_tokens", "max_seq_len", "dtype", "quantize", "quantize_cache", "dp", "ep", "tp", "temperature",
     "top_k", "top_p", "seed",
 )  # fmt: skip
+
+# How text is split before a tiktoken vocabulary is applied, which its file does not say. Sources: the tokenizer.py of
+# llama3 and of llama4 in Meta's package llama-models; tokenization_kimi.py of Moonshot's releases, with the pattern of
+# Llama 4 but for runs of Chinese characters, which stand apart, and for the slash after punctuation.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA4_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KIMI_PATTERN = r"[\p{Han}]+|" + LLAMA4_PATTERN.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"\n/]", r"\n]")
+TIKTOKEN_PATTERNS = {  # by model_type; Moonlight is a deepseek_v3
+    "llama": LLAMA3_PATTERN,
+    "llama4": LLAMA4_PATTERN,
+    "deepseek_v3": KIMI_PATTERN,
+    "kimi_k2": KIMI_PATTERN,
+}
 
 # Published peak memory bandwidth in GB/s of a device, by the beginning of jax's device_kind: the data sheets of
 # Google Cloud's TPU versions and of NVIDIA's accelerators.
@@ -185,12 +214,89 @@ def read_prompts(args) -> list[str]:
     return prompts
 
 
-def read_tokenizer(folder: Path):
-    """The checkpoint's own tokenizer; transformers reads config.json for it too. Runs no code of the checkpoint."""
+def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+    """The checkpoint's own tokenizer: tokenizer.json, else the vocabulary of tiktoken, sentencepiece or tekken.
+
+    Of config.json transformers learns only what it chooses a class by: its own check of the rest refuses releases that
+    model.py reads. A tokenizer that is a program of the checkpoint (`auto_map`) is never run.
+    """
+    folder, model_type = checkpoint.folder, checkpoint.raw_config["model_type"]
+    settings = folder / "tokenizer_config.json"
+    settings = read_json(settings) if settings.is_file() else {}
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if (folder / "tokenizer.json").is_file():
+            if "auto_map" in settings:
+                return PreTrainedTokenizerFast.from_pretrained(folder)
+            config = CONFIG_MAPPING[model_type]() if model_type in CONFIG_MAPPING else PreTrainedConfig()
+            config.tokenizer_class = checkpoint.raw_config.get("tokenizer_class")
+            return AutoTokenizer.from_pretrained(folder, config=config, mistral_format=False, trust_remote_code=False)
+        for name in ("tiktoken.model", "tokenizer.model"):
+            if (folder / name).is_file():
+                with open(folder / name, "rb") as file:
+                    is_tiktoken = re.fullmatch(rb"[A-Za-z0-9+/]+=* \d+\s*", file.readline(1000))
+                if is_tiktoken:
+                    return tiktoken_tokenizer(folder, settings, model_type)
+                return sentencepiece_tokenizer(folder, settings)
+        if (folder / "tekken.json").is_file():
+            return PreTrainedTokenizerFast.from_pretrained(folder, add_bos_token=settings.get("add_bos_token", True))
+    except InputError:
+        raise
     except Exception as error:  # a damaged file shows as almost any exception
-        raise InputError(f"{folder}: the tokenizer and config.json cannot be loaded: {one_line(error)}") from error
+        raise InputError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
+    raise InputError(f"{folder}: no tokenizer.json, tokenizer.model, tiktoken.model or tekken.json; download them too")
+
+
+def tiktoken_tokenizer(folder: Path, settings: dict, model_type: str) -> PreTrainedTokenizerBase:
+    """From a tiktoken vocabulary, which holds neither the special tokens nor the pattern that splits text."""
+    if model_type not in TIKTOKEN_PATTERNS:
+        raise InputError(f"{folder}: how a {model_type} splits text for tiktoken is not known; give its tokenizer.json")
+    if not settings.get("added_tokens_decoder"):
+        raise InputError(f"{folder}: tokenizer_config.json has no added_tokens_decoder, the special tokens of tiktoken")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    split = pre_tokenizers.Split(Regex(TIKTOKEN_PATTERNS[model_type]), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    return tokenizer
+
+
+def sentencepiece_tokenizer(folder: Path, settings: dict) -> PreTrainedTokenizerBase:
+    """From a model of sentencepiece, of byte pairs: it gives the tokens that sentencepiece gives.
+
+    transformers 5.23 orders the merges by id and leaves the model's normalizer out, which changes runs of spaces. Here
+    they are ordered by score, equal scores (those runs) from the left.
+    """
+    model = ModelProto.FromString((folder / "tokenizer.model").read_bytes())
+    if model.trainer_spec.model_type != model.trainer_spec.BPE:
+        raise InputError(f"{folder}/tokenizer.model: is of another kind than byte pairs; give tokenizer.json")
+    normalizer, has_prefix = model.normalizer_spec, settings.get("add_prefix_space")
+    has_prefix = normalizer.add_dummy_prefix if has_prefix is None else has_prefix
+    is_legacy = settings.get("legacy") is not False  # text after a special token has the prefix too
+    tokenizer = LlamaTokenizer.from_pretrained(
+        folder, add_bos_token=settings.get("add_bos_token", True), add_prefix_space=has_prefix, legacy=is_legacy
+    )
+    scores = {piece.piece: piece.score for piece in model.pieces}
+    halves = [(piece[:i], piece[i:]) for piece in scores for i in range(1, len(piece))]
+    merges = [(left, right) for left, right in halves if left in scores and right in scores]
+    merges.sort(key=lambda pair: (scores[pair[0] + pair[1]], len(pair[0]), len(pair[1])), reverse=True)
+    backend = tokenizer.backend_tokenizer
+    backend.model = models.BPE(
+        vocab={piece: i for i, piece in enumerate(scores)},
+        merges=merges,
+        unk_token=model.trainer_spec.unk_piece,
+        fuse_unk=True,
+        byte_fallback=model.trainer_spec.byte_fallback,
+    )
+    backend.add_special_tokens([piece.piece for piece in model.pieces if piece.type == piece.CONTROL])
+    steps = []
+    if normalizer.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(normalizer.precompiled_charsmap))
+    if normalizer.remove_extra_whitespaces:
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if has_prefix and is_legacy:  # transformers' own way leaves the prefix out where text begins with a space
+        backend.pre_tokenizer = None
+        steps += [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence(steps)
+    return tokenizer
 
 
 def encode(tokenizer, prompts: list[str], raw: bool) -> list[list[int]]:
@@ -720,7 +826,7 @@ def decode(args, hosts: Hosts) -> None:
     checkpoint = open_checkpoint(folder)
     config = checkpoint.config
     stop_tokens = read_stop_tokens(checkpoint)
-    tokenizer = read_tokenizer(checkpoint.folder)
+    tokenizer = read_tokenizer(checkpoint)
     has_template = bool(tokenizer.chat_template)
     prompt_tokens = encode(tokenizer, prompts, args.raw or not has_template)
     check_prompts(prompt_tokens, config, args.max_seq_len)

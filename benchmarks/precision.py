@@ -1,0 +1,143 @@
+"""What bfloat16 and int8 cost on real text: how far the distribution of every next token moves from float32's.
+
+    python3 benchmarks/precision.py llama3 --model_path PATH --tokens 4096
+
+The text is prose (Python's language reference, as the standard library carries it for help()) and code (modules of the
+standard library), half of the tokens each, in windows of --window tokens. For each number format this prints, over all
+tokens: the mean Kullback-Leibler divergence from float32 in nats, its 99th percentile, the share of tokens whose most
+probable successor is another one, and the perplexity of the text.
+"""
+
+import argparse
+import inspect
+import json
+import sys
+import textwrap
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from folders import import_from, provenance, run
+from jax.sharding import PartitionSpec as P
+
+FORMATS = {  # dtype of the activations, and of weights that are not int8; int8 weights; int8 cache
+    "float32": ("float32", False, False),
+    "bfloat16": ("bfloat16", False, False),
+    "int8 weights": ("bfloat16", True, False),
+    "int8 cache": ("bfloat16", False, True),
+    "int8 weights and cache": ("bfloat16", True, True),
+}
+
+
+def texts() -> dict[str, str]:
+    """Prose and code, from the standard library: 600,000 characters and 80,000."""
+    from pydoc_data.topics import topics
+
+    return {
+        "prose": "\n\n".join(topics[name] for name in sorted(topics)),
+        "code": inspect.getsource(argparse) + inspect.getsource(textwrap),
+    }
+
+
+def scorer(folder, checkpoint, dtype: str, int8: bool, int8_cache: bool, mesh_shape=(1, 1, 1)):
+    """A function from rows of token ids to a list of float32 [len(row), V]: the log-probabilities of the token after
+    each of them, by main.py's prefill."""
+    model, convert = folder.model, folder.convert
+    config = checkpoint.config
+    mesh = model.make_mesh(*mesh_shape, devices=jax.devices()[: int(np.prod(mesh_shape))])
+    weights = convert.load(checkpoint, mesh, dtype, int8)
+    R = model.neighbours(config, model.model_shards(mesh))
+
+    def body(weights, cache, tokens, start):
+        attend = partial(model.prefill_attention, is_live=jnp.ones(len(tokens), bool), R=R)
+        positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
+        x, cache = model.forward(weights, tokens, positions, cache, attend, config)
+        y = model.output_logits(weights, x.reshape(-1, x.shape[-1]), config)
+        y = jax.lax.all_gather(y, model.MODEL_AXES, axis=1, tiled=True).reshape(*tokens.shape, -1)
+        return jax.nn.log_softmax(y.astype(jnp.float32)), cache
+
+    specs = (model.CACHE_SPEC, P(), P())
+    program = jax.jit(model.sharded(body, mesh, weights, config, specs, (P(), model.CACHE_SPEC)))
+
+    def score(rows):
+        longest = max(map(len, rows))
+        T = model.piece_length(longest, len(rows), R, config)
+        tokens = np.zeros((len(rows), -(-longest // T) * T), np.int32)  # padded at the end, where nothing looks
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)] = row
+        slots = model.cache_slots(tokens.shape[1])
+        cache = model.zeros(model.abstract_cache(config, mesh, len(rows), slots, convert.DTYPES[dtype], int8_cache))
+        pieces = []
+        for start in range(0, tokens.shape[1], T):
+            y, cache = program(weights, cache, tokens[:, start : start + T], start)
+            pieces.append(np.asarray(y))
+        y = np.concatenate(pieces, axis=1)
+        return [y[i, : len(row)] for i, row in enumerate(rows)]
+
+    return score
+
+
+def compare(exact: np.ndarray, rounded: np.ndarray, row: list[int]) -> dict[str, np.ndarray]:
+    """Of each token of a row but the last: the divergence, whether the most probable successor is another one, and the
+    negative log-likelihood of the successor that the text has."""
+    exact, rounded = exact[:-1], rounded[:-1]
+    return {
+        "kl": (np.exp(exact) * (exact - rounded)).sum(-1),
+        "other": exact.argmax(-1) != rounded.argmax(-1),
+        "nll": -rounded[np.arange(len(row) - 1), row[1:]],
+    }
+
+
+def measure(folder, path: Path, rows: list[list[int]], formats: list[str]) -> dict[str, dict[str, float]]:
+    """The table: by format, the figures over all tokens of `rows`."""
+    checkpoint = folder.convert.open_checkpoint(path)
+    score = scorer(folder, checkpoint, *FORMATS["float32"])
+    exact = [score([row])[0] for row in rows]
+    table = {}
+    for name in formats:
+        score = scorer(folder, checkpoint, *FORMATS[name])
+        found = [compare(e, score([row])[0], row) for e, row in zip(exact, rows, strict=True)]
+        kl, other, nll = (np.concatenate([f[key] for f in found]) for key in ("kl", "other", "nll"))
+        table[name] = {
+            "mean_kl": float(kl.mean()),
+            "p99_kl": float(np.quantile(kl, 0.99)),
+            "other_token": float(other.mean()),
+            "perplexity": float(np.exp(nll.mean())),
+        }
+    return table
+
+
+def real_rows(tokenizer, tokens: int, window: int) -> list[list[int]]:
+    """`tokens` token ids of texts() in all, in rows of at most `window`."""
+    rows = []
+    for text in texts().values():
+        ids = tokenizer(text[: 20 * tokens], add_special_tokens=False)["input_ids"][: tokens // len(texts())]
+        rows += [ids[i : i + window] for i in range(0, len(ids), window)]
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="a model folder, such as llama3")
+    parser.add_argument("--model_path", required=True, help="a checkpoint folder")
+    parser.add_argument("--tokens", type=int, default=4096, help="default 4096")
+    parser.add_argument("--window", type=int, default=1024, help="default 1024")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    folder = SimpleNamespace(**{name: import_from(args.folder, name) for name in ("model", "convert", "main")})
+    tokenizer = folder.main.read_tokenizer(folder.convert.open_checkpoint(Path(args.model_path)))
+    rows = real_rows(tokenizer, args.tokens, args.window)
+    table = measure(folder, Path(args.model_path), rows, list(FORMATS))
+    if args.json:
+        print(json.dumps({**provenance(("jax", "transformers")), "results": table}))
+        return
+    print(f"{'':24}{'mean KL':>10}{'p99 KL':>10}{'other token':>13}{'perplexity':>12}")
+    for name, row in table.items():
+        print(f"{name:24}{row['mean_kl']:10.1e}{row['p99_kl']:10.1e}{row['other_token']:13.2%}{row['perplexity']:12.3f}")
+
+
+if __name__ == "__main__":
+    run(main)
