@@ -1,6 +1,6 @@
 """What bfloat16 and int8 cost on real text: how far the distribution of every next token moves from float32's.
 
-    python3 benchmarks/precision.py llama3 --model_path PATH --tokens 4096
+    python3 benchmarks/precision.py llama3 --model_path PATH --tokens 4096 --save NAME
 
 The text is prose (Python's language reference, as the standard library carries it for help()) and code (modules of the
 standard library), half of the tokens each, in windows of --window tokens. For each number format this prints, over all
@@ -11,7 +11,6 @@ probable successor is another one, and the perplexity of the text.
 import argparse
 import inspect
 import json
-import sys
 import textwrap
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from folders import import_from, provenance, run
+from folders import import_from, provenance, run, save
 from jax.sharding import PartitionSpec as P
 
 FORMATS = {  # dtype of the activations, and of weights that are not int8; int8 weights; int8 cache
@@ -125,18 +124,19 @@ def main() -> None:
     parser.add_argument("--model_path", required=True, help="a checkpoint folder")
     parser.add_argument("--tokens", type=int, default=4096, help="default 4096")
     parser.add_argument("--window", type=int, default=1024, help="default 1024")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     args = parser.parse_args()
     folder = SimpleNamespace(**{name: import_from(args.folder, name) for name in ("model", "convert", "main")})
     tokenizer = folder.main.read_tokenizer(folder.convert.open_checkpoint(Path(args.model_path)))
     rows = real_rows(tokenizer, args.tokens, args.window)
     table = measure(folder, Path(args.model_path), rows, list(FORMATS))
-    if args.json:
-        print(json.dumps({**provenance(("jax", "transformers")), "results": table}))
-        return
+    if args.save:
+        save(args.save, {**provenance(("jax", "transformers")), "results": table})
     print(f"{'':24}{'mean KL':>10}{'p99 KL':>10}{'other token':>13}{'perplexity':>12}")
     for name, row in table.items():
-        print(f"{name:24}{row['mean_kl']:10.1e}{row['p99_kl']:10.1e}{row['other_token']:13.2%}{row['perplexity']:12.3f}")
+        print(
+            f"{name:24}{row['mean_kl']:10.1e}{row['p99_kl']:10.1e}{row['other_token']:13.2%}{row['perplexity']:12.3f}"
+        )
 
 
 if __name__ == "__main__":

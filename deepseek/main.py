@@ -98,6 +98,7 @@ KIMI_PATTERN = r"[\p{Han}]+|" + LLAMA4_PATTERN.replace(r"\p{M}]", r"\p{M}&&[^\p{
 TIKTOKEN_PATTERNS = {  # by model_type; Moonlight is a deepseek_v3
     "llama": LLAMA3_PATTERN,
     "llama4": LLAMA4_PATTERN,
+    "llama4_text": LLAMA4_PATTERN,
     "deepseek_v3": KIMI_PATTERN,
     "kimi_k2": KIMI_PATTERN,
 }
@@ -238,7 +239,7 @@ def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
                     return tiktoken_tokenizer(folder, settings, model_type)
                 return sentencepiece_tokenizer(folder, settings)
         if (folder / "tekken.json").is_file():
-            return PreTrainedTokenizerFast.from_pretrained(folder, add_bos_token=settings.get("add_bos_token", True))
+            return PreTrainedTokenizerFast.from_pretrained(folder, bos_token="<s>", add_bos_token=True)
     except InputError:
         raise
     except Exception as error:  # a damaged file shows as almost any exception

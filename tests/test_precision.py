@@ -1,17 +1,20 @@
 """What bfloat16 and int8 cost on the demo: the KL divergence from float32 of the next token's distribution."""
 
 import json
-from functools import cache, partial
+import sys
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import ROOT, decode, import_folder, reference_logprobs, save_random
-from jax.sharding import PartitionSpec as P
 from shared import folders
 from test_parity import llama, random_prompts
 from transformers import AutoTokenizer
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import precision
 
 FOLDERS = {name: import_folder(name) for name in folders()}
 linear, quantize = FOLDERS["llama3"].model.linear, FOLDERS["llama3"].model.quantize
@@ -30,35 +33,10 @@ def conversations(folder):
 @cache
 def log_probabilities(folder, dtype, int8, int8_cache, mesh_shape=(1, 1, 1)):
     """float32 [len(row), V] for each row of conversations: the distribution of the token after each of them."""
-    rows = list(conversations(folder))
-    model, convert = FOLDERS[folder].model, FOLDERS[folder].convert
-    checkpoint = convert.open_checkpoint(ROOT / folder / "demo")
-    config = checkpoint.config
-    mesh = model.make_mesh(*mesh_shape, devices=jax.devices()[: int(np.prod(mesh_shape))])
-    weights = convert.load(checkpoint, mesh, dtype, int8)
-    kv_cache = model.zeros(model.abstract_cache(config, mesh, len(rows), 256, convert.DTYPES[dtype], int8_cache))
-    longest = max(map(len, rows))
-    T = model.piece_length(longest, len(rows), model.neighbours(config, model.model_shards(mesh)), config)
-    tokens = np.zeros((len(rows), -(-longest // T) * T), np.int32)  # padded at the end, where nothing looks
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = row
-
-    def body(weights, cache, tokens, start):
-        R = model.neighbours(config, model.model_shards(mesh))
-        attend = partial(model.prefill_attention, is_live=jnp.ones(len(rows), bool), R=R)
-        positions = jnp.broadcast_to(start + jnp.arange(T), tokens.shape)
-        x, cache = model.forward(weights, tokens, positions, cache, attend, config)
-        y = model.output_logits(weights, x.reshape(-1, x.shape[-1]), config)
-        return jax.lax.all_gather(y, model.MODEL_AXES, axis=1, tiled=True).reshape(*tokens.shape, -1), cache
-
-    specs = (model.CACHE_SPEC, P(), P())
-    program = jax.jit(model.sharded(body, mesh, weights, config, specs, (P(), model.CACHE_SPEC)))
-    pieces = []
-    for start in range(0, tokens.shape[1], T):
-        y, kv_cache = program(weights, kv_cache, tokens[:, start : start + T], start)
-        pieces.append(y)
-    y = np.asarray(jax.nn.log_softmax(jnp.concatenate(pieces, axis=1)))
-    return [y[i, : len(row)] for i, row in enumerate(rows)]
+    checkpoint = FOLDERS[folder].convert.open_checkpoint(ROOT / folder / "demo")
+    return precision.scorer(FOLDERS[folder], checkpoint, dtype, int8, int8_cache, mesh_shape)(
+        list(conversations(folder))
+    )
 
 
 @pytest.mark.parametrize(

