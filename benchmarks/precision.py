@@ -10,7 +10,6 @@ probable successor is another one, and the perplexity of the text.
 
 import argparse
 import inspect
-import json
 import textwrap
 from functools import partial
 from pathlib import Path

@@ -58,7 +58,6 @@ from convert import (
     users_line,
 )
 from model import InputError, Sampling, check_mesh, check_prompts, generate_in_batches, make_mesh, mesh_shape
-from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 from transformers import (
     CONFIG_MAPPING,
@@ -266,6 +265,8 @@ def sentencepiece_tokenizer(folder: Path, settings: dict) -> PreTrainedTokenizer
     transformers 5.23 orders the merges by id and leaves the model's normalizer out, which changes runs of spaces. Here
     they are ordered by score, equal scores (those runs) from the left.
     """
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # here, since most checkpoints do without
+
     model = ModelProto.FromString((folder / "tokenizer.model").read_bytes())
     if model.trainer_spec.model_type != model.trainer_spec.BPE:
         raise InputError(f"{folder}/tokenizer.model: is of another kind than byte pairs; give tokenizer.json")
