@@ -31,7 +31,7 @@ FORMATS = {  # dtype of the activations, and of weights that are not int8; int8 
 
 
 def texts() -> dict[str, str]:
-    """Prose and code, from the standard library: 600,000 characters and 80,000."""
+    """Prose and code, from the standard library: some 470,000 and 120,000 characters."""
     from pydoc_data.topics import topics
 
     return {
@@ -120,15 +120,15 @@ def real_rows(tokenizer, tokens: int, window: int) -> list[list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="a model folder, such as llama3")
-    parser.add_argument("--model_path", required=True, help="a checkpoint folder")
+    parser.add_argument("--model_path", required=True, help="a checkpoint folder or a hub id")
     parser.add_argument("--tokens", type=int, default=4096, help="default 4096")
     parser.add_argument("--window", type=int, default=1024, help="default 1024")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     args = parser.parse_args()
     folder = SimpleNamespace(**{name: import_from(args.folder, name) for name in ("model", "convert", "main")})
-    tokenizer = folder.main.read_tokenizer(folder.convert.open_checkpoint(Path(args.model_path)))
-    rows = real_rows(tokenizer, args.tokens, args.window)
-    table = measure(folder, Path(args.model_path), rows, list(FORMATS))
+    path = folder.convert.find_checkpoint(args.model_path)
+    tokenizer = folder.main.read_tokenizer(folder.convert.open_checkpoint(path))
+    table = measure(folder, path, real_rows(tokenizer, args.tokens, args.window), list(FORMATS))
     if args.save:
         save(args.save, {**provenance(("jax", "transformers")), "results": table})
     print(f"{'':24}{'mean KL':>10}{'p99 KL':>10}{'other token':>13}{'perplexity':>12}")

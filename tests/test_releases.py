@@ -7,7 +7,7 @@ import json
 import shutil
 
 import pytest
-from helpers import ROOT, as_transformers_4
+from helpers import ROOT, as_transformers_4, import_folder
 from safetensors.numpy import load_file, save_file
 from test_main import GOLDEN, json_rows, main  # noqa: F401 (a fixture)
 
@@ -74,3 +74,30 @@ def test_the_demo_with_a_released_configuration(main, tmp_path, name):  # noqa: 
     status, out, err = main("--model_path", tmp_path, "--prompt", *prompts, "--output", "json", folder=folder)
     assert status == 0, err
     assert [row["text"] for row in json_rows(out)[0]] == list(GOLDEN[folder].values())
+
+
+ABSENT = {  # keys of configs/ that the released file does not have: they are the default
+    "llama3": {
+        "llama-2-": ("rope_theta", "head_dim", "attention_bias", "mlp_bias"),
+        "open-llama-": ("rope_theta", "head_dim", "attention_bias", "mlp_bias", "num_key_value_heads"),
+        "mistral-7b-": ("head_dim",),
+    },
+    "glm4": {"glm-4-9b-chat-hf": ("partial_rotary_factor",)},
+    "llama4": {"llama-4-scout": ("attn_temperature_tuning", "floor_scale", "attn_scale", "tie_word_embeddings")},
+    "deepseek": {"moonlight": ("rope_scaling",)},
+}
+
+
+@pytest.mark.parametrize("folder", ABSENT)
+def test_keys_that_a_release_leaves_out(folder):
+    read = import_folder(folder).model.Config.from_dict
+    for prefix, keys in ABSENT[folder].items():
+        files = list((ROOT / folder / "configs").glob(f"{prefix}*.json"))
+        assert files
+        for file in files:
+            raw = json.loads(file.read_text())
+            released = json.loads(file.read_text())
+            text = released.get("text_config", released)
+            for key in keys:
+                text.pop(key, None)
+            assert read(released) == read(raw), file
