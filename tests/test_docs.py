@@ -7,7 +7,8 @@ import pytest
 from helpers import ROOT
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-PROGRAMS = ["llama3/main.py", "llama3/convert.py", "benchmarks/plan.py", "benchmarks/bench.py", "benchmarks/precision.py"]
+PROGRAMS = ["llama3/main.py", "llama3/convert.py"]
+PROGRAMS += ["benchmarks/plan.py", "benchmarks/bench.py", "benchmarks/precision.py"]
 OTHER_FLAGS = {  # of other programs (pytest, say, or here gcloud, Slurm, mpirun and ipyparallel), by page
     "hosts": {"accelerator", "command", "exclusive", "file", "gpus", "host", "ip", "nodes", "ntasks", "version",
               "worker", "zone"},
