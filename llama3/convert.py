@@ -20,6 +20,7 @@ import math
 import os
 import random
 import re
+import shlex
 import sys
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -229,8 +230,9 @@ def find_checkpoint(path: str, local_files_only: bool = False) -> Path:
 
 def unpickling(folder: Path | str) -> str:
     """The command that writes the pickled weights of a folder beside them as safetensors. It needs torch."""
-    model = f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype='auto').save_pretrained({str(folder)!r})"
-    return f'python3 -c "from transformers import AutoModelForCausalLM; {model}"'
+    program = "import sys; from transformers import AutoModelForCausalLM as Model; folder = sys.argv[1]; "
+    program += "Model.from_pretrained(folder, dtype='auto').save_pretrained(folder)"
+    return f'python3 -c "{program}" {shlex.quote(str(folder))}'
 
 
 def read_json(path: Path) -> dict:

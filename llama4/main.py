@@ -58,14 +58,14 @@ from convert import (
     users_line,
 )
 from model import InputError, Sampling, check_mesh, check_prompts, generate_in_batches, make_mesh, mesh_shape
-from tokenizers import Regex, models, normalizers, pre_tokenizers
+from tokenizers import Regex, pre_tokenizers
 from transformers import (
     CONFIG_MAPPING,
     AutoTokenizer,
-    LlamaTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    SentencePieceBackend,
 )
 
 DEMO = Path(__file__).resolve().parent / "demo"
@@ -225,7 +225,8 @@ def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     settings = read_json(file) if file.is_file() else {}
     try:
         if (folder / "tokenizer.json").is_file():
-            if "auto_map" in settings:
+            auto_map = settings.get("auto_map")
+            if auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map:
                 return PreTrainedTokenizerFast.from_pretrained(folder)
             config = CONFIG_MAPPING[model_type]() if model_type in CONFIG_MAPPING else PreTrainedConfig()
             config.tokenizer_class = checkpoint.raw_config.get("tokenizer_class")
@@ -235,8 +236,8 @@ def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
                 with open(folder / name, "rb") as file:
                     is_tiktoken = re.fullmatch(rb"[A-Za-z0-9+/]+=* \d+\s*", file.readline(1000))
                 if is_tiktoken:
-                    return tiktoken_tokenizer(folder, settings, model_type)
-                return sentencepiece_tokenizer(folder, settings)
+                    return tiktoken_tokenizer(checkpoint, settings)
+                return SentencePieceTokenizer.from_pretrained(folder)
         if (folder / "tekken.json").is_file():
             return PreTrainedTokenizerFast.from_pretrained(folder, bos_token="<s>", add_bos_token=True)
     except InputError:
@@ -246,12 +247,15 @@ def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     raise InputError(f"{folder}: no tokenizer.json, tokenizer.model, tiktoken.model or tekken.json; download them too")
 
 
-def tiktoken_tokenizer(folder: Path, settings: dict, model_type: str) -> PreTrainedTokenizerBase:
+def tiktoken_tokenizer(checkpoint: Checkpoint, settings: dict) -> PreTrainedTokenizerBase:
     """From a tiktoken vocabulary, which holds neither the special tokens nor the pattern that splits text."""
+    folder, model_type = checkpoint.folder, checkpoint.raw_config["model_type"]
     if model_type not in TIKTOKEN_PATTERNS:
         raise InputError(f"{folder}: how a {model_type} splits text for tiktoken is not known; give its tokenizer.json")
     if not settings.get("added_tokens_decoder"):
         raise InputError(f"{folder}: tokenizer_config.json has no added_tokens_decoder, the special tokens of tiktoken")
+    if max(map(int, settings["added_tokens_decoder"])) >= checkpoint.config.vocab_size:
+        raise InputError(f"{folder}: added_tokens_decoder of tokenizer_config.json has an id beyond vocab_size")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     split = pre_tokenizers.Split(Regex(TIKTOKEN_PATTERNS[model_type]), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -259,46 +263,45 @@ def tiktoken_tokenizer(folder: Path, settings: dict, model_type: str) -> PreTrai
     return tokenizer
 
 
-def sentencepiece_tokenizer(folder: Path, settings: dict) -> PreTrainedTokenizerBase:
-    """From a model of sentencepiece, of byte pairs: it gives the tokens that sentencepiece gives.
+class SentencePieceTokenizer(SentencePieceBackend):
+    """A model of sentencepiece, run by sentencepiece itself.
 
-    transformers 5.23 orders the merges by id and leaves the model's normalizer out, which changes runs of spaces. Here
-    they are ordered by score, equal scores (those runs) from the left.
+    What transformers 5.23 converts it to merges runs of spaces in another order, and loses accents where the model
+    normalizes text.
     """
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # here, since most checkpoints do without
 
-    model = ModelProto.FromString((folder / "tokenizer.model").read_bytes())
-    if model.trainer_spec.model_type != model.trainer_spec.BPE:
-        raise InputError(f"{folder}/tokenizer.model: is of another kind than byte pairs; give tokenizer.json")
-    normalizer, has_prefix = model.normalizer_spec, settings.get("add_prefix_space")
-    has_prefix = normalizer.add_dummy_prefix if has_prefix is None else has_prefix
-    is_legacy = settings.get("legacy") is not False  # text after a special token has the prefix too
-    tokenizer = LlamaTokenizer.from_pretrained(
-        folder, add_bos_token=settings.get("add_bos_token", True), add_prefix_space=has_prefix, legacy=is_legacy
-    )
-    scores = {piece.piece: piece.score for piece in model.pieces}
-    halves = [(piece[:i], piece[i:]) for piece in scores for i in range(1, len(piece))]
-    merges = [(left, right) for left, right in halves if left in scores and right in scores]
-    merges.sort(key=lambda pair: (scores[pair[0] + pair[1]], len(pair[0]), len(pair[1])), reverse=True)
-    backend = tokenizer.backend_tokenizer
-    backend.model = models.BPE(
-        vocab={piece: i for i, piece in enumerate(scores)},
-        merges=merges,
-        unk_token=model.trainer_spec.unk_piece,
-        fuse_unk=True,
-        byte_fallback=model.trainer_spec.byte_fallback,
-    )
-    backend.add_special_tokens([piece.piece for piece in model.pieces if piece.type == piece.CONTROL])
-    steps = []
-    if normalizer.precompiled_charsmap:
-        steps.append(normalizers.Precompiled(normalizer.precompiled_charsmap))
-    if normalizer.remove_extra_whitespaces:
-        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    if has_prefix and is_legacy:  # transformers' own way leaves the prefix out where text begins with a space
-        backend.pre_tokenizer = None
-        steps += [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    backend.normalizer = normalizers.Sequence(steps)
-    return tokenizer
+    def __init__(self, add_bos_token=True, add_eos_token=False, add_prefix_space=None, legacy=True, **settings):
+        from sentencepiece import SentencePieceProcessor  # here, since most checkpoints do without
+
+        model = SentencePieceProcessor(model_file=settings["vocab_file"])
+        for name, index in {"bos": model.bos_id(), "eos": model.eos_id(), "unk": model.unk_id()}.items():
+            settings.setdefault(f"{name}_token", model.id_to_piece(index) if index >= 0 else None)
+        added = [name for name, is_added in (("bos", add_bos_token), ("eos", add_eos_token)) if is_added]
+        pattern = "_".join(name for name in added if settings[f"{name}_token"]) or "none"
+        # The model's prefix, a space, stands behind every special token if `legacy`, else at the beginning alone.
+        self.has_prefix = add_prefix_space is not False and model.encode("a", out_type=str)[0].startswith("▁")
+        legacy = legacy is not False and self.has_prefix
+        super().__init__(legacy=legacy, special_tokens_pattern=pattern, **settings)
+        self.add_tokens([model.id_to_piece(i) for i in range(len(model)) if model.is_control(i)], special_tokens=True)
+
+    def tokenize(self, text, **options):
+        if self.legacy or not self.has_prefix or not text:
+            return super().tokenize(text, **options)
+        tokens = super().tokenize("▁" + text.replace("▁", " "), **options)
+        is_before_special = len(tokens) > 1 and tokens[0] == "▁" and tokens[1] in self.added_tokens_encoder
+        return tokens[1:] if is_before_special else tokens
+
+    def _convert_id_to_token(self, index):
+        return super()._convert_id_to_token(index) if index < self.vocab_size else ""
+
+    def convert_tokens_to_string(self, tokens):
+        text, pieces = "", []
+        for token in [*filter(None, tokens), ""]:
+            if token and token not in self.added_tokens_encoder:
+                pieces.append(token)
+            else:
+                text, pieces = text + self.sp_model.decode(pieces) + token, []
+        return text if self.legacy or not self.has_prefix else text.removeprefix(" ")
 
 
 def encode(tokenizer, prompts: list[str], raw: bool) -> list[list[int]]:
@@ -377,6 +380,7 @@ class Results:
     def __init__(self, args, tokenizer, prompts, prompt_tokens):
         self.args, self.tokenizer, self.prompts, self.prompt_tokens = args, tokenizer, prompts, prompt_tokens
         self.rows = [[] for _ in prompts]
+        self.hidden = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.lock = threading.Lock()
         self.current = -1  # the row being printed
 
@@ -426,11 +430,15 @@ class Results:
     def print_text(self, ids, is_finished) -> None:
         """What the new tokens add to the text. They are decoded together with those printed last, on which their
         spaces may depend; an incomplete character waits for its other tokens."""
+        names = self.tokenizer.convert_ids_to_tokens(ids)
+        ids = [i for i, name in zip(ids, names, strict=True) if name and i not in self.hidden]
         before = self.tokenizer.decode(ids[self.context : self.printed], skip_special_tokens=True)
         text = self.tokenizer.decode(ids[self.context :], skip_special_tokens=True)
-        if is_finished or not text.endswith("\ufffd"):
+        is_byte = bool(ids) and re.fullmatch("<0x[0-9A-F]{2}>", self.tokenizer.convert_ids_to_tokens(ids[-1]))
+        if is_finished or not (is_byte or text.endswith("\ufffd")):
             write(text[len(before) :] + "\n" * is_finished)
-            self.context, self.printed = self.printed, len(ids)
+            if len(ids) > self.printed:
+                self.context, self.printed = self.printed, len(ids)
 
     def print_json(self, tokens) -> None:
         """A finished row."""

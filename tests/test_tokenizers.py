@@ -28,7 +28,7 @@ from test_main import json_rows, main  # noqa: F401 (a fixture)
 from test_parity import deepseek_3, llama, llama_4, mistral
 from tiktoken.load import load_tiktoken_bpe
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaTokenizer
 
 llama3 = import_folder("llama3")
 DEEPSEEK, LLAMA, MISTRAL = (
@@ -37,6 +37,15 @@ DEEPSEEK, LLAMA, MISTRAL = (
 LLAMA3, LLAMA4 = LLAMA / "llama3" / "tokenizer.model", LLAMA / "llama4" / "tokenizer.model"
 TEXTS = json.loads((ROOT / "tests" / "texts.json").read_text())  # many scripts, emoji, code, white space
 TEXTS += [" " * n + "x" + " " * n for n in range(3, 20)]
+
+
+MARKS = [
+    "Tie\u0302\u0301ng Vie\u0323\u0302t",
+    "lu\u0308\u030c",
+    "o\u0323\u0300ro\u0323\u0300",
+    "\uff76\uff9e\uff8a\uff9f",
+    "\r\n\r\n",
+]
 
 
 def settings_of(tokens: dict[str, int], **more) -> dict:
@@ -148,7 +157,10 @@ CASES = {
 
 
 def read(folder: Path, model_type: str):
-    return llama3.main.read_tokenizer(SimpleNamespace(folder=folder, raw_config={"model_type": model_type}))
+    config = SimpleNamespace(vocab_size=300_000)
+    return llama3.main.read_tokenizer(
+        SimpleNamespace(folder=folder, raw_config={"model_type": model_type}, config=config)
+    )
 
 
 def assert_same(tokenizer, encode, decode, texts=TEXTS) -> None:
@@ -203,6 +215,7 @@ def test_the_whole_program(main, tmp_path, name):  # noqa: F811
     assert out == "".join(f"> {row['prompt']}\n{row['text']}\n" for row in rows)
 
 
+@pytest.mark.parametrize("legacy", [True, False])
 @pytest.mark.parametrize(
     "options",
     [
@@ -212,8 +225,9 @@ def test_the_whole_program(main, tmp_path, name):  # noqa: F811
     ],
     ids=["default", "no prefix", "whitespace"],
 )
-def test_what_a_sentencepiece_model_says(tmp_path, options):
+def test_what_a_sentencepiece_model_says(tmp_path, options, legacy):
     """Its normalizer, its prefix, its merges, also those of equal score: on models trained here."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(OPEN_LLAMA | {"legacy": legacy}))
     prose = (DEEPSEEK / "py_tokenizer.py").read_text() + "\n".join(TEXTS).replace("\0", "") * 20
     (tmp_path / "text").write_text(prose)
     SentencePieceTrainer.train(
@@ -221,8 +235,7 @@ def test_what_a_sentencepiece_model_says(tmp_path, options):
         byte_fallback=True, max_sentence_length=10000, minloglevel=2, **options,
     )  # fmt: skip
     model = SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
-    texts = [text for text in TEXTS if "\r\n" not in text]  # the normalizer of `tokenizers` makes one character of it
-    assert_same(read(tmp_path, "llama"), lambda text: [1, *model.encode(text)], model.decode, texts)
+    assert_same(read(tmp_path, "llama"), lambda text: [1, *model.encode(text)], model.decode, [*TEXTS, *MARKS])
 
 
 @pytest.mark.parametrize("legacy", [True, False])
@@ -237,6 +250,45 @@ def test_text_after_a_special_token(tmp_path, legacy, special):
     assert tokens[:2] == [special, "▁good" if legacy else "good"]
 
 
+@pytest.mark.parametrize("file", ["added_tokens.json", "tokenizer_config.json"])
+def test_tokens_added_to_a_sentencepiece_model(tmp_path, file):
+    """Are found within a word too, and keep their ids, though some between them are missing."""
+    CASES["openllama"].write(tmp_path)
+    added = {"<|im_start|>": 32000, "<|im_end|>": 32005}
+    entries = {str(i): {"content": token, "normalized": True, "special": False} for token, i in added.items()}
+    content = added if file == "added_tokens.json" else OPEN_LLAMA | {"added_tokens_decoder": entries}
+    (tmp_path / file).write_text(json.dumps(content))
+    tokenizer = read(tmp_path, "llama")
+    ids = tokenizer("<|im_start|>user\nhi<|im_end|>")["input_ids"]
+    assert ids[:2] == [1, 32000] and ids[-1] == 32005
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<|im_start|>user\nhi<|im_end|>"
+    assert tokenizer.decode([32003, 99999], skip_special_tokens=True) == ""
+
+
+@pytest.mark.parametrize("name", ["openllama", "mistral v3", "kimi k2", "llama json"])
+def test_any_tokens_as_they_come(tmp_path, monkeypatch, name):
+    """Among them special tokens, bytes that are no character, and ids beyond the vocabulary: printed one by one they
+    make the text that they make at once."""
+    if name == "llama json":
+        CASES["openllama"].write(tmp_path / "source")
+        LlamaTokenizer.from_pretrained(tmp_path / "source").save_pretrained(tmp_path)
+    else:
+        CASES[name].write(tmp_path)
+    tokenizer = read(tmp_path, CASES.get(name, CASES["openllama"]).raw.get("model_type", "llama"))
+    random, written = np.random.default_rng(0), []
+    monkeypatch.setattr(llama3.main, "write", written.append)
+    special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+    pools = [range(len(tokenizer)), range(3, 260), special, [len(tokenizer) + 5]]
+    for _ in range(200):
+        ids = [int(random.choice(pools[random.choice(4, p=[0.4, 0.4, 0.15, 0.05])])) for _ in range(12)]
+        results = llama3.main.Results(SimpleNamespace(output="text"), tokenizer, [""], [[]])
+        written.clear()
+        for n, token in enumerate(ids):
+            reason = "length" if n == len(ids) - 1 else None
+            results.add([SimpleNamespace(row=0, id=token, logprob=0.0, finish_reason=reason)])
+        assert "".join(written) == tokenizer.decode(ids, skip_special_tokens=True) + "\n", ids
+
+
 @pytest.mark.parametrize("model_type", ["llama", "mistral"])
 @pytest.mark.parametrize("legacy", [True, False])
 @pytest.mark.parametrize("prefix", [None, False])
@@ -244,7 +296,7 @@ def test_the_class_that_transformers_chooses(tmp_path, model_type, legacy, prefi
     """With a tokenizer.json, model_type and the settings decide what becomes of it: the same as with a config.json that
     transformers takes, where it refuses this one."""
     CASES["openllama"].write(tmp_path / "source")
-    read(tmp_path / "source", "llama").save_pretrained(tmp_path)
+    LlamaTokenizer.from_pretrained(tmp_path / "source").save_pretrained(tmp_path)
     settings = OPEN_LLAMA | {"legacy": legacy} | ({} if prefix is None else {"add_prefix_space": prefix})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
@@ -279,7 +331,7 @@ def test_tokenizer_json_beside_a_program(tmp_path, name):
         ({"tiktoken.model": LLAMA3.read_bytes()[:9000]}, None, "no added_tokens_decoder"),
         ({"tokenizer.model": LLAMA3.read_bytes()[:9000]}, {"added_tokens_decoder": {}}, "no added_tokens_decoder"),
         ({"tokenizer.model": b"\x00\x01\x02"}, None, "the tokenizer cannot be loaded"),
-        ({"tokenizer.model": b""}, None, "of another kind than byte pairs"),
+        ({"tokenizer.model": b""}, None, "the tokenizer cannot be loaded"),
         ({"tiktoken.model": b"IQ== 0\nIQ x\n"}, KIMI_SETTINGS, "the tokenizer cannot be loaded"),
         ({"tokenizer.json": b"{}"}, KIMI_SETTINGS, "the tokenizer cannot be loaded"),
         ({"tokenizer_config.json": b"[]"}, None, "tokenizer_config.json: not a JSON object"),
@@ -293,6 +345,14 @@ def test_refused(tmp_path, files, settings, words):
         read(tmp_path, "llama")
 
 
+def test_special_tokens_beyond_the_vocabulary(tmp_path):
+    """transformers would make a token for each id up to the last."""
+    CASES["kimi k2"].write(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings_of({"<q>": 10**20})))
+    with pytest.raises(llama3.model.InputError, match="has an id beyond vocab_size"):
+        read(tmp_path, "kimi_k2")
+
+
 def test_a_tiktoken_vocabulary_of_an_unknown_family(tmp_path):
     """How it splits text is not known: no tokens are better than wrong ones."""
     CASES["kimi k2"].write(tmp_path)
@@ -302,7 +362,9 @@ def test_a_tiktoken_vocabulary_of_an_unknown_family(tmp_path):
 
 def test_pickled_weights_and_the_command_that_the_refusal_names(main, tmp_path):  # noqa: F811
     """OpenLLaMA's form: float16 in pytorch_model.bin, with buffers, and a sentencepiece model. The command makes a
-    folder that loads, in float16 too."""
+    folder that loads, in float16 too, and whose name a shell would take apart."""
+    tmp_path /= "a b's $HOME"
+    tmp_path.mkdir()
     case = CASES["openllama"]
     _, model_class, config = case.family(vocab_size=case.vocab_size, hidden_size=16)
     reference = save_random(tmp_path, model_class, config, rewrite=lambda raw: raw | {"dtype": "float16"}).half()
@@ -314,7 +376,7 @@ def test_pickled_weights_and_the_command_that_the_refusal_names(main, tmp_path):
     arguments += ["--dtype", "float32", "--logprobs", "--dp", 8]
     status, _, err = main(*arguments)
     assert status == 2 and "pickled weights are never read" in err
-    command = re.search(r'python3 -c ".*"', err)[0].replace("python3", sys.executable)
+    command = re.search(r"python3 -c .*(?= saves them)", err)[0].replace("python3", sys.executable)
     subprocess.run(command, shell=True, check=True, capture_output=True)
     assert {str(tensor.dtype) for tensor in load_file(tmp_path / "model.safetensors").values()} == {"float16"}
     status, out, err = main(*arguments)
