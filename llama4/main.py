@@ -386,7 +386,9 @@ class Results:
 
     def next_row(self) -> None:
         self.current += 1
-        self.printed = 0  # tokens of it
+        self.taken = 0  # tokens of it
+        self.visible = []  # those of them that decoding does not leave out
+        self.printed = 0  # of the visible ones
         self.context = 0  # the first of those that were printed last
         if self.args.output == "text" and 1 < len(self.rows) > self.current:
             write(f"> {self.prompts[self.current]}\n")
@@ -430,8 +432,10 @@ class Results:
     def print_text(self, ids, is_finished) -> None:
         """What the new tokens add to the text. They are decoded together with those printed last, on which their
         spaces may depend; an incomplete character waits for its other tokens."""
-        names = self.tokenizer.convert_ids_to_tokens(ids)
-        ids = [i for i, name in zip(ids, names, strict=True) if name and i not in self.hidden]
+        new, self.taken = ids[self.taken :], len(ids)
+        names = self.tokenizer.convert_ids_to_tokens(new)
+        self.visible += [i for i, name in zip(new, names, strict=True) if name and i not in self.hidden]
+        ids = self.visible
         before = self.tokenizer.decode(ids[self.context : self.printed], skip_special_tokens=True)
         text = self.tokenizer.decode(ids[self.context :], skip_special_tokens=True)
         is_byte = bool(ids) and re.fullmatch("<0x[0-9A-F]{2}>", self.tokenizer.convert_ids_to_tokens(ids[-1]))
