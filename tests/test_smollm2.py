@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import precision
 
 llama3 = import_folder("llama3")
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "open-llms-in-jax")
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "open-llms-in-jax-tests")
 
 
 @pytest.fixture(scope="module")
