@@ -388,6 +388,17 @@ def test_pickled_weights_and_the_command_that_the_refusal_names(main, tmp_path):
     np.testing.assert_allclose(row["logprobs"], wanted.max(-1), atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["openllama", "kimi k2", "tekken"])
+def test_conversion_takes_the_tokenizer_along(tmp_path, name):
+    case = CASES[name]
+    folder, model_class, config = case.family(vocab_size=case.vocab_size, hidden_size=16, num_hidden_layers=2)
+    save_random(tmp_path / "source", model_class, config, rewrite=lambda raw: raw | case.raw)
+    case.write(tmp_path / "source")
+    folder.convert.convert(tmp_path / "source", tmp_path / "converted", "bfloat16", int8=True)
+    tokenizer = folder.main.read_tokenizer(folder.convert.open_checkpoint(tmp_path / "converted"))
+    assert_same(tokenizer, case.encode, case.decode)
+
+
 def test_a_hub_id_without_safetensors(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: tmp_path)
     with pytest.raises(llama3.model.InputError, match="hf download org/name --local-dir DIR && python3 -c"):
