@@ -8,41 +8,29 @@ Results go to standard output, from process 0 alone; progress and statistics to 
 """
 
 import argparse
-import atexit
 import contextlib
-import ctypes
-import errno
+import glob
 import hashlib
 import json
 import math
 import os
-import queue
+import platform
 import re
 import resource
 import signal
-import socket
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would advise against running without torch
 is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where a shell has it ignored
-
-
-def end_interrupted(*_):
-    """Ends this process with one line, as Ctrl-C does while libraries are imported."""
-    os.write(2, b"error: interrupted\n")
-    os._exit(130)
-
-
-if __name__ == "__main__" and is_interruptible:  # the libraries take seconds to come; later Hosts takes over
-    signal.signal(signal.SIGINT, end_interrupted)
+if __name__ == "__main__" and is_interruptible:  # Python's exception would wait until a library returns
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import jax
-import jinja2
+import numpy as np
 from convert import (
     DTYPES,
     ArgumentParser,
@@ -57,6 +45,7 @@ from convert import (
     run,
     users_line,
 )
+from jax.experimental import multihost_utils
 from model import InputError, Sampling, check_mesh, check_prompts, generate_in_batches, make_mesh, mesh_shape
 from tokenizers import Regex, pre_tokenizers
 from transformers import (
@@ -69,16 +58,13 @@ from transformers import (
 )
 
 DEMO = Path(__file__).resolve().parent / "demo"
-ROLL_CALL_S = 30  # how long processes wait for each other at the beginning
 PROMPTS_CHARACTERS = 2**28  # of a file of prompts: more is no file of prompts
-TEMPLATE_S = 20  # a chat template is a program, and could run for ever
-TEMPLATE_CHARACTERS = 2**20  # that it may add to a prompt
 LONG_PROMPT = 2**15  # tokens; a shorter one is taken whatever max_position_embeddings says, as transformers does
 MOST_PROCESSES = 2**16
-SILENCE_S = 20  # after which a process counts as dead; it is heard of every second
+MESSAGE_BYTES = 2**16  # that a process tells the others before it loads
 ALIKE = (  # flags that all hosts must give alike
-    "raw", "max_new_tokens", "max_seq_len", "dtype", "quantize", "quantize_cache", "dp", "ep", "tp", "temperature",
-    "top_k", "top_p", "seed",
+    "num_processes", "raw", "max_new_tokens", "max_seq_len", "dtype", "quantize", "quantize_cache", "dp", "ep", "tp",
+    "temperature", "top_k", "top_p", "seed",
 )  # fmt: skip
 
 # How text is split before a tiktoken vocabulary is applied, which its file does not say. Sources: the tokenizer.py of
@@ -179,7 +165,8 @@ def parse_arguments():
     if any(value is not None for value in distributed) and None in distributed:
         raise InputError("--coordinator, --num_processes and --process_id go together")
     if args.coordinator:
-        if not is_address(args.coordinator):
+        port = re.fullmatch(r".+:(\d{1,5})", args.coordinator)
+        if not port or not 0 < int(port[1]) < 2**16:
             raise InputError(f"--coordinator {args.coordinator!r} is not HOST:PORT")
         if args.process_id >= args.num_processes:
             raise InputError(f"--process_id {args.process_id} is not below --num_processes {args.num_processes}")
@@ -310,42 +297,21 @@ def encode(tokenizer, prompts: list[str], raw: bool) -> list[list[int]]:
     As in transformers, a special token that is written out in a prompt becomes that token.
     """
 
-    def give_up(*_):
-        raise TimeoutError(f"the chat template runs for more than {TEMPLATE_S} s")
-
     def from_template(prompt):
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-        )
-        if len(text) > len(prompt) + TEMPLATE_CHARACTERS:
-            raise ValueError(f"the chat template makes {len(text)} characters of it")
+        messages = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
+    found = []
     for row, prompt in enumerate(prompts, 1):
         if any("\ud800" <= c <= "\udfff" for c in prompt):  # which is how Python has bytes that are no text
             raise InputError(f"prompt {row} cannot be encoded: it is not in UTF-8")
-    found = []
-    before = signal.signal(signal.SIGALRM, give_up)
-    try:
-        if not raw and takes_powers(tokenizer.get_chat_template()):
-            raise ValueError("the chat template takes powers, which may not end")
-        for prompt in prompts:
-            signal.alarm(0 if raw else TEMPLATE_S)
+        try:
             found.append(tokenizer(prompt)["input_ids"] if raw else from_template(prompt))
-    except BaseException as error:  # jinja's, the template's own, or a panic of the tokenizer, which is no Exception
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        remedy = "" if raw else "; --raw leaves the template out"
-        raise InputError(f"prompt {len(found) + 1} cannot be encoded: {one_line(error)}{remedy}") from error
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        except Exception as error:  # jinja's, or the template's own
+            remedy = "" if raw else "; --raw leaves the template out"
+            raise InputError(f"prompt {row} cannot be encoded: {one_line(error)}{remedy}") from error
     return found
-
-
-def takes_powers(template: str) -> bool:
-    """Whether a chat template has the operator **, of which Python computes any size in one go that no alarm ends."""
-    return any(token[1:] == ("operator", "**") for token in jinja2.Environment().lex(template))
 
 
 def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:
@@ -372,16 +338,12 @@ def read_stop_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 class Results:
-    """Collects generated tokens and prints the rows in order: text as it comes, JSON when a row is finished.
-
-    Whatever ends the run calls break_off, from a thread perhaps: a step's tokens are taken and printed under a lock.
-    """
+    """Collects generated tokens and prints the rows in order: text as it comes, JSON when a row is finished."""
 
     def __init__(self, args, tokenizer, prompts, prompt_tokens):
         self.args, self.tokenizer, self.prompts, self.prompt_tokens = args, tokenizer, prompts, prompt_tokens
         self.rows = [[] for _ in prompts]
         self.hidden = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.lock = threading.Lock()
         self.current = -1  # the row being printed
 
     def next_row(self) -> None:
@@ -395,20 +357,17 @@ class Results:
 
     def add(self, tokens) -> None:
         """Takes the tokens of one step, prints what can be printed."""
-        with self.lock:
-            for token in tokens:
-                if not math.isfinite(token.logprob):
-                    raise InputError("the model's numbers are not finite: damaged weights, or try --dtype float32")
-                self.rows[token.row].append(token)
-            if self.current < 0:
-                self.next_row()
-            while self.current < len(self.rows) and self.print_row():
-                self.next_row()
+        for token in tokens:
+            if not math.isfinite(token.logprob):
+                raise InputError("the model's numbers are not finite: damaged weights, or try --dtype float32")
+            self.rows[token.row].append(token)
+        if self.current < 0:
+            self.next_row()
+        while self.current < len(self.rows) and self.print_row():
+            self.next_row()
 
     def break_off(self) -> None:
-        """Prints the finished rows that waited for one that will not be finished. Nothing is printed after it."""
-        if not self.lock.acquire(timeout=5) or self.current < 0:  # who reads the output has stopped, perhaps
-            return
+        """Prints the finished rows that waited for one that will not be finished."""
         if self.args.output == "text" and self.printed:
             write("\n")
         for i in range(self.current + 1, len(self.rows)):
@@ -504,304 +463,62 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
 # ---------------------------------------------------------------------------------------------------------------------
 # Several hosts
 #
-# One process on each, and all run the same program: each drives the devices of its host, and jax's collectives join
-# them. A process that is alone is a run of one, of which Hosts only watches for Ctrl-C.
+# One process on each, and all run the same program: each drives the devices of its host. jax.distributed joins them. If
+# one is missing, is killed or hangs, it ends the others with its own messages.
 
 
-class Hosts:
-    """The processes of a run and a watch over them: one that is missing, was started twice, differs from process 0 or
-    dies ends all of them, each with one line that says which and why.
-
-    Of a dead process jax's own connections tell late, in pages, or never. So each process has one more to process 0,
-    until the end. On it lie JSON objects, one a line: `error` ends the receiver, `bye` ends the watch, an empty one
-    says that the sender lives, all else is for whoever waits. A context manager: what breaks off its block ends all.
-    """
-
-    def __init__(
-        self, address: str | None = None, count: int = 1, index: int = 0, local_device_ids: list | None = None
-    ):
-        """Calls the roll: `count` processes, of which this is number `index`, meet at HOST:PORT `address`."""
-        self.count, self.index, self.local_device_ids = count, index, local_device_ids
-        self.names = {index: f"process {index} ({socket.gethostname()}, pid {os.getpid()})"}
-        self.connections: dict[int, socket.socket] = {}  # by the other's number: on process 0 to all, else to process 0
-        self.inbox: queue.Queue = queue.Queue()  # of messages, each with its sender's number
-        self.sending = threading.Lock()  # one line at a time
-        self.ending = threading.Lock()  # of several reasons to end the first one counts
-        self.reason = None  # of the end, as the others are told
-        self.last_words = lambda: None  # called at an end that is not the regular one
-        self.is_listening = False
-        self.jax_address = None  # where jax's own connections meet
-        self.interrupts, self.wakeup = socket.socketpair()
-        if is_interruptible:
-            self.watch_interrupts()
-        if count > 1:
-            self.call_roll(*address.rsplit(":", 1))
-
-    def watch_interrupts(self) -> None:
-        """Has a thread wait for Ctrl-C, while the main thread compiles, writes or waits for a collective. An exception,
-        which is what Python makes of it, would come after that, and may be lost in a library's callback."""
-
-        def wait():
-            while (number := self.interrupts.recv(1)) and number[0] != signal.SIGINT:
-                pass
-            if number:
-                self.end("interrupted", 130, told=f"{self.names[self.index]} was interrupted")
-
-        self.before = signal.signal(signal.SIGINT, lambda *_: None)
-        self.wakeup.setblocking(False)
-        signal.set_wakeup_fd(self.wakeup.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=wait, daemon=True).start()
-
-    def call_roll(self, host: str, port: str) -> None:
-        self.deadline = time.monotonic() + ROLL_CALL_S
-        if self.index == 0:
-            self.listen(int(port))
-        threading.Thread(target=self.beat, daemon=True).start()
-        if not self.is_listening:
-            self.connect(host.strip("[]"), int(port))
-            _, roll = self.inbox.get()
-            self.names, self.jax_address = dict(enumerate(roll["names"])), f"{host}:{roll['jax_port']}"
-            return
-        for _ in range(self.count - 1):
-            try:
-                self.inbox.get(timeout=max(0, self.deadline - time.monotonic()))
-            except queue.Empty:
-                missing = [str(i) for i in range(self.count) if i not in self.names]
-                missing = ", ".join(missing[:10]) + f" and {len(missing) - 10} more" * (len(missing) > 10)
-                self.end(
-                    f"process {missing} of {self.count} did not come within {ROLL_CALL_S} s: start it on every host"
-                )
-        jax_port = free_port()
-        self.jax_address = f"{host}:{jax_port}"
-        self.names = {i: self.names[i] for i in range(self.count)}
-        self.tell({"names": list(self.names.values()), "jax_port": jax_port})
-
-    def listen(self, port: int) -> None:
-        """Lets the others in, until the end. Not where the port is taken: by another process 0 perhaps, to which this
-        one then presents itself, so that all hear of it."""
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        try:
-            server = socket.create_server(("", port), family=family, backlog=self.count, dualstack_ipv6=both)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return
-            raise InputError(f"--coordinator: port {port} cannot be opened: {one_line(error)}") from error
-
-        def accept():
-            while True:
-                try:
-                    threading.Thread(target=self.greet, args=[server.accept()[0]], daemon=True).start()
-                except OSError:  # too many open files, of strangers perhaps
-                    time.sleep(0.1)
-
-        self.is_listening = True
-        threading.Thread(target=accept, daemon=True).start()
-
-    def greet(self, connection: socket.socket) -> None:
-        """Takes a process into the roll; one that is there already ends all."""
-        connection.settimeout(SILENCE_S)
-        lines = connection.makefile("rb")
-        try:
-            hello = json.loads(lines.readline(2**16))
-            i, name, count = int(hello["process"]), str(hello["name"]), int(hello["count"])
-        except Exception:  # another program, that tries all ports perhaps
-            return connection.close()
-        line = None
-        if count != self.count or not 0 <= i < count:
-            line = f"{name} was started as one of {count} processes, process 0 of {self.count}"
-        elif (known := self.names.setdefault(i, name)) is not name:  # in one step: two may come at the same time
-            line = f"process {i} was started twice, as {known} and as {name}"
-        else:
-            self.connections[i] = connection
-        if line or self.reason:  # or it comes to a run that is ending
-            self.send(connection, {"error": self.reason or line})
-        if line:
-            self.end(line)
-        self.inbox.put((i, hello))
-        self.read(i, lines)
-
-    def connect(self, host: str, port: int) -> None:
-        """Presents this process to process 0."""
-        while True:
-            try:
-                connection = socket.create_connection((host, port), timeout=5)
-                break
-            except (OSError, UnicodeError) as error:  # the second of a name that cannot be one
-                if time.monotonic() > self.deadline:
-                    where = f"process 0 is not at {host}:{port} after {ROLL_CALL_S} s ({one_line(error)})"
-                    self.end(f"{where}: start it on every host, with the same --coordinator")
-                time.sleep(0.2)
-        connection.settimeout(SILENCE_S)
-        self.send(connection, {"process": self.index, "count": self.count, "name": self.names[self.index]})
-        self.names[0] = f"process 0 at {host}:{port}"  # until the roll tells more
-        self.connections[0] = connection
-        threading.Thread(target=self.read, args=[0, connection.makefile("rb")], daemon=True).start()
-
-    def read(self, i: int, lines) -> None:
-        """Takes what number i says, until it says goodbye."""
-        try:
-            for line in lines:
-                message = json.loads(line)
-                if not isinstance(message, dict):
-                    raise ValueError(f"it says {message!r:.40}")
-                if "bye" in message:
-                    return
-                if "error" in message:  # in a thread: this one has to see the connection close, for which `end` waits
-                    threading.Thread(target=self.end, args=[message["error"]], daemon=True).start()
-                elif message:
-                    self.inbox.put((i, message))
-            cause = "died: its connection is closed"
-        except TimeoutError:
-            cause = f"has not been heard of for {SILENCE_S} s"
-        except (OSError, ValueError) as error:
-            cause = f"died: {one_line(error)}"
-        self.connections.pop(i, None)
-        self.end(f"{self.names[i]} {cause}")
-
-    def tell(self, message: dict) -> None:
-        for connection in list(self.connections.values()):
-            self.send(connection, message)
-
-    def send(self, connection: socket.socket, message: dict) -> None:
-        # Of a connection that is lost, the thread that reads knows.
-        with self.sending, contextlib.suppress(OSError):
-            connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def beat(self) -> None:
-        while True:
-            time.sleep(1)
-            self.tell({})
-
-    def agree(self, facts: dict) -> None:
-        """Waits for all processes, and ends them where one has other facts, JSON values by name, than process 0."""
-        if self.index != 0:
-            self.tell({"facts": facts})
-            self.inbox.get()
-            return
-        for _ in range(self.count - 1):
-            i, message = self.inbox.get()
-            for name, ours in facts.items():
-                theirs = message["facts"].get(name)
-                if theirs != ours:
-                    self.end(f"{self.names[i]} has {name} {theirs}, process 0 has {ours}: give all of them the same")
-        self.tell({"facts": "agreed"})
-
-    def end(self, line: str, status: int = 2, told: str | None = None) -> None:
-        """Ends this process with `line`, and the others, which are `told` something else where that is given."""
-        self.ending.acquire()  # and never released
-        limit = threading.Timer(ROLL_CALL_S + 10, os._exit, [status])  # whatever of this should hang
-        limit.daemon = True
-        limit.start()
-        try:
-            with contextlib.suppress(OSError):
-                print(f"error: {line}", file=sys.stderr, flush=True)
-            self.reason = told or line
-            self.tell({"error": self.reason})
-            self.last_words()
-            if self.is_listening:  # until all have heard it, at the beginning also those that are still to come
-                deadline = max(time.monotonic() + 5, self.deadline if len(self.names) < self.count else 0)
-                while (self.connections or len(self.names) < self.count) and time.monotonic() < deadline:
-                    time.sleep(0.01)
-        finally:
-            os._exit(status)  # at once: what jax does at the regular end needs the others
-
-    def __enter__(self) -> "Hosts":
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        name = self.names[self.index]
-        if self.count == 1 or error is None:
-            self.tell({"bye": True})
-            if is_interruptible:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGINT, self.before)
-            self.wakeup.close()
-        elif line := users_line(error):
-            self.end(line, told=f"{name}: {line}")
-        else:
-            time.sleep(3)  # if another one has died, jax fails first and the line is under way
-            traceback.print_exception(error)
-            self.end(f"{name} failed: {one_line(error)}", 1)
-
-
-def find_hosts(args) -> Hosts:
-    """The processes of this run: as the flags say, or as jax finds them in a TPU pod, under Slurm or Open MPI."""
+def join_hosts(args) -> None:
+    """Joins the processes of this run: those that the flags name, or that jax finds in a TPU pod, Slurm or Open MPI."""
+    jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, and do nothing with it
+    limits = {"initialization_timeout": 30, "heartbeat_timeout_seconds": 20, "shutdown_timeout_seconds": 20}
     if args.coordinator:
-        return Hosts(args.coordinator, args.num_processes, args.process_id)
+        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, **limits)
+        return
     # Of Slurm a job step: sbatch and salloc set the variables too, and start one process.
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1")
     is_launched = "SLURM_STEP_NODELIST" in os.environ and tasks != "1"
     is_launched |= os.environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1"
-    has_tpus = os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")
-    if not is_launched and not has_tpus:
-        return Hosts()
-    remedy = "give --coordinator, --num_processes and --process_id"
-    try:
-        from jax._src.clusters import ClusterEnv  # what initialize() detects, before it joins; it has no public name
-
-        unknown = [None] * 5
-        address, count, index, local_device_ids = ClusterEnv.auto_detect_unset_distributed_params(*unknown, ROLL_CALL_S)
-    except Exception as error:  # of what it asks, or a jax that has this elsewhere
-        raise InputError(f"jax does not find the other hosts ({one_line(error)}): {remedy}") from error
-    if count is None and is_launched:  # Open MPI 5
-        raise InputError(f"jax does not know this cluster: {remedy}")
-    if count is None:
-        return Hosts()
-    if not 0 <= index < count <= MOST_PROCESSES or not is_address(address):
-        raise InputError(f"this cluster has a process {index} of {count}, with process 0 at {address}: {remedy}")
+    if not is_launched and not os.path.exists("/dev/accel0") and not os.path.exists("/dev/vfio/0"):
+        return
     # jax expects a process for each GPU. One that is alone on its host has all of them.
     local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    if local.partition("(")[0] == "1":  # Slurm writes 1(x2) for two hosts of one
-        local_device_ids = None
-    return Hosts(address, count, index, local_device_ids)
-
-
-def is_address(text: str) -> bool:
-    """Whether it is HOST:PORT."""
-    port = re.fullmatch(r".+:(\d{1,5})", text)
-    return port is not None and 0 < int(port[1]) < 2**16
-
-
-def join(hosts: Hosts) -> None:
-    """jax.distributed.initialize, which ends this process with one line where it does not come to an end."""
-    hush()
-    jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, and do nothing with it
-    # Where process 0 dies, jax aborts the others, perhaps before the watch has told them. So SIGABRT first calls C's
-    # sleep, which takes the signal's number, 6, for its seconds.
-    libc = ctypes.CDLL(None)
-    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
-    line = f"jax does not join {hosts.jax_address} within {ROLL_CALL_S} s: hosts must reach each other at all ports"
-    timer = threading.Timer(ROLL_CALL_S, hosts.end, [line])
-    timer.start()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else glob.glob("/dev/nvidia[0-9]*")
+    is_alone = gpus and local.partition("(")[0] == "1"  # Slurm writes 1(x2) for two hosts of one
     try:
-        jax.distributed.initialize(
-            hosts.jax_address,
-            hosts.count,
-            hosts.index,
-            hosts.local_device_ids,
-            cluster_detection_method="deactivate",  # or inside of a Slurm job jax would take one GPU alone
-            shutdown_timeout_seconds=SILENCE_S,
-        )
-    finally:
-        timer.cancel()
+        jax.distributed.initialize(local_device_ids=list(range(len(gpus))) if is_alone else None, **limits)
+    except Exception as error:  # of what jax asks
+        if is_launched:
+            remedy = "give --coordinator, --num_processes and --process_id"
+            raise InputError(f"jax does not find the other hosts ({one_line(error)}): {remedy}") from error
 
 
-def hush() -> None:
-    """Sends what jax's libraries print to a file: standard output is for results, and where another process dies they
-    print pages on standard error, where Hosts says it in a line."""
-    sys.stdout, sys.stderr = (
-        os.fdopen(os.dup(number), "w", buffering=1, encoding="utf-8", errors="backslashreplace") for number in (1, 2)
-    )
-    log, path = tempfile.mkstemp(prefix="open-llms-in-jax-", suffix=".log")
-    atexit.register(os.unlink, path)  # of a process that does not come to its regular end, it stays
-    for number in (1, 2):
-        os.dup2(log, number)
-
-
-def free_port() -> int:
-    with socket.create_server(("", 0)) as probe:
-        return probe.getsockname()[1]
+def together(action, facts_of=lambda result: {}):
+    """What action() returns. Every process calls it: if one raises an error of the user's, or finds other facts (JSON
+    values by name) than process 0, all of them end with the same line."""
+    result = line = None
+    try:
+        result = action()
+    except Exception as error:
+        if jax.process_count() == 1 or not (line := users_line(error)):
+            raise
+    if jax.process_count() == 1:
+        return result
+    name = f"process {jax.process_index()} ({platform.node()}, pid {os.getpid()})"
+    text = json.dumps({"name": name, "error": line, "facts": {} if line else facts_of(result)}).encode()
+    sent = np.zeros(MESSAGE_BYTES, np.uint8)
+    sent[: len(text)] = np.frombuffer(text, np.uint8)
+    said = [json.loads(bytes(row[row > 0])) for row in multihost_utils.process_allgather(sent)]
+    for one in said:
+        if one["error"]:
+            raise InputError(f"{one['name']}: {one['error']}")
+    for one in said:
+        for fact, value in said[0]["facts"].items():
+            if one["facts"][fact] != value:
+                raise InputError(
+                    f"{one['name']} has {fact} {one['facts'][fact]}, process 0 has {value}: give all the same"
+                )
+    return result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -814,41 +531,47 @@ def main() -> None:
         raise InputError("standard output is closed")
     if not args.no_compilation_cache:
         enable_compilation_cache()
-    with find_hosts(args) as hosts:
-        if hosts.count > 1:
-            join(hosts)
-        if hosts.index != 0:
-            # Process 0 alone prints results.
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        decode(args, hosts)
-        hosts.agree({})  # jax's own end allows the last one some seconds, which is too few for a slow printer
+    join_hosts(args)
+    find_devices()
+    if jax.process_count() > 1:  # standard output is for results: what libraries print to it goes to standard error
+        sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
+        os.dup2(2, 1)
+    try:
+        decode(args)
+    except Exception as error:
+        if jax.process_count() == 1:
+            raise
+        # This ends the process at once: jax's regular end would wait for the others.
+        print(f"error: {users_line(error) or one_line(error)}", file=sys.stderr, flush=True)
+        os._exit(2)
 
 
-def decode(args, hosts: Hosts) -> None:
-    """Loads the checkpoint, decodes the prompts, prints results and statistics. All processes do the same."""
-    devices = find_devices()  # of all processes: here each learns of the others'
-    if hosts.count > 1 and hosts.index == 0:
-        print(f"{len(devices)} devices of {', '.join(hosts.names.values())}", file=sys.stderr)
-    # Whatever is wrong is said before anything takes long.
+class Inputs(NamedTuple):
+    """All that is read before anything takes long."""
+
+    checkpoint: Checkpoint
+    tokenizer: PreTrainedTokenizerBase
+    prompts: list[str]
+    prompt_tokens: list[list[int]]
+    stop_tokens: tuple[int, ...]
+    mesh: jax.sharding.Mesh
+
+    def facts(self) -> dict:
+        """What tells this checkpoint and these prompts from others."""
+        digest = hashlib.sha256(json.dumps(self.prompt_tokens).encode()).hexdigest()
+        return {"another checkpoint, SHA-256": fingerprint(self.checkpoint), "other prompts, SHA-256": digest}
+
+
+def read_inputs(args, folder: Path) -> Inputs:
+    """Whatever is wrong is said here, before the weights are loaded."""
     prompts = read_prompts(args)
-    path = args.model_path or str(DEMO)
-    if hosts.index == 0:
-        folder = find_checkpoint(path)
-    hosts.agree({"jax": jax.__version__} | {f"--{name}": value for name, value in vars(args).items() if name in ALIKE})
-    if hosts.index != 0:  # process 0 has downloaded it
-        folder = find_checkpoint(path, local_files_only=True)
     checkpoint = open_checkpoint(folder)
     config = checkpoint.config
-    stop_tokens = read_stop_tokens(checkpoint)
     tokenizer = read_tokenizer(checkpoint)
-    has_template = bool(tokenizer.chat_template)
-    prompt_tokens = encode(tokenizer, prompts, args.raw or not has_template)
+    prompt_tokens = encode(tokenizer, prompts, args.raw or not tokenizer.chat_template)
     check_prompts(prompt_tokens, config, args.max_seq_len)
     check_context(prompt_tokens, checkpoint.raw_config)
-    if hosts.count > 1:
-        digest = hashlib.sha256(json.dumps(prompt_tokens).encode()).hexdigest()
-        hosts.agree({"another checkpoint, SHA-256": fingerprint(checkpoint), "other prompts, SHA-256": digest})
-    mesh = make_mesh(*mesh_shape(config, devices, args.dp, args.ep, args.tp))
+    mesh = make_mesh(*mesh_shape(config, jax.devices(), args.dp, args.ep, args.tp))
     check_mesh(config, mesh)
     if args.profile:
         try:
@@ -856,6 +579,23 @@ def decode(args, hosts: Hosts) -> None:
             tempfile.TemporaryFile(dir=args.profile).close()
         except OSError as error:
             raise InputError(f"--profile {args.profile}: cannot be written: {one_line(error)}") from error
+    return Inputs(checkpoint, tokenizer, prompts, prompt_tokens, read_stop_tokens(checkpoint), mesh)
+
+
+def decode(args) -> None:
+    """Loads the checkpoint, decodes the prompts, prints results and statistics. All processes do the same."""
+    path = args.model_path or str(DEMO)
+    is_first = jax.process_index() == 0
+    if not is_first:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, process 0 alone prints results
+    elif jax.process_count() > 1:
+        print(f"{jax.device_count()} devices of {jax.process_count()} processes", file=sys.stderr)
+    flags = {"jax": jax.__version__} | {f"--{name}": value for name, value in vars(args).items() if name in ALIKE}
+    folder = together(lambda: find_checkpoint(path) if is_first else None, lambda _: flags)
+    # Process 0 has downloaded a hub's checkpoint.
+    inputs = together(lambda: read_inputs(args, folder or find_checkpoint(path, local_files_only=True)), Inputs.facts)
+    checkpoint, tokenizer, prompts, prompt_tokens, stop_tokens, mesh = inputs
+    config, has_template = checkpoint.config, bool(tokenizer.chat_template)
 
     if not has_template and not args.raw:
         print("note: this tokenizer has no chat template; the prompts are continued as they are", file=sys.stderr)
@@ -878,16 +618,22 @@ def decode(args, hosts: Hosts) -> None:
         stats=measured,
     )
     results = Results(args, tokenizer, prompts, prompt_tokens)
-    hosts.last_words = results.break_off
     results.add(next(steps))  # the first token is prefill's, what follows is the decode loop
-    with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
-        for tokens in steps:
-            results.add(tokens)
+    if is_interruptible:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
+            for tokens in steps:
+                results.add(tokens)
+    except KeyboardInterrupt:
+        results.break_off()
+        print("error: interrupted", file=sys.stderr, flush=True)
+        os._exit(130)
 
     stats = statistics(checkpoint.raw_config, mesh, load_s, measured)
     if args.output == "json":
         write(json.dumps({"stats": stats}) + "\n")
-    elif hosts.index == 0:
+    elif is_first:
         rounded = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in stats.items()}
         print(f"stats: {json.dumps(rounded)}", file=sys.stderr)
 

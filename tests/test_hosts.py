@@ -1,5 +1,5 @@
 """main.py on several hosts: real processes on loopback, each with its own devices, and what becomes of the others when
-one is missing, comes twice, differs or dies."""
+one is missing, differs or dies."""
 
 import json
 import os
@@ -66,12 +66,19 @@ def start_endless():
 
 
 def assert_all_end(processes, *words, status=2):
-    """Within a minute, each with one line that has these words. What is no error is a note of who is there."""
+    """Within a minute, each with one line of error that has these words. What is none are notes, and what gloo says."""
     for process in processes:
-        code, _, err = process.wait(60)
-        errors = [line for line in err.splitlines() if " devices of process 0" not in line]
-        assert code == status and len(errors) == 1 and errors[0].startswith("error: "), (code, err)
+        code, out, err = process.wait(60)
+        errors = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert code == status and len(errors) == 1 and "Traceback" not in err and not out, (code, err)
         assert all(word in errors[0] for word in words), err
+
+
+def assert_aborted(processes):
+    """Within a minute, with messages of jax or gloo."""
+    for process in processes:
+        code, _, err = process.wait(90)  # imports are not inside the minute
+        assert code not in (0, None) and err, (code, err)
 
 
 def test_two_processes():
@@ -102,8 +109,7 @@ def test_every_folder(folder, count, mesh):
     golden = json.loads((ROOT / "tests" / "golden_demo.json").read_text())[folder]
     text = "".join(f"> {prompt}\n{answer}\n" for prompt, answer in golden.items())
     assert [output[:2] for output in outputs] == [(0, text)] + [(0, "")] * (count - 1), outputs
-    note = outputs[0][2].splitlines()[0]
-    assert note.startswith(f"{count * 2} devices of process 0 (") and f"process {count - 1} (" in note
+    assert f"{count * 2} devices of {count} processes" in outputs[0][2]
 
 
 def test_slurm_tells():
@@ -114,68 +120,28 @@ def test_slurm_tells():
     ]
     outputs = [process.wait(120) for process in processes]
     assert [output[:2] for output in outputs] == [(0, "Hello! How can I help you?\n"), (0, "")], outputs
-    assert "process 1 (" in outputs[0][2] and outputs[1][2] == ""
+    assert "2 devices of 2 processes" in outputs[0][2]
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},  # Open MPI 5 does not say where the first one is
-        {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": "2"},
-        {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "JAX_COORDINATOR_PORT": "99999"},
-    ],
-)
-def test_a_cluster_that_jax_does_not_find(variables):
-    environment = {"SLURM_JOB_ID": "1", "SLURM_LOCALID": "0"} | variables
-    assert_all_end([Process(environment=environment)], "--coordinator")
+def test_a_cluster_that_jax_does_not_find():
+    """Open MPI 5 does not say where the first process is."""
+    assert_all_end([Process(environment={"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"})], "--coordinator")
 
 
 def test_one_is_missing():
-    """Beside a program that knocks at all ports. And at the same time, of another run, process 0."""
-    port = free_port()
-    processes, alone = start(3, wanted=(0, 2), port=port), start(2, wanted=(1,))
-    for attempt in range(300):
-        try:
-            with socket.create_connection(("localhost", port)) as stranger:
-                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-                assert stranger.recv(1) == b""
-            break
-        except OSError:
-            time.sleep(0.1)
-    assert attempt < 299
-    assert_all_end(processes, "process 1 of 3 did not come")
-    assert_all_end(alone, "process 0 is not at localhost:", "start it")
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_one_comes_twice(number):
-    assert_all_end(
-        start(2, *ENDLESS, wanted=(0, 1, number)),
-        f"process {number} was started twice, as process {number} (",
-        f"and as process {number} (",
-    )
+    """And at the same time, of another run, process 0."""
+    assert_aborted([*start(3, wanted=(0, 2)), *start(2, wanted=(1,))])
 
 
 @pytest.mark.parametrize(
-    ("number", "how"),
-    [
-        (0, signal.SIGKILL),
-        (1, signal.SIGKILL),
-        (1, signal.SIGINT),
-        (1, signal.SIGSTOP),
-    ],
+    ("number", "how"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGTERM), (1, signal.SIGSTOP)]
 )
 def test_one_dies(number, how):
     """In the middle of a decode; SIGSTOP is a host that does not answer any more."""
     processes = start_endless()
-    pid = processes[number].process.pid
     processes[number].process.send_signal(how)
-    kind = {signal.SIGINT: "was interrupted", signal.SIGSTOP: "has not been heard of for 20 s"}.get(how, "died")
-    assert_all_end([processes[1 - number]], f"error: process {number} (", f"pid {pid}) {kind}")
-    if how == signal.SIGINT:
-        assert_all_end([processes[number]], "interrupted", status=130)
-    else:
-        processes[number].process.kill()
+    assert_aborted([processes[1 - number]])
+    processes[number].process.kill()
 
 
 def test_an_interrupt_of_all(tmp_path):
@@ -195,10 +161,9 @@ def test_an_interrupt_of_all(tmp_path):
         time.sleep(0.1)
     for process in processes:
         process.process.send_signal(signal.SIGINT)
-    for process in processes:  # each by its own signal or by the other's word, whichever comes first
+    for process in processes:  # by its own signal, or because the other one is gone
         status, _, err = process.wait(60)
-        (error,) = [line for line in err.splitlines() if " devices of process 0" not in line]
-        assert (status, error.endswith(") was interrupted")) in [(130, False), (2, True)], (status, err)
+        assert status == 130 or (status != 0 and "interrupted" not in err), (status, err)
     assert processes[0].written()[0].endswith("\n" + out.partition("> cde\n")[0])
 
 
@@ -216,8 +181,7 @@ def test_one_has_another_checkpoint(tmp_path):
     for name, words in {"config": "has another checkpoint", "tensor": "has another", "damaged": "truncated"}.items():
         port = free_port()
         processes = start(2, wanted=(0,), port=port) + start(2, "--model_path", tmp_path / name, wanted=(1,), port=port)
-        assert_all_end(processes[:1], "process 1 (", words)
-        assert_all_end(processes[1:], words)
+        assert_all_end(processes, "process 1 (", words)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +189,7 @@ def test_one_has_another_checkpoint(tmp_path):
     [
         (["--seed", "1"], "has --seed 1, process 0 has 0"),
         (["--prompt", "Hello!"], "has other prompts"),
-        (["--num_processes", "3"], "was started as one of 3 processes, process 0 of 2"),
+        (["--num_processes", "3"], "has --num_processes 3, process 0 has 2"),
     ],
 )
 def test_one_was_started_otherwise(flags, words):

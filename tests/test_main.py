@@ -359,8 +359,6 @@ def template(text):
         (template("{{ cycler.__init__.__globals__ }}"), "is unsafe"),
         (template("{% include '/etc/passwd' %}"), "no loader"),
         (template("{{ 'a' * 10000000000000 }}"), "MemoryError"),
-        (template("{{ 'a' * 100000000 }}"), "makes 100000000 characters"),
-        (template("{{ 9 ** (9 ** 9) }}"), "takes powers"),
     ],
 )
 def test_bad_checkpoints(main, tmp_path, edit, words):
@@ -396,14 +394,6 @@ def test_more_than_memory_holds(main, monkeypatch):
             assert_refused(main("--prompt", "Hello!"), "out of memory")
 
 
-def test_a_template_that_never_ends(main, tmp_path, monkeypatch):
-    shutil.copytree(DEMO, tmp_path / "checkpoint")
-    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    (tmp_path / "checkpoint" / "chat_template.jinja").write_text(loop)
-    monkeypatch.setattr(FOLDERS["llama3"].main, "TEMPLATE_S", 1)
-    assert_refused(main("--model_path", tmp_path / "checkpoint", "--prompt", "Hello!"), "runs for more than 1 s")
-
-
 def test_prompts_with_special_tokens_and_nul(main, tmp_path):
     """They are encoded as transformers encodes them."""
     text = "a\0b <|begin_of_text|><|eot_id|> <|no_token|> \ufffd\ue000"
@@ -414,12 +404,13 @@ def test_prompts_with_special_tokens_and_nul(main, tmp_path):
 
 
 def test_interrupted_while_importing():
+    """It ends at once, as any program does that leaves the signal to the system."""
     command = ["env", "--default-signal=INT", sys.executable, ROOT / "llama3" / "main.py"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while "jaxlib" not in Path(f"/proc/{process.pid}/maps").read_text():
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60) == ("", "error: interrupted\n") and process.returncode == 130
+        assert process.communicate(timeout=60) == ("", "") and process.returncode == -signal.SIGINT
 
 
 @pytest.mark.parametrize("output", ["json", "text"])
