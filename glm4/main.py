@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -541,9 +542,13 @@ def main() -> None:
     except Exception as error:
         if jax.process_count() == 1:
             raise
-        # This ends the process at once: jax's regular end would wait for the others.
-        print(f"error: {users_line(error) or one_line(error)}", file=sys.stderr, flush=True)
-        os._exit(2)
+        # It ends here: jax's regular end would wait for the others. When one of those is gone, the error is jax's.
+        is_known = users_line(error) or isinstance(error, jax.errors.JaxRuntimeError)
+        if is_known:
+            print(f"error: {users_line(error) or one_line(error)}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exception(error)
+        os._exit(2 if is_known else 1)
 
 
 class Inputs(NamedTuple):
