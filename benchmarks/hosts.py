@@ -44,7 +44,7 @@ def break_at(folder: str, prompts: Path, processes: int, seconds: float, number:
     with ThreadPoolExecutor(processes) as readers:  # or a full pipe would stop them
         outputs = [readers.submit(process.communicate) for process in started]
         time.sleep(seconds)
-        begin = time.perf_counter()
+        begin, early = time.perf_counter(), [process.poll() for process in started]
         for i in victims:
             started[i].send_signal(number)
         while time.perf_counter() < begin + LIMIT_S and any(process.poll() is None for process in started):
@@ -60,7 +60,7 @@ def break_at(folder: str, prompts: Path, processes: int, seconds: float, number:
         except ValueError:
             problems.append(f"process {i} prints {out[-80:]!r}")
         is_cut_off = i == 0 and process.returncode == 0 and "stats" not in out
-        if is_cut_off or took > LIMIT_S or "Traceback" in err:
+        if is_cut_off or early[i] or took > LIMIT_S or "Traceback" in err:
             problems.append(f"process {i} ends with {process.returncode}: {err[-300:]!r}")
     report = {"seconds": round(seconds, 1), "signal": number.name, "victims": victims, "rows": len(rows)}
     statuses = [process.returncode for process in started]
