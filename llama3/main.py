@@ -69,8 +69,8 @@ ALIKE = (  # flags that all hosts must give alike
 )  # fmt: skip
 
 # How text is split before a tiktoken vocabulary is applied, which its file does not say. Sources: the tokenizer.py of
-# llama3 and of llama4 in Meta's package llama-models; tokenization_kimi.py of Moonshot's releases, with the pattern of
-# Llama 4 but for runs of Chinese characters, which stand apart, and for the slash after punctuation.
+# llama3 and of llama4 in Meta's package llama-models; tokenization_kimi.py of Moonshot's releases. Moonshot's pattern
+# differs from Llama 4's in two ways: runs of Chinese characters stand apart, and no slash follows punctuation.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -273,6 +273,7 @@ class SentencePieceTokenizer(SentencePieceBackend):
         self.add_tokens([model.id_to_piece(i) for i in range(len(model)) if model.is_control(i)], special_tokens=True)
 
     def tokenize(self, text, **options):
+        """The pieces of a text, with the prefix that the base class leaves out if the tokenizer is not `legacy`."""
         if self.legacy or not self.has_prefix or not text:
             return super().tokenize(text, **options)
         tokens = super().tokenize("▁" + text.replace("▁", " "), **options)
@@ -280,9 +281,11 @@ class SentencePieceTokenizer(SentencePieceBackend):
         return tokens[1:] if is_before_special else tokens
 
     def _convert_id_to_token(self, index):
+        """A piece, or nothing for an id that the model has and the vocabulary has not."""
         return super()._convert_id_to_token(index) if index < self.vocab_size else ""
 
     def convert_tokens_to_string(self, tokens):
+        """Text of pieces, bytes among them, and of added tokens, which sentencepiece does not know."""
         text, pieces = "", []
         for token in [*filter(None, tokens), ""]:
             if token and token not in self.added_tokens_encoder:
@@ -309,7 +312,9 @@ def encode(tokenizer, prompts: list[str], raw: bool) -> list[list[int]]:
             raise InputError(f"prompt {row} cannot be encoded: it is not in UTF-8")
         try:
             found.append(tokenizer(prompt)["input_ids"] if raw else from_template(prompt))
-        except Exception as error:  # jinja's, or the template's own
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # jinja's, the template's, or a panic of the tokenizer, no Exception
             remedy = "" if raw else "; --raw leaves the template out"
             raise InputError(f"prompt {row} cannot be encoded: {one_line(error)}{remedy}") from error
     return found
@@ -488,10 +493,11 @@ def join_hosts(args) -> None:
     is_alone = gpus and local.partition("(")[0] == "1"  # Slurm writes 1(x2) for two hosts of one
     try:
         jax.distributed.initialize(local_device_ids=list(range(len(gpus))) if is_alone else None, **limits)
-    except Exception as error:  # of what jax asks
-        if is_launched:
-            remedy = "give --coordinator, --num_processes and --process_id"
-            raise InputError(f"jax does not find the other hosts ({one_line(error)}): {remedy}") from error
+    except Exception as error:  # whatever jax asks may fail in its own way
+        if isinstance(error, ValueError) and not is_launched:  # jax knows no cluster: a TPU host that is alone
+            return
+        remedy = "give --coordinator, --num_processes and --process_id"
+        raise InputError(f"jax does not find the other hosts ({one_line(error)}): {remedy}") from error
 
 
 def together(action, facts_of=lambda result: {}):
@@ -542,7 +548,8 @@ def main() -> None:
     except Exception as error:
         if jax.process_count() == 1:
             raise
-        # It ends here: jax's regular end would wait for the others. When one of those is gone, the error is jax's.
+        # This ends the process at once, since jax's regular end waits for the others. If one of them is gone, a
+        # collective has failed, and the error is jax's.
         is_known = users_line(error) or isinstance(error, jax.errors.JaxRuntimeError)
         if is_known:
             print(f"error: {users_line(error) or one_line(error)}", file=sys.stderr, flush=True)

@@ -66,7 +66,7 @@ def test_parity_in_float32(smollm2, mesh):
 
 
 def test_what_number_formats_cost_on_real_text(smollm2):
-    """benchmarks/precision.py on fewer tokens than the README has; the limits are twice what it found."""
+    """benchmarks/precision.py on fewer tokens than the README has; the limits are two to three times its figures."""
     tokenizer = llama3.main.read_tokenizer(llama3.convert.open_checkpoint(smollm2))
     table = precision.measure(llama3, smollm2, precision.real_rows(tokenizer, 512, 256))
     limits = {"bfloat16": 1.5e-3, "int8 weights": 1.2e-2, "int8 cache": 3e-3, "int8 weights and cache": 1.3e-2}
