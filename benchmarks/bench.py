@@ -105,9 +105,8 @@ def flops(model, config, batch: int, first: int, last: int) -> int:
 
 def tokens_attended(config, layer: int, position: int) -> int:
     """How many tokens the one at `position` attends to in a layer."""
-    if chunk := hasattr(config, "chunk") and config.chunk(layer):
-        return position % chunk + 1
-    return min(position + 1, getattr(config, "sliding_window", None) or position + 1)
+    window, chunk = config.mask(layer) if hasattr(config, "mask") else (None, None)
+    return position % chunk + 1 if chunk else min(position + 1, window or position + 1)
 
 
 def measure(folder, weights, config, mesh, args, batch: int, length: int) -> dict:

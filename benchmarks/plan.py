@@ -136,14 +136,15 @@ def lower_program(model, config, mesh, args):
     weights = model.abstract_weights(config, mesh, dtype, args.quantize == "int8")
     cache = model.abstract_cache(config, mesh, batch, args.max_seq_len, dtype, args.quantize_cache == "int8")
     positions = array((batch,), jnp.int32, P("dp"))
+    seeds, options = (
+        array((batch, 2), jnp.uint32, P("dp")),
+        {"config": config, "mesh": mesh, "sampling": model.Sampling()},
+    )
     if args.prefill:
-        hidden = array((batch, config.hidden_size), dtype, P("dp"))
-        tokens = array((batch, args.prefill), jnp.int32)
-        arguments = weights, cache, hidden, tokens, array((), jnp.int32), positions
-        return model.prefill.lower(*arguments, config=config, mesh=mesh), weights, cache
-    arguments = weights, cache, array((batch,), jnp.int32), positions, array((batch, 2), jnp.uint32, P("dp"))
-    options = {"config": config, "mesh": mesh, "sampling": model.Sampling()}
-    return model.decode_step.lower(*arguments, **options), weights, cache
+        arguments = array((batch, args.prefill), jnp.int32), array((), jnp.int32), positions, seeds
+        return model.prefill.lower(weights, cache, *arguments, **options), weights, cache
+    arguments = array((batch,), jnp.int32), positions, seeds
+    return model.decode_step.lower(weights, cache, *arguments, **options), weights, cache
 
 
 def plan(args) -> dict:
@@ -157,7 +158,7 @@ def plan(args) -> dict:
     devices = devices_of(args.target)
     dp = args.dp or (max(1, len(devices) // ((args.ep or 1) * args.tp)) if args.tp else None)
     mesh = model.make_mesh(*model.mesh_shape(config, devices, dp, args.ep, args.tp), devices=devices)
-    if args.prefill and args.prefill % model.neighbours(config, model.model_shards(mesh)):
+    if args.prefill and args.prefill % model.cache_sharers(config, model.model_shards(mesh)):
         raise ValueError(f"--prefill {args.prefill}: the chips that share a kv head, or a cache, do not divide it")
     begin = time.perf_counter()
     lowered, weights, cache = lower_program(model, config, mesh, args)

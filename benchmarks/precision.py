@@ -47,7 +47,7 @@ def scorer(folder, checkpoint, dtype: str, int8: bool, int8_cache: bool, mesh_sh
     config = checkpoint.config
     mesh = model.make_mesh(*mesh_shape, devices=jax.devices()[: int(np.prod(mesh_shape))])
     weights = convert.load(checkpoint, mesh, dtype, int8)
-    R = model.neighbours(config, model.model_shards(mesh))
+    R = model.cache_sharers(config, model.model_shards(mesh))
 
     def body(weights, cache, tokens, start):
         attend = partial(model.prefill_attention, is_live=jnp.ones(len(tokens), bool), R=R)

@@ -1,14 +1,14 @@
-"""Hugging Face safetensors -> the weights of model.py.
+"""Hugging Face safetensors -> the weights that model.py declares.
 
-`load` fills the pytree that model.abstract_weights declares, straight from a checkpoint folder: each host reads only
-the slices that its own devices hold. Run as a program, this writes a checkpoint in another dtype or in int8:
+`load` fills the pytree of model.abstract_weights straight from a checkpoint folder: each host reads only the slices
+that its own devices hold. Run as a program, this writes a checkpoint in another dtype or in int8:
 
     python3 convert.py --model_path HF --output DIR [--dtype bfloat16] [--quantize int8]
 
-DIR keeps Hugging Face's names and shapes, so that it loads on any mesh; an int8 matrix `x.weight` [O, C] has its
-float32 scales in `x.weight_scale` [O]. Tensors stream through in pieces of PIECE_BYTES, those in FP8 too. Shards appear
-under their final name when they are whole, and config.json, without which nothing loads, comes last: an interrupted
-conversion is never taken for a complete one, and the same command goes on where it stopped.
+DIR keeps Hugging Face's names and shapes, so that it loads on any mesh. An int8 matrix `x.weight` [O, C] has its
+float32 scales in `x.weight_scale` [O]; packed experts [E, input, O] have theirs in [E, O]. Tensors stream through in
+pieces of PIECE_BYTES. A shard gets its final name when it is whole, and config.json, without which nothing loads, comes
+last. So an interrupted conversion never loads, and the same command goes on where it stopped.
 """
 
 import argparse
@@ -19,22 +19,32 @@ import hashlib
 import json
 import math
 import os
-import random
 import re
 import shlex
 import sys
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import ml_dtypes  # numpy's bfloat16
+import ml_dtypes  # numpy's bfloat16 and FP8
 import numpy as np
 from jax.sharding import Mesh
-from model import Config, InputError, Int8, abstract_weights, make_mesh, memory_of, quantize, stored_bytes
+from model import (
+    Config,
+    InputError,
+    Int8,
+    Part,
+    Weight,
+    abstract_weights,
+    left_out,
+    memory_of,
+    quantize,
+    stored_bytes,
+    weights_of,
+)
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
@@ -45,176 +55,16 @@ DTYPES = {
     "int8": np.dtype(np.int8),
 }
 STORED = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "I8": "int8"}  # safetensors' names
-INPUT_FIRST = ()  # how the names of tensors end that lie [.., input, output] in the checkpoint: none here
-FLOAT32 = ("e_score_correction_bias",)  # how the names of tensors end that conversion never rounds
 INT8 = {"quant_method": "int8_per_channel"}  # config.json's quantization_config
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
-SMALL = 2**22  # numbers of a weight that loading looks at: norms, routers
+SMALL = 2**22  # loading looks for NaN in weights of fewer numbers: norms, routers
 READERS = 4  # threads that read; with one, copying and page faults take longer than a fast disk
 TOKENIZER_FILES = (
     "tokenizer*", "tiktoken.model", "tekken.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
     "merges.txt", "*.jinja",
 )  # fmt: skip
 HUB_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "tiktoken.model", "model*.safetensors")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Which tensor of the checkpoint goes where
-
-
-class Part(NamedTuple):
-    """A tensor, or the `piece`-th of `pieces` equal parts of it along `axis`, that the devices share by whole units.
-
-    A unit is a head, or a single row or column. Where there are more devices than units, neighbours take the same one,
-    but where `groups` is given: then they deal out the units of a group, see model.local_heads.
-    """
-
-    name: str
-    units: int
-    axis: int = 0
-    groups: int | None = None
-    piece: int = 0
-    pieces: int = 1
-    within: tuple[int, int] | None = None  # of each unit only these rows, from and to; None: all
-
-
-class Joined(NamedTuple):
-    """Tensors one after the other along their first dimension, as if they were one."""
-
-    names: list[str]
-
-
-class Stack(NamedTuple):
-    """The sources of matrices, such as experts, that are stacked along the weight's first dimension."""
-
-    members: list
-
-
-Source = str | Joined | list[Part] | Stack  # of a weight: one tensor, several as one, shares of several, a Stack
-
-
-def sources(config: Config) -> dict:
-    """abstract_weights' tree, with its Source in the checkpoint in the place of each weight."""
-    heads, H = config.num_attention_heads, config.qk_nope_head_dim
-
-    def layer(i):
-        attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
-
-        def by_head(name, axis=0, within=None):  # dealt out evenly; the last devices have less, or none
-            return [Part(f"{attention}.{name}.weight", heads, axis, groups=1, within=within)]
-
-        def qkv_a(kind):
-            names = ["q_a_proj", "kv_a_proj_with_mqa"] if config.q_lora_rank else ["kv_a_proj_with_mqa"]
-            return Joined([f"{attention}.{name}.{kind}" for name in names])
-
-        def gate_up(module, columns):
-            return [Part(f"{module}.{name}.weight", columns) for name in ("gate_proj", "up_proj")]
-
-        tensors = {
-            "attention_norm": f"model.layers.{i}.input_layernorm.weight",
-            "qkv_a": qkv_a("weight"),
-            "kv_norm": f"{attention}.kv_a_layernorm.weight",
-            "q": by_head("q_b_proj" if config.q_lora_rank else "q_proj"),
-            "k_b": by_head("kv_b_proj", within=(0, H)),
-            "v_b": by_head("kv_b_proj", within=(H, H + config.v_head_dim)),
-            "o": by_head("o_proj", axis=1),
-            "mlp_norm": f"model.layers.{i}.post_attention_layernorm.weight",
-        }
-        if config.q_lora_rank:
-            tensors["q_norm"] = f"{attention}.q_a_layernorm.weight"
-        if config.attention_bias:
-            tensors |= {"qkv_a_bias": qkv_a("bias"), "o_bias": f"{attention}.o_proj.bias"}
-        if config.has_experts(i):
-            F, experts = config.moe_intermediate_size, range(config.n_routed_experts)
-            shared = F * config.n_shared_experts
-            tensors |= {
-                "router": f"{mlp}.gate.weight",
-                "shared_gate_up": gate_up(f"{mlp}.shared_experts", shared),
-                "shared_down": [Part(f"{mlp}.shared_experts.down_proj.weight", shared, axis=1)],
-                "experts_gate_up": Stack([gate_up(f"{mlp}.experts.{e}", F) for e in experts]),
-                "experts_down": Stack([f"{mlp}.experts.{e}.down_proj.weight" for e in experts]),
-            }
-            if config.scoring_func == "sigmoid":
-                tensors["router_bias"] = f"{mlp}.gate.e_score_correction_bias"
-        else:
-            tensors |= {
-                "gate_up": gate_up(mlp, config.intermediate_size),
-                "down": [Part(f"{mlp}.down_proj.weight", config.intermediate_size, axis=1)],
-            }
-        return tensors
-
-    tensors = {
-        "embedding": "model.embed_tokens.weight",
-        "layers": [layer(i) for i in range(config.num_hidden_layers)],
-        "norm": "model.norm.weight",
-    }
-    if not config.tie_word_embeddings:
-        tensors["head"] = "lm_head.weight"
-    return tensors
-
-
-def names_of(source: Source) -> list[str]:
-    """The tensors of a source."""
-    if isinstance(source, str):
-        return [source]
-    if isinstance(source, Joined):
-        return source.names
-    if isinstance(source, Stack):
-        return [name for member in source.members for name in names_of(member)]
-    return [part.name for part in source]
-
-
-def with_sources(abstract: dict, config: Config) -> list[tuple]:
-    """The weights of a tree as abstract_weights makes it, in its order, each with its Source."""
-
-    def is_source(x):
-        return isinstance(x, (str, Joined, Stack)) or (isinstance(x, list) and isinstance(x[0], Part))
-
-    weights = jax.tree.leaves(abstract, is_leaf=lambda x: isinstance(x, Int8))
-    return list(zip(weights, jax.tree.leaves(sources(config), is_leaf=is_source), strict=True))
-
-
-def matrices(config: Config) -> list[str]:
-    """The tensors of the weights that can be int8."""
-    abstract = abstract_weights(config, make_mesh(devices=jax.devices()[:1]), np.float32, int8=True)
-    weights = with_sources(abstract, config)
-    return [name for weight, source in weights if isinstance(weight, Int8) for name in names_of(source)]
-
-
-def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor that the checkpoint must have, by name."""
-    D, N, E, F = config.hidden_size, config.num_attention_heads, config.n_routed_experts, config.moe_intermediate_size
-    Q, L, H, U = config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
-    W = config.v_head_dim
-    outputs = {"q_a_proj": Q, "kv_a_proj_with_mqa": L + U, "q_proj": N * (H + U), "q_b_proj": N * (H + U)}
-    outputs |= {"kv_b_proj": N * (H + W), "q_a_layernorm": Q, "kv_a_layernorm": L, "gate": E}
-    outputs |= {"embed_tokens": config.vocab_size, "lm_head": config.vocab_size}
-    inputs = {"q_b_proj": Q, "kv_b_proj": L, "o_proj": N * W}
-    shapes = {}
-    for source in jax.tree.leaves(sources(config), is_leaf=lambda x: isinstance(x, Part)):
-        name = source.name if isinstance(source, Part) else source
-        module, kind = name.split(".")[-2:]
-        width = config.intermediate_size
-        if ".experts." in name or ".shared_experts." in name:
-            width = F if ".experts." in name else F * config.n_shared_experts
-        if kind == "weight" and "norm" not in module:
-            output = width if module in ("gate_proj", "up_proj") else outputs.get(module, D)
-            shapes[name] = (output, width if module == "down_proj" else inputs.get(module, D))
-        else:
-            shapes[name] = (outputs.get(module, D),)
-    return shapes
-
-
-def left_out(name: str, config: Config) -> str | None:
-    """Why a tensor of the checkpoint is not used, where that is on purpose."""
-    if name.endswith("rotary_emb.inv_freq"):
-        return "computed from config.json"
-    if name == "lm_head.weight" and config.tie_word_embeddings:
-        return "tied to model.embed_tokens.weight"
-    if config.has_extra_layer and name.startswith(f"model.layers.{config.num_hidden_layers}."):
-        return "of the layer of multi-token prediction, which decoding one token at a time does not need"
-    return None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,7 +78,7 @@ class Stored(NamedTuple):
     offset: int  # of its first byte in the file
     dtype: str  # that read_rows gives: a key of DTYPES, or safetensors' name of another, which it cannot read
     shape: tuple[int, ...]  # with the input dimension last
-    is_input_first: bool  # whether on disk the last two dimensions are exchanged
+    is_input_first: bool = False  # whether the last two dimensions are exchanged on disk
     scale: "Stored | None" = None  # of FP8 (e4m3): what the blocks of a matrix are multiplied by
     block: tuple[int, int] = (1, 1)  # rows and columns of such a block
 
@@ -259,7 +109,7 @@ def find_checkpoint(path: str, local_files_only: bool = False) -> Path:
         raise InputError(f"{path}: no such folder, and the hub did not give it: {one_line(error)}") from error
     if not any(folder.glob("model*.safetensors")):
         command = f"hf download {path} --local-dir DIR && {unpickling('DIR')}"
-        raise InputError(f"{path}: has no safetensors. Where it has pickled weights, this makes DIR of them: {command}")
+        raise InputError(f"{path}: has no safetensors. If it has pickled weights, this makes DIR of them: {command}")
     return folder
 
 
@@ -287,25 +137,13 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise InputError(f"{folder}: no config.json: no checkpoint, or a conversion to be run again until it finishes")
     raw_config = read_json(folder / "config.json")
     quantization = raw_config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else f"{quantization}"
-    if quantization not in (None, INT8) and (method != "fp8" or not isinstance(quantization, dict)):
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if quantization not in (None, INT8) and method not in ("fp8", "compressed-tensors"):
         raise InputError(f"{folder}: quantization {method!r:.40} is not supported; give the unquantized checkpoint")
-    block = (quantization or {}).get("weight_block_size") or [128, 128]
-    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**31 for n in block)):
-        raise InputError(f"{folder}: weight_block_size {block!r:.40} is not two numbers, of rows and columns")
-    config, int8 = Config.from_dict(raw_config), quantization == INT8
+    Config.from_dict(raw_config)  # what is wrong with it is said before anything about the tensors
     found = stored_tensors(folder)
-    for name in [name for name, tensor in found.items() if tensor.dtype == "F8_E4M3"]:
-        tensor, scale = found[name], found.pop(f"{name}_scale_inv", None)
-        blocks = tuple(-(-size // n) for size, n in zip(tensor.shape, block, strict=False))
-        if scale is None or len(tensor.shape) != 2:
-            raise InputError(f"{folder}: {name:.200} is in FP8 and no matrix with a weight_scale_inv")
-        if scale.shape != blocks or scale.dtype not in ("bfloat16", "float32"):
-            has = f"{scale.dtype:.40} {list(scale.shape)}, and blocks of {block} ask for float32 {list(blocks)}"
-            raise InputError(f"{folder}: {name:.200}_scale_inv has {has}")
-        found[name] = tensor._replace(dtype="float32", scale=scale, block=tuple(block))
-    if f"model.layers.{config.num_hidden_layers}.eh_proj.weight" in found:  # no other layer has this
-        config = dataclasses.replace(config, has_extra_layer=True)
+    with_fp8_scales(folder, found, quantization)
+    config, int8 = Config.from_dict(raw_config, found), quantization == INT8
     return Checkpoint(folder, config, raw_config, int8, *check_tensors(folder, found, config, int8))
 
 
@@ -332,8 +170,47 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             found[name] = stored
     for name, shard in weight_map.items():
         if name not in found or found[name].file.name != shard:
-            raise InputError(f"{folder}: {shard} has no tensor {name:.200}, where the index puts it; download it again")
+            raise InputError(f"{folder}: {shard} has no tensor {name:.200}, but the index says so; download it again")
     return found
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """What a safetensors file holds, once safetensors has found its header and its size to be right."""
+    if not file.is_file():
+        raise InputError(f"{file}: missing; download the checkpoint again")
+    try:
+        with safe_open(file, framework="np"):
+            pass
+    except SafetensorError as error:
+        raise InputError(f"{file}: truncated or damaged ({one_line(error)}); download it again") from error
+    with open(file, "rb") as f:
+        start = 8 + int.from_bytes(f.read(8), "little")
+        header = json.loads(f.read(start - 8))
+    header.pop("__metadata__", None)
+    return {
+        name: Stored(file, start + t["data_offsets"][0], STORED.get(t["dtype"], t["dtype"]), tuple(t["shape"]))
+        for name, t in header.items()
+    }
+
+
+def with_fp8_scales(folder: Path, found: dict[str, Stored], quantization: object) -> None:
+    """Gives the FP8 tensors of a checkpoint their scales: of blocks, `x_scale_inv`, or of rows, `x_scale`."""
+    block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+    block = [128, 128] if block is None else block
+    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**31 for n in block)):
+        raise InputError(f"{folder}: weight_block_size {block!r:.40} is not two numbers, of rows and columns")
+    for name in [name for name, tensor in found.items() if tensor.dtype == "F8_E4M3"]:
+        tensor, ending = found[name], "_scale_inv" if f"{name}_scale_inv" in found else "_scale"
+        scale = found.pop(name + ending, None)
+        if scale is None or len(tensor.shape) != 2:
+            raise InputError(f"{folder}: {name:.200} is in FP8 and no matrix with a weight_scale_inv or weight_scale")
+        sizes = block if ending == "_scale_inv" else [1, max(tensor.shape[1], 1)]
+        wanted = tuple(-(-size // n) for size, n in zip(tensor.shape, sizes, strict=True))
+        if scale.shape != wanted or scale.dtype not in ("bfloat16", "float32", "float16"):
+            asked = f"blocks of {block} ask" if ending == "_scale_inv" else "a scale a row asks"
+            has = f"{scale.dtype:.40} {list(scale.shape)}, and {asked} for float32 {list(wanted)}"
+            raise InputError(f"{folder}: {name:.200}{ending} has {has}")
+        found[name] = tensor._replace(dtype="float32", scale=scale, block=tuple(sizes))
 
 
 def check_tensors(
@@ -345,14 +222,19 @@ def check_tensors(
     """
     if config.num_hidden_layers > len(found):
         raise InputError(f"{folder}: {len(found)} tensors cannot be {config.num_hidden_layers} layers, see config.json")
-    expected = expected_shapes(config)
-    rounded = matrices(config) if int8 else []
-    expected |= {f"{name}_scale": expected[name][:-1] for name in rounded}
+    expected, rounded = {}, set()
+    for weight in jax.tree.leaves(weights_of(config)):
+        expected |= weight.tensors()
+        if weight.is_packed():
+            swaps = {name: found[name] for name in weight.tensors() if name in found}
+            found |= {name: t._replace(shape=swapped(t.shape), is_input_first=True) for name, t in swaps.items()}
+        if int8 and weight.is_matrix():
+            rounded |= weight.tensors().keys()
+    expected |= {f"{name}_scale": expected[name][:-1] for name in expected if name in rounded}
     problems = [f"{name} is missing" for name in expected if name not in found]
     skipped = {}
     for name, stored in found.items():
-        reason = left_out(name, config)
-        if reason:
+        if reason := left_out(name, config):
             skipped[name] = reason
         elif name not in expected:
             problems.append(f"{name:.200} is not a tensor of this model")
@@ -363,14 +245,11 @@ def check_tensors(
     if problems:
         more = f", and {len(problems) - 3} more such" if len(problems) > 3 else ""
         raise InputError(f"{folder}: {'; '.join(problems[:3])}{more}")
-    if config.tie_word_embeddings:
-        embedding = sources(config)["embedding"]
-        for name in filter(lambda name: name.endswith("lm_head.weight"), skipped):
-            if not is_same(found[name], found[embedding]):
-                raise InputError(
-                    f"{folder}: {name} differs from {embedding}, to which config.json ties it; "
-                    "set tie_word_embeddings to false"
-                )
+    (embedding,) = weights_of(config)["embedding"].tensors()
+    for name in filter(lambda name: config.tie_word_embeddings and name.endswith("lm_head.weight"), skipped):
+        if not is_same(found[name], found[embedding]):
+            differs = f"{name} differs from {embedding}, to which config.json ties it"
+            raise InputError(f"{folder}: {differs}; set tie_word_embeddings to false")
     return {name: found[name] for name in expected}, skipped
 
 
@@ -388,34 +267,12 @@ def pieces(tensor: Stored) -> Iterator[slice]:
     return (slice(first, first + step) for first in range(0, tensor.shape[0], step))
 
 
-def read_header(file: Path) -> dict[str, Stored]:
-    """What a safetensors file holds, once safetensors has found its header and its size to be right."""
-    if not file.is_file():
-        raise InputError(f"{file}: missing; download the checkpoint again")
-    try:
-        with safe_open(file, framework="np"):
-            pass
-    except SafetensorError as error:
-        raise InputError(f"{file}: truncated or damaged ({one_line(error)}); download it again") from error
-    with open(file, "rb") as f:
-        size = int.from_bytes(f.read(8), "little")
-        header = json.loads(f.read(size))
-    header.pop("__metadata__", None)
-    found = {}
-    for name, entry in header.items():
-        dtype, shape = STORED.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"])
-        is_input_first = name.endswith(INPUT_FIRST) and len(shape) > 1
-        shape = swapped(shape) if is_input_first else shape
-        found[name] = Stored(file, 8 + size + entry["data_offsets"][0], dtype, shape, is_input_first)
-    return found
-
-
 def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
     """A shape with its last two dimensions exchanged."""
-    return (*shape[:-2], shape[-1], shape[-2])
+    return (*shape[:-2], *shape[:-3:-1])
 
 
-def read_rows(tensor: Stored, *index: slice) -> np.ndarray:
+def read_rows(tensor: Stored, *index: slice | int) -> np.ndarray:
     """A part of a tensor, mapped: it is read when it is used, and leaves memory when it is dropped. FP8 turns to
     float32."""
     on_disk = swapped(tensor.shape) if tensor.is_input_first else tensor.shape
@@ -430,9 +287,19 @@ def read_rows(tensor: Stored, *index: slice) -> np.ndarray:
         return array.astype(np.float32) * read_rows(tensor.scale)[np.ix_(*blocks)].astype(np.float32)
 
 
-def one_line(error: Exception) -> str:
-    """The beginning of an exception's message."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Tells checkpoints apart by config.json, the sizes of all shards, and some four MiB of samples from them."""
+    digest = hashlib.sha256(json.dumps(checkpoint.raw_config, sort_keys=True).encode())
+    files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
+    samples = max(16, 1024 // len(files))
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with open(file, "rb") as f:
+            for sample in range(samples):
+                f.seek(size * sample // samples)
+                digest.update(f.read(4096))
+    return digest.hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -442,9 +309,9 @@ def one_line(error: Exception) -> str:
 def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool = False) -> dict:
     """The weights of a checkpoint on the devices of `mesh`, as model.abstract_weights declares them.
 
-    Some weights are read ahead, in threads. They reach the devices in the dtype that read_rows gives, and are cast
-    there or, with `int8`, rounded (a checkpoint in int8 stays as it is). A scale needs the whole row, which may lie on
-    several devices: the reduction over them makes it the same on every mesh.
+    Threads read some weights ahead. They reach the devices in the dtype that read_rows gives, and are cast there or,
+    with `int8`, rounded (a checkpoint in int8 stays as it is). A scale needs the whole row, which may lie on several
+    devices: the reduction over them makes it the same on every mesh.
     """
     target = abstract_weights(checkpoint.config, mesh, DTYPES[dtype], int8 or checkpoint.int8)
     needed, there = stored_bytes(target) / 1e9, memory_of(mesh) / 1e9
@@ -455,23 +322,21 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
         )
     print_left_out(checkpoint)
 
-    def read(weight):
+    def read(abstract, weight):
         """A weight as it is on disk, each device's part of it."""
-        abstract, source = weight
         if checkpoint.int8 and isinstance(abstract, Int8):
-            scale = scales(source, len(abstract.shape))
-            return Int8(read((abstract.values, source)), read((abstract.scale, scale)))
+            return Int8(read(abstract.values, weight), read(abstract.scale, scales_of(weight)))
         values = abstract.values if isinstance(abstract, Int8) else abstract
-        dtypes = {checkpoint.tensors[name].dtype for name in names_of(source)}
+        names = weight.tensors()
+        dtypes = {checkpoint.tensors[name].dtype for name in names}
         on_disk = DTYPES[dtypes.pop() if len(dtypes) == 1 else "float32"]
 
         def block(index):
-            numbers = assemble(checkpoint.tensors, source, index, values.shape, on_disk)
-            # A router with NaN would choose some experts all the same. What is larger shows in the first logits.
+            numbers = block_of(checkpoint.tensors, weight, index, values.shape, on_disk)
+            # A router with NaN would choose some experts all the same. In larger weights it shows in the first logits.
             if numbers.size < SMALL and not np.isfinite(numbers).all():
-                names = names_of(source)  # of several, those that are to blame
                 bad = [name for name in names if not np.isfinite(read_rows(checkpoint.tensors[name])).all()]
-                raise InputError(f"{', '.join((bad or names)[:3])} has numbers that are not finite: damaged weights")
+                raise InputError(f"{', '.join(bad[:3])} has numbers that are not finite: damaged weights")
             return numbers
 
         return jax.block_until_ready(jax.make_array_from_callback(values.shape, values.sharding, block, dtype=on_disk))
@@ -482,110 +347,61 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
             return jax.block_until_ready(jax.jit(quantize, out_shardings=shardings)(array))
         return jax.tree.map(lambda x, a: a if a.dtype == x.dtype else a.astype(x.dtype), abstract, array)
 
-    weights = with_sources(target, checkpoint.config)
-    arrays = read_ahead(read, weights)
-    bar = tqdm(zip(weights, arrays, strict=True), total=len(weights), desc="loading", unit="weights", disable=None)
-    loaded = [cast_or_rounded(weight, array) for (weight, _), array in bar]
-    return jax.tree.unflatten(jax.tree.structure(target, is_leaf=lambda x: isinstance(x, Int8)), loaded)
+    abstract, tree = jax.tree.flatten(target, is_leaf=lambda x: isinstance(x, Int8))
+    arrays = read_ahead(read, abstract, jax.tree.leaves(weights_of(checkpoint.config)))
+    with progress_bar(zip(abstract, arrays, strict=True), total=len(abstract), desc="loading", unit=" weights") as bar:
+        return tree.unflatten([cast_or_rounded(*pair) for pair in bar])
 
 
-def read_ahead(read, weights: list) -> Iterator:
-    """`read` of each weight, in order, with READERS of them under way: no more, which bounds the memory."""
+def read_ahead(read, *arguments: list) -> Iterator:
+    """`read` of each argument, in order, with READERS of them under way: no more, which bounds the memory."""
     pool, pending = ThreadPoolExecutor(READERS), deque()
     try:
-        for weight in weights:
+        for each in zip(*arguments, strict=True):
             if len(pending) == READERS:
                 yield pending.popleft().result()
-            pending.append(pool.submit(read, weight))
+            pending.append(pool.submit(read, *each))
         while pending:
             yield pending.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def scales(source: Source, dims: int) -> Source:
-    """The source of the scales, one for each row, of an int8 weight that has so many dimensions."""
-    if isinstance(source, str):
-        return f"{source}_scale"
-    if isinstance(source, Joined):
-        return Joined([f"{name}_scale" for name in source.names])
-    if isinstance(source, Stack):
-        return Stack([scales(member, dims - 1) for member in source.members])
-    if source[0].axis == dims - 1:  # each device has some columns of all rows
-        return f"{source[0].name}_scale"
-    return [part._replace(name=f"{part.name}_scale") for part in source]
+def scales_of(weight: Weight) -> Weight:
+    """The scales of an int8 weight, one for each row of its tensors."""
+    ending = f"{weight.ending}_scale"
+    if weight.split == 0:
+        return dataclasses.replace(weight, other=None, ending=ending)
+    part = Part(dict.fromkeys(weight.parts[0].tensors, weight.other))  # each device has some columns of all rows
+    return dataclasses.replace(weight, parts=(part,), split=None, other=None, ending=ending)
 
 
-def assemble(
-    tensors: dict[str, Stored],
-    source: Source,
-    index: tuple[slice, ...],
-    shape: tuple[int, ...],
-    dtype: np.dtype,
+def block_of(
+    tensors: dict[str, Stored], weight: Weight, index: tuple[slice, ...], shape: tuple[int, ...], dtype: np.dtype
 ) -> np.ndarray:
-    """One device's block `index` of a weight of global `shape`.
-
-    Of one tensor these are the same rows and columns, of Parts this device's share of each, in order. What lies
-    past the end of a tensor or a share is zeros (see model.abstract_weights and model.stored_width).
-    """
+    """One device's block `index` of a weight of global `shape`, with zeros for what no tensor has."""
     bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
-    block = aligned([stop - start for start, stop in bounds], dtype)
-    if isinstance(source, Stack):
-        for matrix, member in zip(block, source.members[slice(*bounds[0])], strict=True):
-            matrix[:] = assemble(tensors, member, index[1:], shape[1:], dtype)
-        return block
-    if isinstance(source, (str, Joined)):
-        axis, (first, last), ranges = 0, bounds[0], []
-        for name in names_of(source):
-            rows = tensors[name].shape[0]
-            start, stop = (min(max(row, 0), rows) for row in (first, last))
-            ranges.append((name, start, stop, stop - start, slice(None)))
-            first, last = first - rows, last - rows
-    else:
-        axis = source[0].axis
-        first, last = bounds[axis]
-        shard, shards = first // (last - first), shape[axis] // (last - first)
-        ranges = [(part.name, *share(part, tensors[part.name].shape[axis], shard, shards)) for part in source]
-    along = np.moveaxis(block, axis, 0)
-    filled = 0
-    for name, start, stop, room, picked in ranges:
-        part = [slice(*b) for b in bounds]
-        part[axis] = slice(start, stop)
-        read = np.moveaxis(read_rows(tensors[name], *part), axis, 0)[picked]
-        region = along[filled : filled + room]
-        if read.shape != region.shape:
-            region[...] = 0
-        region[tuple(map(slice, read.shape))] = read
-        filled += room
-    along[filled:] = 0
+    block = aligned_zeros([stop - start for start, stop in bounds], dtype)
+    axis, stacked = weight.split or 0, bool(weight.experts)
+    first, last = bounds[axis + stacked]
+    shard, shards = first // (last - first), shape[axis + stacked] // (last - first)
+    for e, matrix in zip(range(*bounds[0]), block, strict=True) if stacked else [(0, block)]:
+        along, filled = np.moveaxis(matrix, axis, 0), 0
+        for part in weight.parts:
+            place = filled
+            for name, start, stop in part.runs(shard, shards):
+                where = (*[e] * weight.is_packed(), *[slice(None)] * axis, slice(start, stop))
+                rows = np.moveaxis(read_rows(tensors[weight.name(name, e)], *where), axis, 0)
+                along[place : place + stop - start][tuple(map(slice, rows.shape))] = rows
+                place += stop - start
+            filled += part.size(shards)
     return block
 
 
-def share(part: Part, size: int, shard: int, shards: int) -> tuple[int, int, int, slice | np.ndarray]:
-    """Where the share of device `shard` of `shards` begins and ends in a tensor that has `size` rows, or columns, how
-    many there is room for (what is missing is zeros), and which between begin and end are picked."""
-    size //= part.pieces
-    unit, begin = size // part.units, part.piece * size
-    if part.groups is None or shards <= part.groups:
-        room = max(part.units // shards, 1)
-        first = shard * part.units // shards
-        last = first + room
-    else:
-        neighbours, units = shards // part.groups, part.units // part.groups
-        group, rank = divmod(shard, neighbours)
-        room = -(-units // neighbours)
-        first, last = (group * units + min(units, room * n) for n in (rank, rank + 1))
-    start, stop = begin + unit * first, begin + unit * last
-    if part.within is None:
-        return start, stop, unit * room, slice(None)
-    rows = np.arange(*part.within)
-    return start, stop, len(rows) * room, np.add.outer(np.arange(0, stop - start, unit), rows).ravel()
-
-
-def aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:
-    """An empty array on a boundary of 64 bytes: on CPUs jax then takes it as it is, and copies nothing."""
+def aligned_zeros(shape: list[int], dtype: np.dtype) -> np.ndarray:
+    """Zeros on a boundary of 64 bytes: on CPUs jax then takes the array as it is, and copies nothing."""
     size = math.prod(shape) * dtype.itemsize
-    buffer = np.empty(size + 64, np.uint8)
+    buffer = np.zeros(size + 64, np.uint8)
     first = -buffer.ctypes.data % 64
     return buffer[first : first + size].view(dtype).reshape(shape)
 
@@ -594,64 +410,48 @@ def aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:
 # Converting
 
 
-class Output(NamedTuple):
-    """A tensor to write."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return int(np.prod(self.shape)) * DTYPES[self.dtype].itemsize
-
-
 def convert(source: Path, output: Path, dtype: str, int8: bool) -> None:
-    """Writes the checkpoint `source` to `output`, matrices in int8 where `int8` and all else in `dtype`."""
+    """Writes the checkpoint `source` to `output`, matrices in int8 if `int8`, and all else in `dtype`."""
     checkpoint = open_checkpoint(source)
     if checkpoint.int8:
         raise InputError(f"{source}: is in int8 already; convert the original checkpoint")
-    # A shard is a list of groups: a tensor, or an int8 matrix and its scales.
-    shards: list[list[list[Output]]] = [[]]
-    shard_bytes = 0
-    rounded = set(matrices(checkpoint.config)) if int8 else set()
+    shards = planned_shards(checkpoint, dtype, int8)
+    config = checkpoint.raw_config | {"dtype": dtype, "quantization_config": INT8}
+    for name in ["torch_dtype"] if int8 else ["torch_dtype", "quantization_config"]:
+        config.pop(name, None)
+    metadata = {"format": "pt", "source": fingerprint(checkpoint)}
+    total = sum(size for shard in shards.values() for group in shard for *_, size in group)
+    weight_map = {name: file for file, shard in shards.items() for group in shard for name, *_ in group}
+    index = {"metadata": {"total_size": total, "left_out": checkpoint.left_out}, "weight_map": weight_map}
+    with claimed(output, source, next(iter(shards))):
+        with progress_bar(total=total, desc="converting", unit="B") as bar:
+            for file, shard in shards.items():
+                write_shard(output / file, metadata, shard, checkpoint.tensors, bar)
+        for pattern in (*TOKENIZER_FILES, "generation_config.json"):
+            for file in filter(Path.is_file, sorted(source.glob(pattern))):
+                write_whole(output / file.name, file.read_bytes())
+        write_whole(output / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+        write_whole(output / "config.json", json.dumps(config, indent=2).encode())
+    print_left_out(checkpoint)
+
+
+def planned_shards(checkpoint: Checkpoint, dtype: str, int8: bool) -> dict[str, list]:
+    """The files to write. Each is a list of groups, a tensor or an int8 matrix and its scales. Of each tensor they have
+    the name, dtype, shape and bytes."""
+    declared = {name: weight for weight in jax.tree.leaves(weights_of(checkpoint.config)) for name in weight.tensors()}
+    shards, shard_bytes = [[]], 0
     for name, tensor in checkpoint.tensors.items():
-        group = [Output(name, "float32" if name.endswith(FLOAT32) else dtype, tensor.shape)]
-        if name in rounded:
-            group = [Output(name, "int8", tensor.shape), Output(f"{name}_scale", "float32", tensor.shape[:-1])]
-        group_bytes = sum(o.nbytes for o in group)
+        group = [(name, declared[name].dtype or dtype, tensor.shape)]
+        if int8 and declared[name].is_matrix():
+            group = [(name, "int8", tensor.shape), (f"{name}_scale", "float32", tensor.shape[:-1])]
+        group = [(*output, math.prod(output[2]) * DTYPES[output[1]].itemsize) for output in group]
+        group_bytes = sum(size for *_, size in group)
         if shards[-1] and shard_bytes + group_bytes > SHARD_BYTES:
             shards.append([])
             shard_bytes = 0
         shards[-1].append(group)
         shard_bytes += group_bytes
-    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-
-    provenance = {
-        "source": fingerprint(checkpoint),
-        "dtype": dtype,
-        "quantize": "int8" if int8 else None,
-        "left_out": checkpoint.left_out,
-    }
-    weight_map = {o.name: file for file, shard in zip(files, shards, strict=True) for group in shard for o in group}
-    total = sum(o.nbytes for shard in shards for group in shard for o in group)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    config = {**checkpoint.raw_config, "dtype": dtype}
-    for name in ("torch_dtype", "quantization_config"):
-        config.pop(name, None)
-    if int8:
-        config["quantization_config"] = INT8
-    with claimed(output, source, provenance):
-        with tqdm(total=total, desc="converting", unit="B", unit_scale=True, disable=None) as bar:
-            for file, shard in zip(files, shards, strict=True):
-                write_shard(output / file, shard, checkpoint.tensors, bar)
-        for pattern in (*TOKENIZER_FILES, "generation_config.json"):
-            for file in sorted(source.glob(pattern)):
-                if file.is_file():
-                    write_whole(output / file.name, file.read_bytes())
-        write_whole(output / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
-        write_whole(output / "config.json", json.dumps(config, indent=2).encode())
-    print_left_out(checkpoint)
+    return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
 
 
 def print_left_out(checkpoint: Checkpoint) -> None:
@@ -661,24 +461,9 @@ def print_left_out(checkpoint: Checkpoint) -> None:
             print(f"left out {count} tensors of the checkpoint: {reason}", file=sys.stderr)
 
 
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """Tells checkpoints apart without reading them whole: the configuration, of every tensor its place, dtype and
-    shape, and of a thousand their first and last row."""
-    digest = hashlib.sha256(json.dumps(checkpoint.raw_config, sort_keys=True).encode())
-    names = sorted(checkpoint.tensors)
-    for name in names:
-        tensor = checkpoint.tensors[name]
-        digest.update(f"{name} {tensor.file.name} {tensor.dtype} {tensor.shape} ".encode())
-    for name in random.Random(0).sample(names, min(len(names), 1000)):
-        tensor = checkpoint.tensors[name]
-        for end in (slice(0, 1), slice(-1, None)):
-            digest.update(read_rows(tensor, *[end] * max(1, len(tensor.shape) - 1)).tobytes())
-    return digest.hexdigest()
-
-
 @contextlib.contextmanager
-def claimed(output: Path, source: Path, provenance: dict):
-    """Makes the output folder, or finds that it holds a part or the whole of this very conversion; locks it."""
+def claimed(output: Path, source: Path, first: str):
+    """Makes the output folder, or finds that it holds a part of a conversion, whose `first` shard it then has."""
     if os.path.realpath(output) == os.path.realpath(source):
         raise InputError(f"{output}: is the source; choose another --output")
     try:
@@ -688,76 +473,74 @@ def claimed(output: Path, source: Path, provenance: dict):
     lock = os.open(output, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        record = output / "conversion.json"
-        if record.exists():
-            if read_json(record) != provenance:
-                raise InputError(f"{output}: holds a conversion of another checkpoint or with other options; remove it")
-        elif strangers := [file.name for file in output.iterdir() if file.name != "conversion.json.part"]:
-            raise InputError(f"{output}: is not empty (it has {strangers[0]}); choose another --output")
-        else:
-            write_whole(record, json.dumps(provenance, indent=2).encode())
+        names = os.listdir(output)
+        if names and not {first, f"{first}.part"} & set(names):
+            raise InputError(f"{output}: is not empty (it has {names[0]}); choose another --output")
         yield
     except BlockingIOError as error:
         raise InputError(f"{output}: another conversion is writing here; wait for it or choose another") from error
     except OSError as error:  # of a full disk it names no file
-        place = error.filename or output
-        raise InputError(
-            f"{place}: {error.strerror}; once that is mended, this command goes on where it was"
-        ) from error
+        remedy = "once that is mended, this command goes on where it was"
+        raise InputError(f"{error.filename or output}: {error.strerror}; {remedy}") from error
     finally:
         os.close(lock)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """A file that is either there with all of `content` or not there."""
+@contextlib.contextmanager
+def whole_file(path: Path):
+    """A file to write that gets its name when all of it is on disk."""
     part = path.with_name(path.name + ".part")
     with open(part, "wb") as f:
-        f.write(content)
+        yield f
         f.flush()
         os.fsync(f.fileno())
     os.replace(part, path)
 
 
-def write_shard(path: Path, groups: list[list[Output]], tensors: dict[str, Stored], bar: tqdm) -> None:
-    """One safetensors file, written in pieces of rows: its size and header are known before its contents.
+def write_whole(path: Path, content: bytes) -> None:
+    """A file that is either there with all of `content` or not there."""
+    with whole_file(path) as f:
+        f.write(content)
 
-    safetensors' own writer takes whole tensors in memory. Like that writer, this puts wide dtypes first, which aligns
-    all of them.
+
+def write_shard(path: Path, metadata: dict[str, str], groups: list, tensors: dict[str, Stored], bar: tqdm) -> None:
+    """One safetensors file, in pieces of rows: its size and header are known before its contents. If it is there
+    already, its header must be this one.
+
+    safetensors' own writer takes whole tensors in memory. As that writer does, this puts wide dtypes first, which
+    aligns all of them.
     """
-    header, end = {}, 0
-    for o in sorted((o for group in groups for o in group), key=lambda o: -DTYPES[o.dtype].itemsize):
-        stored = next(short for short, dtype in STORED.items() if dtype == o.dtype)
-        shape = swapped(o.shape) if o.name.endswith(INPUT_FIRST) else o.shape
-        header[o.name] = {"dtype": stored, "shape": list(shape), "data_offsets": [end, end + o.nbytes]}
-        end += o.nbytes
+    stored = {dtype: short for short, dtype in STORED.items()}
+    header, end = {"__metadata__": metadata}, 0
+    outputs = [output for group in groups for output in group]
+    for name, dtype, shape, size in sorted(outputs, key=lambda output: -DTYPES[output[1]].itemsize):
+        shape = swapped(shape) if name in tensors and tensors[name].is_input_first else shape
+        header[name] = {"dtype": stored[dtype], "shape": shape, "data_offsets": [end, end + size]}
+        end += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    if path.exists() and path.stat().st_size == len(head) + end:
+    if path.exists():
         with open(path, "rb") as f:
-            if f.read(len(head)) == head:
-                bar.update(end)
-                return
-
-    part = path.with_name(path.name + ".part")
-    with open(part, "wb") as f:
+            if f.read(len(head)) != head:
+                raise InputError(f"{path}: of a conversion of another checkpoint or with other options; remove it")
+        bar.update(end)
+        return
+    written = {name: len(head) + header[name]["data_offsets"][0] for name in header if name != "__metadata__"}
+    with whole_file(path) as f:
         f.write(head)
-        written = {name: len(head) + entry["data_offsets"][0] for name, entry in header.items()}
         for group in groups:
-            name, tensor = group[0].name, tensors[group[0].name]
-            for rows in map(partial(read_rows, tensor), pieces(tensor)):
+            (name, dtype, *_), tensor = group[0], tensors[group[0][0]]
+            for rows in (read_rows(tensor, piece) for piece in pieces(tensor)):
                 with np.errstate(over="ignore", invalid="ignore"):  # the next line says it
-                    arrays = quantize_on_device(rows) if len(group) == 2 else [rows.astype(DTYPES[group[0].dtype])]
+                    arrays = quantize_on_device(rows) if dtype == "int8" else [rows.astype(DTYPES[dtype])]
                 if not all(np.isfinite(array).all() for array in (rows, *arrays)):
-                    raise InputError(f"{tensor.file}: {name} has NaN or values too large for {group[0].dtype}")
-                for o, array in zip(group, map(np.asarray, arrays), strict=True):
-                    f.seek(written[o.name])
-                    f.write((array.swapaxes(-1, -2) if o.name.endswith(INPUT_FIRST) else array).tobytes())
-                    written[o.name] += array.nbytes
+                    raise InputError(f"{tensor.file}: {name} has NaN or values too large for {dtype}")
+                for (part, *_), array in zip(group, map(np.asarray, arrays), strict=True):
+                    f.seek(written[part])
+                    f.write((array.swapaxes(-1, -2) if tensor.is_input_first and part == name else array).tobytes())
+                    written[part] += array.nbytes
                     bar.update(array.nbytes)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(part, path)
 
 
 quantize_on_device = jax.jit(quantize)
@@ -767,11 +550,34 @@ quantize_on_device = jax.jit(quantize)
 # Command line
 
 
+class LogLines:
+    """Standard error for a progress bar where it is no terminal: each state of the bar is a line."""
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            print(text.strip(), file=sys.stderr, flush=True)
+
+    def flush(self) -> None:
+        """write has done it."""
+
+
+def progress_bar(*items, **options) -> tqdm:
+    """tqdm's bar on standard error, of process 0 alone. In a log file it is a line, every two seconds or so."""
+    if not sys.stderr.isatty():
+        options = {"file": LogLines(), "ncols": 80, "mininterval": 1.5, "miniters": 1, "delay": 1} | options
+    return tqdm(*items, unit_scale=True, disable=jax.process_index() > 0, **options)
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse, with its errors in the one form that all errors have here."""
 
     def error(self, message: str) -> None:
         raise InputError(message)
+
+
+def one_line(error: Exception) -> str:
+    """The beginning of an exception's message."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def users_line(error: BaseException) -> str | None:
@@ -784,7 +590,7 @@ def users_line(error: BaseException) -> str | None:
 
 
 def find_devices() -> list[jax.Device]:
-    """jax.devices(), or InputError where it has none."""
+    """jax.devices(), or InputError if it has none."""
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:

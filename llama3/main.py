@@ -2,9 +2,10 @@
 
     python3 main.py                                         # the demo
     python3 main.py --model_path PATH --prompt "..." "..."  # a Hugging Face checkpoint folder or hub id
+    python3 main.py --model_path PATH --chat                # a conversation
     python3 main.py --help                                  # all flags
 
-Results go to standard output, from process 0 alone; progress and statistics to standard error.
+Results go to standard output, from process 0 alone; progress and statistics go to standard error.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would advise against running without torch
-is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where a shell has it ignored
+is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not if a shell has it ignored
 if __name__ == "__main__" and is_interruptible:  # Python's exception would wait until a library returns
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -42,12 +43,22 @@ from convert import (
     load,
     one_line,
     open_checkpoint,
+    progress_bar,
     read_json,
     run,
     users_line,
 )
 from jax.experimental import multihost_utils
-from model import InputError, Sampling, check_mesh, check_prompts, generate_in_batches, make_mesh, mesh_shape
+from model import (
+    InputError,
+    Sampling,
+    check_mesh,
+    check_prompts,
+    generate_in_batches,
+    make_mesh,
+    mesh_shape,
+    power_of_two,
+)
 from tokenizers import Regex, pre_tokenizers
 from transformers import (
     CONFIG_MAPPING,
@@ -60,54 +71,26 @@ from transformers import (
 
 DEMO = Path(__file__).resolve().parent / "demo"
 PROMPTS_CHARACTERS = 2**28  # of a file of prompts: more is no file of prompts
-LONG_PROMPT = 2**15  # tokens; a shorter one is taken whatever max_position_embeddings says, as transformers does
+LONG_PROMPT = 2**15  # tokens; a shorter prompt is taken whatever max_position_embeddings says, as in transformers
 MOST_PROCESSES = 2**16
 MESSAGE_BYTES = 2**16  # that a process tells the others before it loads
 ALIKE = (  # flags that all hosts must give alike
     "num_processes", "raw", "max_new_tokens", "max_seq_len", "dtype", "quantize", "quantize_cache", "dp", "ep", "tp",
-    "temperature", "top_k", "top_p", "seed",
+    "temperature", "top_k", "top_p", "seed", "chat",
 )  # fmt: skip
-
-# How text is split before a tiktoken vocabulary is applied, which its file does not say. Sources: the tokenizer.py of
-# llama3 and of llama4 in Meta's package llama-models; tokenization_kimi.py of Moonshot's releases. Moonshot's pattern
-# differs from Llama 4's in two ways: runs of Chinese characters stand apart, and no slash follows punctuation.
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-LLAMA4_PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-KIMI_PATTERN = r"[\p{Han}]+|" + LLAMA4_PATTERN.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"\n/]", r"\n]")
-TIKTOKEN_PATTERNS = {  # by model_type; Moonlight is a deepseek_v3
-    "llama": LLAMA3_PATTERN,
-    "llama4": LLAMA4_PATTERN,
-    "llama4_text": LLAMA4_PATTERN,
-    "deepseek_v3": KIMI_PATTERN,
-    "kimi_k2": KIMI_PATTERN,
-}
 
 # Published peak memory bandwidth in GB/s of a device, by the beginning of jax's device_kind: the data sheets of
 # Google Cloud's TPU versions and of NVIDIA's accelerators.
 PEAK_GB_PER_S = {
-    "TPU v4": 1228,
-    "TPU v5 lite": 819,
-    "TPU v5": 2765,
-    "TPU v6 lite": 1640,
-    "TPU7x": 7380,
-    "NVIDIA A100-SXM4-40GB": 1555,
-    "NVIDIA A100-SXM4-80GB": 2039,
-    "NVIDIA A100 80GB PCIe": 1935,
-    "NVIDIA L4": 300,
-    "NVIDIA L40S": 864,
-    "NVIDIA H100 PCIe": 2039,
-    "NVIDIA H100 80GB HBM3": 3352,
-    "NVIDIA H200": 4800,
-    "NVIDIA B200": 8000,
-    "NVIDIA GeForce RTX 4090": 1008,
-}
+    "TPU v4": 1228, "TPU v5 lite": 819, "TPU v5": 2765, "TPU v6 lite": 1640, "TPU7x": 7380,
+    "NVIDIA A100-SXM4-40GB": 1555, "NVIDIA A100-SXM4-80GB": 2039, "NVIDIA A100 80GB PCIe": 1935, "NVIDIA L4": 300,
+    "NVIDIA L40S": 864, "NVIDIA H100 PCIe": 2039, "NVIDIA H100 80GB HBM3": 3352, "NVIDIA H200": 4800,
+    "NVIDIA B200": 8000, "NVIDIA GeForce RTX 4090": 1008,
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
 
 
 def parse_arguments():
@@ -137,6 +120,7 @@ def parse_arguments():
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", nargs="+", help="prompts, decoded as one batch")
     prompts.add_argument("--prompts_file", type=path, help="one prompt a line, - for standard input")
+    prompts.add_argument("--chat", action="store_true", help="a conversation; /reset forgets it, end of file leaves")
     add("--raw", action="store_true", help="continue the prompt as it is, no chat template")
     add("--max_new_tokens", type=count, default=128, help="default 128")
     add("--max_seq_len", type=count, help="cache slots for a sequence, default what prompts and max_new_tokens need")
@@ -152,9 +136,7 @@ def parse_arguments():
     add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of the sampling, default 0")
     add("--output", choices=["text", "json"], default="text", help="default text")
     add("--logprobs", action="store_true", help="JSON rows carry the log-probability of every generated token")
-    add(
-        "--coordinator", metavar="HOST:PORT", help="several hosts, where the cluster does not tell: process 0's address"
-    )
+    add("--coordinator", metavar="HOST:PORT", help="several hosts, if the cluster does not tell: process 0's address")
     add("--num_processes", type=number(int, 1, MOST_PROCESSES), help="how many there are")
     add("--process_id", type=number(int, 0, MOST_PROCESSES), help="which of them this is, from 0")
     add("--no_compilation_cache", action="store_true", help="do not keep compiled programs for the next run")
@@ -162,6 +144,8 @@ def parse_arguments():
     args = parser.parse_args()
     if 0 < args.temperature < 1e-6:
         raise InputError(f"--temperature {args.temperature} is neither 0 nor at least 1e-6")
+    if args.chat and (args.raw or args.output == "json" or args.profile):
+        raise InputError("--chat prints text by the chat template: leave out --raw, --output json and --profile")
     distributed = (args.coordinator, args.num_processes, args.process_id)
     if any(value is not None for value in distributed) and None in distributed:
         raise InputError("--coordinator, --num_processes and --process_id go together")
@@ -172,16 +156,6 @@ def parse_arguments():
         if args.process_id >= args.num_processes:
             raise InputError(f"--process_id {args.process_id} is not below --num_processes {args.num_processes}")
     return args
-
-
-def enable_compilation_cache() -> None:
-    """Keeps up to 4 GiB of compiled programs for the next run, in the user's cache folder. If that cannot be written,
-    jax says so and goes on. Where JAX_COMPILATION_CACHE_DIR is set, jax's own variables decide."""
-    if not jax.config.jax_compilation_cache_dir:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "open-llms-in-jax")
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_compilation_cache_max_size", 4 * 2**30)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def read_prompts(args) -> list[str]:
@@ -200,6 +174,84 @@ def read_prompts(args) -> list[str]:
     if not prompts:
         raise InputError(f"{file}: has no prompt; write one a line")
     return prompts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens
+
+
+def encode(tokenizer, conversations: list[list[str]], raw: bool) -> list[list[int]]:
+    """Token ids of each conversation, whose messages are the user's and the model's in turn, or `raw` of its one text.
+
+    As in transformers, a special token that is written out in a message becomes that token.
+    """
+
+    def from_template(texts):
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    found = []
+    for row, texts in enumerate(conversations, 1):
+        if any("\ud800" <= c <= "\udfff" for c in "".join(texts)):  # how Python has bytes that are no text
+            raise InputError(f"prompt {row} cannot be encoded: it is not in UTF-8")
+        try:
+            found.append(tokenizer(texts[0])["input_ids"] if raw else from_template(texts))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # jinja's, the template's, or a panic of the tokenizer, no Exception
+            remedy = "" if raw else "; --raw leaves the template out"
+            raise InputError(f"prompt {row} cannot be encoded: {one_line(error)}{remedy}") from error
+    return found
+
+
+def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:
+    """Raises InputError for a prompt of more tokens than LONG_PROMPT and max_position_embeddings: for hours it would
+    compute what the model was not made for."""
+    places = [raw_config, raw_config.get("text_config")]
+    given = [place.get("max_position_embeddings") for place in places if isinstance(place, dict)]
+    context = max([LONG_PROMPT, *(value for value in given if isinstance(value, int))])
+    for row, prompt in enumerate(prompt_tokens, 1):
+        if len(prompt) > context:
+            raise InputError(f"prompt {row} has {len(prompt)} tokens, and the model takes {context}; shorten it")
+
+
+def read_stop_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """eos_token_id of generation_config.json, else of config.json or the text model in it: one id or a list."""
+    file, config = checkpoint.folder / "generation_config.json", checkpoint.raw_config
+    places = [read_json(file) if file.is_file() else {}, config, config.get("text_config")]
+    given = [place.get("eos_token_id") for place in places if isinstance(place, dict)]
+    stop = next((value for value in given if value is not None), None)
+    stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
+    if not all(type(token) is int and token >= 0 for token in stop):
+        raise InputError(f"{checkpoint.folder}: eos_token_id {stop!r} is neither a token id nor a list of them")
+    return tuple(stop)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizers
+
+
+# How text is split before a tiktoken vocabulary is applied, which its file does not say. Sources: the tokenizer.py of
+# llama3 and of llama4 in Meta's package llama-models; tokenization_kimi.py of Moonshot's releases. Moonshot's pattern
+# differs from Llama 4's in two ways: runs of Chinese characters stand apart, and no slash follows punctuation.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA4_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KIMI_PATTERN = r"[\p{Han}]+|" + LLAMA4_PATTERN.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"\n/]", r"\n]")
+TIKTOKEN_PATTERNS = {  # by model_type; Moonlight is a deepseek_v3
+    "llama": LLAMA3_PATTERN,
+    "llama4": LLAMA4_PATTERN,
+    "llama4_text": LLAMA4_PATTERN,
+    "deepseek_v3": KIMI_PATTERN,
+    "kimi_k2": KIMI_PATTERN,
+}
 
 
 def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
@@ -295,52 +347,30 @@ class SentencePieceTokenizer(SentencePieceBackend):
         return text if self.legacy or not self.has_prefix else text.removeprefix(" ")
 
 
-def encode(tokenizer, prompts: list[str], raw: bool) -> list[list[int]]:
-    """Token ids of each prompt: as the one message of a user, or `raw` as it stands.
-
-    As in transformers, a special token that is written out in a prompt becomes that token.
-    """
-
-    def from_template(prompt):
-        messages = [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    found = []
-    for row, prompt in enumerate(prompts, 1):
-        if any("\ud800" <= c <= "\udfff" for c in prompt):  # which is how Python has bytes that are no text
-            raise InputError(f"prompt {row} cannot be encoded: it is not in UTF-8")
-        try:
-            found.append(tokenizer(prompt)["input_ids"] if raw else from_template(prompt))
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # jinja's, the template's, or a panic of the tokenizer, no Exception
-            remedy = "" if raw else "; --raw leaves the template out"
-            raise InputError(f"prompt {row} cannot be encoded: {one_line(error)}{remedy}") from error
-    return found
+# ---------------------------------------------------------------------------------------------------------------------
+# What people see
 
 
-def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:
-    """Raises InputError for a prompt of more tokens than LONG_PROMPT and max_position_embeddings: for hours it would
-    compute what the model was not made for."""
-    places = [raw_config, raw_config.get("text_config")]
-    given = [place.get("max_position_embeddings") for place in places if isinstance(place, dict)]
-    context = max([LONG_PROMPT, *(value for value in given if isinstance(value, int))])
-    for row, prompt in enumerate(prompt_tokens, 1):
-        if len(prompt) > context:
-            raise InputError(f"prompt {row} has {len(prompt)} tokens, and the model takes {context}; shorten it")
+class Progress:
+    """Says on standard error what takes long before there is text: compilations, and prefill by a bar."""
 
+    def __init__(self):
+        self.bar, self.begin = None, 0.0
 
-def read_stop_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """eos_token_id of generation_config.json, else of config.json or the text model in it: one id or a list."""
-    file, config = checkpoint.folder / "generation_config.json", checkpoint.raw_config
-    places = [read_json(file) if file.is_file() else {}, config, config.get("text_config")]
-    given = [place.get("eos_token_id") for place in places if isinstance(place, dict)]
-    stop = next((value for value in given if value is not None), None)
-    stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
-    if not all(type(token) is int and token >= 0 for token in stop):
-        raise InputError(f"{checkpoint.folder}: eos_token_id {stop!r} is neither a token id nor a list of them")
-    return tuple(stop)
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if jax.process_index() > 0:
+            return
+        if stage == "prefill":
+            self.bar = self.bar or progress_bar(total=total, desc="prefill", unit=" tokens", delay=0)
+            self.bar.update(done - self.bar.n)
+            if done == total:
+                self.bar.close()
+                self.bar = None
+        elif done == 0:
+            self.begin = time.perf_counter()
+            print(f"{stage} ...", file=sys.stderr, flush=True)
+        else:
+            print(f"{stage} took {time.perf_counter() - self.begin:.1f} s", file=sys.stderr, flush=True)
 
 
 class Results:
@@ -532,6 +562,16 @@ def together(action, facts_of=lambda result: {}):
 # The program
 
 
+def enable_compilation_cache() -> None:
+    """Keeps up to 4 GiB of compiled programs for the next run, in the user's cache folder. If that cannot be written,
+    jax says so and goes on. Where JAX_COMPILATION_CACHE_DIR is set, jax's own variables decide."""
+    if not jax.config.jax_compilation_cache_dir:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "open-llms-in-jax")
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", 4 * 2**30)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
 def main() -> None:
     args = parse_arguments()
     if sys.stdout is None:
@@ -576,12 +616,15 @@ class Inputs(NamedTuple):
 
 def read_inputs(args, folder: Path) -> Inputs:
     """Whatever is wrong is said here, before the weights are loaded."""
-    prompts = read_prompts(args)
+    prompts = [] if args.chat else read_prompts(args)
     checkpoint = open_checkpoint(folder)
     config = checkpoint.config
     tokenizer = read_tokenizer(checkpoint)
-    prompt_tokens = encode(tokenizer, prompts, args.raw or not tokenizer.chat_template)
-    check_prompts(prompt_tokens, config, args.max_seq_len)
+    if args.chat and not tokenizer.chat_template:
+        raise InputError(f"{folder}: --chat needs a chat template, and its tokenizer has none")
+    prompt_tokens = encode(tokenizer, [[prompt] for prompt in prompts], args.raw or not tokenizer.chat_template)
+    if not args.chat:
+        check_prompts(prompt_tokens, config, args.max_seq_len)
     check_context(prompt_tokens, checkpoint.raw_config)
     mesh = make_mesh(*mesh_shape(config, jax.devices(), args.dp, args.ep, args.tp))
     check_mesh(config, mesh)
@@ -594,10 +637,30 @@ def read_inputs(args, folder: Path) -> Inputs:
     return Inputs(checkpoint, tokenizer, prompts, prompt_tokens, read_stop_tokens(checkpoint), mesh)
 
 
+def generation(args, inputs: Inputs, weights: dict, prompt_tokens, max_seq_len: int | None, measured: dict):
+    """generate_in_batches as the flags ask for it."""
+    return generate_in_batches(
+        weights,
+        prompt_tokens,
+        inputs.checkpoint.config,
+        inputs.mesh,
+        max_new_tokens=args.max_new_tokens,
+        max_seq_len=max_seq_len,
+        stop_tokens=inputs.stop_tokens,
+        sampling=Sampling(args.temperature, args.top_k, args.top_p),
+        seed=args.seed,
+        int8_cache=args.quantize_cache == "int8",
+        stats=measured,
+        progress=Progress(),
+    )
+
+
 def decode(args) -> None:
     """Loads the checkpoint, decodes the prompts, prints results and statistics. All processes do the same."""
     path = args.model_path or str(DEMO)
     is_first = jax.process_index() == 0
+    if args.chat and jax.process_count() > 1:
+        raise InputError(f"--chat needs one process alone, and there are {jax.process_count()}")
     if not is_first:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, process 0 alone prints results
     elif jax.process_count() > 1:
@@ -606,48 +669,79 @@ def decode(args) -> None:
     folder = together(lambda: find_checkpoint(path) if is_first else None, lambda _: flags)
     # Process 0 has downloaded a hub's checkpoint.
     inputs = together(lambda: read_inputs(args, folder or find_checkpoint(path, local_files_only=True)), Inputs.facts)
-    checkpoint, tokenizer, prompts, prompt_tokens, stop_tokens, mesh = inputs
-    config, has_template = checkpoint.config, bool(tokenizer.chat_template)
-
-    if not has_template and not args.raw:
+    if not inputs.tokenizer.chat_template and not args.raw:
         print("note: this tokenizer has no chat template; the prompts are continued as they are", file=sys.stderr)
     begin = time.perf_counter()
-    weights = jax.block_until_ready(load(checkpoint, mesh, args.dtype, args.quantize == "int8"))
+    weights = jax.block_until_ready(load(inputs.checkpoint, inputs.mesh, args.dtype, args.quantize == "int8"))
     load_s = time.perf_counter() - begin
+    measured = chat(args, inputs, weights) if args.chat else answer(args, inputs, weights)
+    if not measured:
+        return
+    stats = statistics(inputs.checkpoint.raw_config, inputs.mesh, load_s, measured)
+    if args.output == "json":
+        write(json.dumps({"stats": stats}) + "\n")
+    elif is_first:
+        rounded = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in stats.items()}
+        print(f"stats: {json.dumps(rounded)}", file=sys.stderr)
 
+
+def answer(args, inputs: Inputs, weights: dict) -> dict:
+    """Decodes the prompts and prints the results. Returns what was measured."""
     measured = {}
-    steps = generate_in_batches(
-        weights,
-        prompt_tokens,
-        config,
-        mesh,
-        max_new_tokens=args.max_new_tokens,
-        max_seq_len=args.max_seq_len,
-        stop_tokens=stop_tokens,
-        sampling=Sampling(args.temperature, args.top_k, args.top_p),
-        seed=args.seed,
-        int8_cache=args.quantize_cache == "int8",
-        stats=measured,
-    )
-    results = Results(args, tokenizer, prompts, prompt_tokens)
+    results = Results(args, inputs.tokenizer, inputs.prompts, inputs.prompt_tokens)
+    steps = generation(args, inputs, weights, inputs.prompt_tokens, args.max_seq_len, measured)
     results.add(next(steps))  # the first token is prefill's, what follows is the decode loop
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if args.profile:
+                stack.enter_context(jax.profiler.trace(args.profile))
+            if args.output == "json":  # whose rows appear when they are finished
+                steps = stack.enter_context(progress_bar(steps, desc="decoding", unit=" steps"))
             for tokens in steps:
                 results.add(tokens)
     except KeyboardInterrupt:
         results.break_off()
         print("error: interrupted", file=sys.stderr, flush=True)
         os._exit(130)
+    return measured
 
-    stats = statistics(checkpoint.raw_config, mesh, load_s, measured)
-    if args.output == "json":
-        write(json.dumps({"stats": stats}) + "\n")
-    elif is_first:
-        rounded = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in stats.items()}
-        print(f"stats: {json.dumps(rounded)}", file=sys.stderr)
+
+def chat(args, inputs: Inputs, weights: dict) -> dict:
+    """A conversation: each line is a message, and each answer follows from all of them. `/reset` forgets them, end of
+    file leaves, Ctrl-C breaks an answer off. Returns what was measured of the last answer.
+
+    The cache has a power of two of slots, so that a turn compiles nothing until the conversation outgrows it.
+    """
+    if is_interruptible:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdin.reconfigure(errors="surrogateescape")  # what is not in UTF-8 is refused by encode
+    texts, measured = [], {}  # the user's messages and the model's in turn
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return measured
+        if text.strip() in ("", "/reset"):
+            texts = texts if not text.strip() else []
+            continue
+        try:
+            prompt_tokens = encode(inputs.tokenizer, [[*texts, text]], raw=False)
+            slots = power_of_two(len(prompt_tokens[0]) + args.max_new_tokens - 1)
+            slots = min(slots, args.max_seq_len or slots)
+            check_prompts(prompt_tokens, inputs.checkpoint.config, slots)
+            check_context(prompt_tokens, inputs.checkpoint.raw_config)
+        except InputError as error:
+            print(f"error: {users_line(error)}; /reset forgets the conversation", file=sys.stderr)
+            continue
+        results, measured = Results(args, inputs.tokenizer, [text], prompt_tokens), {}
+        try:
+            for tokens in generation(args, inputs, weights, prompt_tokens, slots, measured):
+                results.add(tokens)
+        except KeyboardInterrupt:
+            write("\n")
+        texts += [text, inputs.tokenizer.decode([token.id for token in results.rows[0]], skip_special_tokens=True)]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
 """Llama 4 inference in JAX: the whole model in one file.
 
-Covers the text of what `Llama4ForConditionalGeneration` and `Llama4ForCausalLM` of transformers cover: Scout (16
-experts) and Maverick (128); the vision tower is left out on purpose. The file reads from top to bottom: configuration,
-quantization, weights and their shardings, the KV cache, layers, experts, attention (plain XLA, and a Pallas kernel for
-TPUs), the forward pass, the choice of the next token, decoding. It needs jax and numpy alone.
+It covers the text of `Llama4ForConditionalGeneration` and `Llama4ForCausalLM` of transformers: Scout (16 experts) and
+Maverick (128). The vision tower is left out on purpose. The file has three parts. "The model" is what makes this a
+Llama 4: its configuration, its weights, its layers. "Running it" is what every model here shares: sharding, prefill
+and decoding, attention in plain JAX, int8. "Fast on each machine" is the appendix: kernels, and what compilers need to
+be told. The file needs jax and numpy alone.
+
+Differs from llama3 in: `feed_forward`, which has experts in some layers; `attention`, which has rope and attends
+within chunks in some layers, and in the others scales queries by `temperature`; `rope`, which turns pairs of
+neighbouring numbers; `Config`, which says what each layer has.
 
     config = Config.from_dict(json.load(open("config.json")))
     mesh = make_mesh(tp=jax.device_count())
@@ -11,48 +16,51 @@ TPUs), the forward pass, the choice of the next token, decoding. It needs jax an
     for tokens in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):
         ...
 
-Parallelism. A mesh has three axes. `dp` splits the batch. `ep` splits the experts, and `tp` the columns of each; both
-together split all other matrices but the router, attention by heads and MLPs by columns (Shoeybi et al. 2019,
-"Megatron-LM"). All device code runs under `jax.shard_map`, where an array is this device's part and nothing is
-communicated but by the collectives written out here. A decode step has one `psum` after attention and one after the
-feed-forward of each layer, one after the embedding, and at its end an `all_gather` over ep x tp for the next token and
-one over dp, so that every host sees all rows. Where ep x tp exceeds the kv heads, the devices that share one each hold
-a part of the sequence and `exchange` queries and outputs.
+Parallelism. A mesh of devices has three axes. `dp` splits the batch. `ep` splits the experts, and `tp` the columns of
+each. Both together split all other matrices but the router: attention by heads and MLPs by columns (Shoeybi et al.
+2019, "Megatron-LM"). All device code runs under `jax.shard_map`: an array there is this device's part of it, and
+devices exchange nothing except in the collectives that the code spells out. A decode step has one `psum` after the
+embedding, two in each layer, and two `all_gather` for the next token. Where ep x tp exceeds the kv heads, the devices
+that share a kv head each hold a part of the sequence, and `exchange` queries and outputs.
 
 Some words of JAX. A pytree is nested dicts, lists and tuples of arrays; jax.tree.map applies a function to each array.
-jit compiles a function once for each set of shapes; inside, arrays are traced: they have a shape and a dtype, and no
-numbers yet. A donated argument gives its memory to the result. A mesh names the axes of a grid of devices, and a
-PartitionSpec (P) says which of them splits which dimension of an array. psum adds an array over devices, all_gather
-joins their parts. platform_dependent takes one of several functions, by the platform that is compiled for; the compiler
-moves nothing across an optimization_barrier. A Pallas kernel is the program of a TPU core, which itself fetches blocks
-of its arguments (BlockSpec says which) into the fast memory, VMEM.
+jit compiles a function once for each set of shapes. While it does so the function's arrays are traced: they have a
+shape and a dtype, and no numbers yet. A donated argument gives its memory to the result. A mesh names the axes of a
+grid of devices, and a PartitionSpec (P) says which of them splits which dimension of an array. psum adds an array over
+devices, all_gather joins their parts. platform_dependent takes one of several functions, by the platform that the
+program is compiled for. The compiler moves nothing across an optimization_barrier. A Pallas kernel is the program of a
+TPU core, which fetches blocks of its arguments (a BlockSpec says which) into the core's fast memory, VMEM.
 
 Dimension letters, in shapes and einsums. Under shard_map B, N, K, F, E and V are the sizes on one device.
 
     B  rows of the batch         D  hidden_size               V  vocab_size
     T  tokens of a row           N  num_attention_heads       F  intermediate_size, or intermediate_size_mlp
     S  cache slots of a row      K  num_key_value_heads       X  devices that share a layer, ep x tp
-    C  any contracted dimension  G  query heads per kv head   R  of them, those that share a kv head; or 1
+    C  any contracted dimension  G  query heads per kv head   R  devices that share a kv head, at least 1
     O  any output dimension      H  head_dim                  E  num_local_experts
 
-Dtypes. Weights, residual stream and cache are bfloat16 unless asked otherwise; matrices and the cache can be int8 with
-float32 scales (CPUs differ in two ways: see abstract_cache and cpu_product). Every product accumulates in float32 on
-its device; partial sums cross devices in the residual stream's dtype, which halves the traffic. Norms, rotary
-embedding, softmax and logits are float32.
+Dtypes. Weights, residual stream and cache are bfloat16 unless another dtype is asked for. Matrices and the cache can be
+int8 with float32 scales. Every product accumulates in float32; the partial sums that devices add with a psum are
+rounded to the residual stream's dtype first, which halves the traffic. Norms, rotary embedding, softmax and logits are
+float32.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import math
 import os
 import time
+import typing
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental import multihost_utils
 from jax.experimental import pallas as pl
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -60,23 +68,16 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-MODEL_AXES = ("ep", "tp")
-
-# The score of a slot that is not attended to, the logit of a token that does not exist. Finite, so that a block with
-# nothing else gives no NaN: once a real score arrives, what the block added is multiplied by exp(MASKED - score) = 0.
-MASKED = -1e30
+MODEL_AXES = ("ep", "tp")  # the axes of the mesh whose devices share a layer
 
 
-class InputError(ValueError):
-    """What the user gave cannot be used. The message is one line that names the thing and the remedy."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Configuration and mesh
+# =====================================================================================================================
+# The model
+# =====================================================================================================================
 
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-ROPE_PARAMETERS = {
+ROPE_PARAMETERS = {  # what each rope_type needs in config.json
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -122,8 +123,9 @@ class Config:
     experts_are_packed: bool = True  # in the checkpoint: one tensor for all of a layer, or one for each
 
     @classmethod
-    def from_dict(cls, config: dict) -> "Config":
-        """Reads the dict of a config.json, as transformers 4 or 5 writes it.
+    def from_dict(cls, config: dict, names: Collection[str] = ()) -> Config:
+        """Reads the dict of a config.json, as transformers 4 or 5 writes it. The names of the checkpoint's tensors tell
+        whether its experts are packed.
 
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
@@ -140,17 +142,20 @@ class Config:
         )
         needed = ROPE_PARAMETERS[rope["rope_type"]]
         rope = {name: value for name, value in rope.items() if name in ("rope_type", "rope_theta", *needed)}
-        # What says something of each layer is read apart; the last two fields are not config.json's.
+        # read_layers reads what says something about each layer. The last two fields are not config.json's.
         apart = ("moe_layers", "no_rope_layers", "layer_types", "is_nested", "experts_are_packed")
         given = {name: value for name, value in text.items() if name not in apart} | rope
-        # Released checkpoints have a number here, which transformers takes as a yes or no.
+        # Released checkpoints have a number here; transformers takes it as a yes or no.
         given["attn_temperature_tuning"] = bool(given.get("attn_temperature_tuning", True))
         given = read_fields(cls, given, (*REQUIRED, *needed))
         if "num_key_value_heads" in text:  # and null
             given.setdefault("num_key_value_heads", given["num_attention_heads"])
         if "head_dim" in text:
             given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
-        result = cls(**given, **read_layers(text, given["num_hidden_layers"]), is_nested=is_nested)
+        # FP8 checkpoints, and those converted from them, have a tensor for each expert.
+        is_packed = not any(".experts.0." in name for name in names)
+        layers = read_layers(text, given["num_hidden_layers"])
+        result = cls(**given, **layers, is_nested=is_nested, experts_are_packed=is_packed)
         if "chunked_attention" in result.layer_types and text.get("attention_chunk_size", 1) is None:
             raise InputError("config.json: layers with chunked_attention need an attention_chunk_size")
         result.check()
@@ -173,13 +178,14 @@ class Config:
                 f"{self.num_local_experts}"
             )
 
-    def chunk(self, layer: int) -> int | None:
-        """The length of a chunk in a layer, None where attention is full."""
-        return self.attention_chunk_size if self.layer_types[layer] == "chunked_attention" else None
+    def mask(self, layer: int) -> Mask:
+        """Which tokens a token attends to in a layer: all up to its own, or those of its chunk."""
+        is_chunked = self.layer_types[layer] == "chunked_attention"
+        return Mask(chunk=self.attention_chunk_size if is_chunked else None)
 
 
 def read_layers(config: dict, layers: int) -> dict[str, tuple]:
-    """The fields of Config that say something of each layer: as config.json gives them, or the reference's defaults."""
+    """The fields of Config that say something about each layer: config.json's, or the reference's defaults."""
 
     def per_layer(name, default, allowed):
         values = default if config.get(name) is None else config[name]
@@ -208,9 +214,1209 @@ def read_layers(config: dict, layers: int) -> dict[str, tuple]:
     }
 
 
+def check_mesh(config: Config, mesh: Mesh) -> None:
+    """Raises InputError if the mesh does not divide the model."""
+    shards, kv_heads = model_shards(mesh), config.num_key_value_heads
+    sizes = {"intermediate_size": config.intermediate_size} if config.moe_layers else {}
+    if len(config.moe_layers) < config.num_hidden_layers:
+        sizes["intermediate_size_mlp"] = config.intermediate_size_mlp
+    for name, size in sizes.items():
+        if size % shards:
+            raise InputError(f"ep x tp = {shards} does not divide {name} {size}; choose a divisor of it")
+    if config.moe_layers and config.num_local_experts % mesh.shape["ep"]:
+        raise InputError(f"ep = {mesh.shape['ep']} does not divide num_local_experts {config.num_local_experts}")
+    if kv_heads % shards and shards % kv_heads:
+        raise InputError(f"ep x tp = {shards} is neither a divisor nor a multiple of num_key_value_heads {kv_heads}")
+    R = cache_sharers(config, shards)
+    if "chunked_attention" in config.layer_types and config.attention_chunk_size % R:
+        raise InputError(
+            f"ep x tp = {shards}: the {R} devices that share a kv head do not divide "
+            f"attention_chunk_size {config.attention_chunk_size}; choose fewer"
+        )
+
+
+def weights_of(config: Config) -> dict:
+    """Every weight: the tensors of the checkpoint that it consists of, its shape, and how devices share it.
+
+    A matrix is [output, input], as in the checkpoint. Split by output, each device computes some of the outputs. Split
+    by input, each device computes a partial sum of all outputs, and a psum adds the sums. `qkv` and `gate_up` are one
+    product each: a device holds its query, key and value heads, or its gate and up rows, one after the other. Experts
+    are split over ep, and each like an MLP over tp. The router, which every device needs, is whole on each.
+    """
+    D, H, F, E = config.hidden_size, config.head_dim, config.intermediate_size, config.num_local_experts
+    N, K = config.num_attention_heads, config.num_key_value_heads
+    prefix = "language_model." if config.is_nested else ""
+
+    def layer(i):
+        attention, mlp = f"{prefix}model.layers.{i}.self_attn", f"{prefix}model.layers.{i}.feed_forward"
+        q, o = (Part({f"{attention}.{name}": N * H}, units=N, groups=K) for name in ("q_proj", "o_proj"))
+        k, v = (Part({f"{attention}.{name}": K * H}, units=K, groups=K, shared=True) for name in ("k_proj", "v_proj"))
+        weights = {
+            "attention_norm": whole(f"{prefix}model.layers.{i}.input_layernorm.weight", D),
+            "qkv": by_output(D, q, k, v),
+            "o": by_input(D, o),
+            "mlp_norm": whole(f"{prefix}model.layers.{i}.post_attention_layernorm.weight", D),
+        }
+        if config.attention_bias:
+            weights |= {"qkv_bias": bias(q, k, v), "o_bias": whole(f"{attention}.o_proj.bias", D)}
+        if i in config.moe_layers:
+            gate, up = (Part({f"{mlp}.shared_expert.{name}": F}) for name in ("gate_proj", "up_proj"))
+            weights |= {
+                "router": whole(f"{mlp}.router.weight", E, D),
+                "shared_gate_up": by_output(D, gate, up),
+                "shared_down": by_input(D, Part({f"{mlp}.shared_expert.down_proj": F})),
+            }
+            if config.experts_are_packed:
+                gate, up = (Part({f"{mlp}.experts.gate_up_proj": 2 * F}, rows=rows) for rows in ((0, F), (F, 2 * F)))
+                down = Part({f"{mlp}.experts.down_proj": F})
+            else:
+                names = ("gate_proj", "up_proj", "down_proj")
+                gate, up, down = (Part({f"{mlp}.experts.{{}}.{name}": F}) for name in names)
+            weights["experts_gate_up"] = by_output(D, gate, up, experts=E)
+            weights["experts_down"] = by_input(D, down, experts=E)
+        else:
+            names, columns = ("gate_proj", "up_proj", "down_proj"), config.intermediate_size_mlp
+            gate, up, down = (Part({f"{mlp}.{name}": columns}) for name in names)
+            weights |= {"gate_up": by_output(D, gate, up), "down": by_input(D, down)}
+        return weights
+
+    weights = {
+        "embedding": by_output(D, Part({f"{prefix}model.embed_tokens": config.vocab_size})),
+        "layers": [layer(i) for i in range(config.num_hidden_layers)],
+        "norm": whole(f"{prefix}model.norm.weight", D),
+    }
+    if not config.tie_word_embeddings:
+        weights["head"] = by_output(D, Part({f"{prefix}lm_head": config.vocab_size}))
+    return weights
+
+
+def left_out(name: str, config: Config) -> str | None:
+    """Why the model does not use a tensor of the checkpoint, None if it is not left out on purpose."""
+    if name.endswith("rotary_emb.inv_freq"):
+        return "computed from config.json"
+    if name.endswith("lm_head.weight") and config.tie_word_embeddings:
+        return "tied to model.embed_tokens.weight"
+    if config.is_nested and name.startswith(("vision_model.", "multi_modal_projector.")):
+        return "for images, and this model reads text"
+    return None
+
+
+def rope_frequencies(config: Config) -> np.ndarray:
+    """float32 [H / 2]: the angle by which one position turns each pair (Su et al. 2021).
+
+    "linear" divides all frequencies by `factor`. "llama3" divides those that turn less than `low_freq_factor` times
+    over the original context, keeps those that turn more than `high_freq_factor` times, and blends between. The
+    rounding is the reference class's: far along a sequence, the last place of a frequency shows.
+    """
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    frequencies = 1 / (np.float64(config.rope_theta) ** exponents).astype(np.float32)
+    if config.rope_type == "linear":
+        frequencies = frequencies / np.float32(config.factor)
+    if config.rope_type == "llama3":
+        turns = config.original_max_position_embeddings / (np.float32(2 * np.pi) / frequencies)
+        between = max(config.high_freq_factor - config.low_freq_factor, 1e-30)
+        keep = np.clip((turns - config.low_freq_factor) / between, 0, 1)
+        frequencies = (1 - keep) * frequencies / config.factor + keep * frequencies
+    return frequencies.astype(np.float32)
+
+
+def rope(x: Array, positions: Array, config: Config) -> Array:
+    """Turns the pairs (x[2i], x[2i + 1]) of float32 x [B, T, heads, H] by angles that grow with positions [B, T]."""
+    angles = positions[:, :, None, None].astype(jnp.float32) * rope_frequencies(config)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    x1, x2 = x[..., 0::2], x[..., 1::2]
+    # All first ones, then all second ones: queries and keys get the same order, and only their products count.
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+
+
+def l2_norm(x: Array, eps: float) -> Array:
+    """float32 x [..., H] over its root mean square: the reference's name for an RMS norm without weights."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def temperature(positions: Array, config: Config) -> Array:
+    """The factor of queries at positions [B, T] in layers without rope: float32 [B, T]. It grows with each
+    `floor_scale` tokens, so that attention stays sharp far along a sequence (Nakanishi 2025, "Scalable-Softmax")."""
+    return jnp.log1p(jnp.floor((positions + 1.0) / config.floor_scale)) * config.attn_scale + 1.0
+
+
+@jax.named_scope("attention")  # the name in a profiler's trace
+def attention(
+    x: Array, w: dict, cache: LayerCache, positions: Array, attend, config: Config, has_rope: bool, mask: Mask
+):
+    """The first half of a layer, on x [B, T, D] at positions [B, T]. Returns the new x and the new cache.
+
+    `attend` stores k and v [B, T, K, H] in the cache and returns the attention output [B, T, N H] of q [B, T, N, H].
+    Prefill and decode pass a different `attend`, and differ in nothing else.
+    """
+    h = rms_norm(x, w["attention_norm"], config.rms_norm_eps)
+    q, k, v = split_heads(linear(h, w["qkv"], w.get("qkv_bias")), config)
+    if has_rope:
+        q, k = rope(q, positions, config), rope(k, positions, config)
+        if config.use_qk_norm:
+            q, k = l2_norm(q, config.rms_norm_eps), l2_norm(k, config.rms_norm_eps)
+    elif config.attn_temperature_tuning:
+        q = q * temperature(positions, config)[:, :, None, None]
+    q = (q * config.head_dim**-0.5).astype(x.dtype)  # the scale of all scores
+    out, cache = attend(q, k, v, cache, positions, mask)
+    x = x + jax.lax.psum(linear(out, w["o"]).astype(x.dtype), MODEL_AXES)
+    if config.attention_bias:
+        x = x + w["o_bias"]  # add it after the psum; otherwise it is added X times
+    return x, cache
+
+
+@jax.named_scope("mlp")
+def feed_forward(x: Array, w: dict, config: Config) -> Array:
+    """The second half of a layer, on x [B, T, D]: an MLP, or a shared expert and the experts that the router
+    chooses."""
+    h = rms_norm(x, w["mlp_norm"], config.rms_norm_eps)
+    if "router" in w:
+        tokens = h.reshape(-1, h.shape[-1])
+        logits, ids = jax.lax.top_k(linear(tokens, w["router"]), config.num_experts_per_tok)
+        routed = experts(tokens, ids, jax.nn.sigmoid(logits), w["experts_gate_up"], w["experts_down"])
+        out = mlp(h, w["shared_gate_up"], w["shared_down"]) + routed.reshape(h.shape)
+    else:
+        out = mlp(h, w["gate_up"], w["down"])
+    return x + jax.lax.psum(out.astype(x.dtype), MODEL_AXES)
+
+
+def mlp(x: Array, gate_up: Array | Int8, down: Array | Int8) -> Array:
+    """This device's part of down(silu(gate(x)) up(x)), for x [.., D]: float32 [.., D], to be summed over ep x tp."""
+    gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
+    return linear((jax.nn.silu(gate) * up).astype(x.dtype), down)
+
+
+def activation(gate: Array, up: Array, score: Array) -> Array:
+    """silu(gate) * up of an expert whose input is multiplied by its score [B, 1]: float32 [B, F].
+
+    The two products before this are linear, so the score is applied to their results, gate and up [B, F]. A row that
+    did not choose the expert has score 0, and adds nothing.
+    """
+    return jax.nn.silu(gate * score) * (up * score)
+
+
+def forward(
+    weights: dict, tokens: Array, positions: Array, cache: list[LayerCache], attend, config: Config
+) -> tuple[Array, list[LayerCache]]:
+    """The layers on tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the new cache.
+
+    This is a Python loop and not a scan over stacked weights: so the compiler fetches the next layer's weights ahead,
+    and copies neither weights nor cache. `layer` is jitted so that it is traced once for each kind of layer.
+    """
+
+    @partial(jax.jit, static_argnums=(3, 4))
+    def layer(x, w, layer_cache, has_rope, mask):
+        x, layer_cache = attention(x, w, layer_cache, positions, attend, config, has_rope, mask)
+        return feed_forward(x, w, config), layer_cache
+
+    x = embed(tokens, weights["embedding"], weights["norm"])
+    cache = list(cache)
+    for i, w in enumerate(weights["layers"]):
+        x, cache[i] = layer(x, w, cache[i], bool(config.no_rope_layers[i]), config.mask(i))
+    return x, cache
+
+
+@jax.named_scope("head")
+def output_logits(weights: dict, x: Array, config: Config) -> Array:
+    """The logits of this device's part of the vocabulary, float32 [B, V], for hidden states x [B, D]."""
+    x = rms_norm(x, weights["norm"], config.rms_norm_eps)
+    return mask_padding(linear(x, weights.get("head", weights["embedding"])), config)
+
+
+# =====================================================================================================================
+# Running it
+# =====================================================================================================================
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mesh and sharding
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used. The message is one line that names the thing and the remedy."""
+
+
+def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None) -> Mesh:
+    """A mesh (dp, ep, tp) over `devices`, by default all of them.
+
+    The innermost axes communicate in every layer: jax.make_mesh places their devices next to each other.
+    """
+    devices = jax.devices() if devices is None else devices
+    if dp * ep * tp != len(devices):
+        raise InputError(
+            f"the mesh dp x ep x tp = {dp} x {ep} x {tp} needs {dp * ep * tp} devices, and there are {len(devices)}; "
+            "choose --dp --ep --tp so that their product is that number"
+        )
+    axis_types = (jax.sharding.AxisType.Auto,) * 3
+    return jax.make_mesh((dp, ep, tp), ("dp", *MODEL_AXES), axis_types=axis_types, devices=devices)
+
+
+def model_shards(mesh: Mesh) -> int:
+    """X, the number of devices that share each layer."""
+    return mesh.shape["ep"] * mesh.shape["tp"]
+
+
+def shard_index(R: int) -> Array | int:
+    """Which of the R consecutive devices that share a cache this device is."""
+    return 0 if R == 1 else jax.lax.rem(jax.lax.axis_index(MODEL_AXES), R)
+
+
+def sharer_groups(R: int) -> list[list[int]]:
+    """The devices of MODEL_AXES in groups of R consecutive ones: what a collective within each group is given."""
+    return np.arange(jax.lax.axis_size(MODEL_AXES)).reshape(-1, R).tolist()
+
+
+def specs(abstract) -> object:
+    """The PartitionSpecs of a pytree of arrays or ShapeDtypeStructs."""
+    return jax.tree.map(lambda x: x.sharding.spec, abstract)
+
+
+def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, out_specs: object):
+    """`body(weights, ..)` under shard_map: outside, an array is the whole one; inside `body` it is this device's part.
+
+    The specs of the weights come from their declaration, since traced arrays have none.
+    """
+    int8 = isinstance(weights["embedding"], Int8)
+    weight_specs = specs(abstract_weights(config, mesh, weights["norm"].dtype, int8))
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(weight_specs, *in_specs),
+        out_specs=out_specs,
+        check_vma=False,  # the kernels' outputs do not say which axes they vary over
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Declaring weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What devices share of the checkpoint's tensors: their rows, or in a weight that is split by input their columns.
+
+    `tensors` maps names to numbers of rows. Several tensors are taken as one, one after the other. In the weight of
+    several experts, a name with `{}` stands for one tensor for each expert, a name without it for a packed tensor
+    [experts, input, output].
+
+    The rows form `units` of equal size that are never cut, such as heads; by default each row is one. The units form
+    `groups`, such as query heads with the same kv head. A device holds whole groups. If there are more devices than
+    groups, the devices of a group deal out its units, and the last of them may get fewer or none; or, if the part is
+    `shared`, all of them hold the whole group. If `rows` (from, to) is given, only these rows form units; if `within`
+    is given, only these rows of each unit are taken.
+    """
+
+    tensors: dict[str, int]
+    units: int = 0
+    groups: int = 1
+    shared: bool = False
+    rows: tuple[int, int] | None = None
+    within: tuple[int, int] | None = None
+
+    def unit(self) -> tuple[int, int, int]:
+        """The first row to take, the number of units, and the rows of one."""
+        first, last = self.rows or (0, sum(self.tensors.values()))
+        units = self.units or last - first
+        return first, units, (last - first) // units
+
+    def dealt(self, shard: int, shards: int) -> tuple[int, int, int]:
+        """The units of device `shard` of `shards`: the first, the one after the last, and how many it has room for."""
+        sharers = max(shards // self.groups, 1)  # devices that share a group
+        size = self.unit()[1] // self.groups * max(self.groups // shards, 1)  # units of the groups of a device
+        room = size if self.shared else -(-size // sharers)
+        begin = shard // sharers * size
+        first = begin if self.shared else begin + min(shard % sharers * room, size)
+        return first, min(first + room, begin + size), room
+
+    def size(self, shards: int) -> int:
+        """How many rows each of `shards` devices has room for."""
+        start, stop = self.within or (0, self.unit()[2])
+        return self.dealt(0, shards)[2] * (stop - start)
+
+    def runs(self, shard: int, shards: int) -> Iterator[tuple[str, int, int]]:
+        """The rows of device `shard` of `shards` in order: a tensor's name, the first row and the one after the
+        last."""
+        (first, last, _), (begin, _, rows) = self.dealt(shard, shards), self.unit()
+        runs = [(begin + rows * first, begin + rows * last)]
+        if self.within:
+            start, stop = self.within
+            runs = [(begin + rows * i + start, begin + rows * i + stop) for i in range(first, last)]
+        for start, stop in runs:
+            for name, size in self.tensors.items():
+                if max(start, 0) < min(stop, size):
+                    yield name, max(start, 0), min(stop, size)
+                start, stop = start - size, stop - size
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A weight: its parts one after the other, as the output or the input dimension of a matrix.
+
+    `split` says along which dimension devices share it: 0 the output, 1 the input, None: each device holds all of it.
+    `other` is the other dimension of a matrix, None in a vector. `experts` is how many matrices are stacked along a
+    first dimension, 0 for one matrix alone. `dtype` is a fixed one, also in converted checkpoints. `by_head` says that
+    products are made for each head apart (see head_dtype).
+    """
+
+    parts: tuple[Part, ...]
+    split: int | None
+    other: int | None
+    ending: str  # of the tensors' names
+    experts: int = 0
+    dtype: str | None = None
+    by_head: bool = False
+
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that split one matrix. Experts are dealt out along ep, so tp is left for each."""
+        return () if self.split is None else MODEL_AXES[1:] if self.experts else MODEL_AXES
+
+    def is_packed(self) -> bool:
+        """Whether the matrices of all experts are one tensor, [experts, input, output]."""
+        return bool(self.experts) and not any("{}" in name for part in self.parts for name in part.tensors)
+
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix that devices share: it can be Int8."""
+        return self.split is not None and self.other is not None
+
+    def name(self, name: str, expert: int = 0) -> str:
+        """The full name in the checkpoint of a part's tensor."""
+        return name.format(expert) + self.ending
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        """The shape of one matrix, or vector, with so many rows."""
+        if self.other is None:
+            return (rows,)
+        return (self.other, rows) if self.split == 1 else (rows, self.other)
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of the checkpoint, with their shapes. Input dimensions are last, those of packed experts too."""
+        shapes = {name: self.shape(rows) for part in self.parts for name, rows in part.tensors.items()}
+        if self.is_packed():
+            return {self.name(name): (self.experts, *shape) for name, shape in shapes.items()}
+        return {self.name(name, e): shape for e in range(self.experts or 1) for name, shape in shapes.items()}
+
+    def abstract(self, mesh: Mesh, dtype: jnp.dtype, int8: bool) -> jax.ShapeDtypeStruct | Int8:
+        """The weight on a mesh, as a jax.ShapeDtypeStruct with its sharding, or as Int8 if `int8` and it is_matrix."""
+        shards = math.prod(mesh.shape[axis] for axis in self.axes())
+        shape = list(self.shape(shards * sum(part.size(shards) for part in self.parts)))
+        spec = [] if self.split is None else [None] * len(shape)
+        if spec:
+            spec[self.split] = self.axes()
+        if self.is_matrix() and not int8 and not self.experts:
+            parts = shards if self.split == 1 else 1
+            shape[1] = parts * stored_width(shape[1] // parts, dtype, mesh)
+        if self.experts:
+            shape, spec = [self.experts, *shape], [MODEL_AXES[0], *spec]
+
+        def array(shape, spec, dtype):
+            return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+        if self.is_matrix() and int8:
+            return Int8(array(shape, spec, jnp.int8), array(shape[:-1], spec[:-1], jnp.float32))
+        return array(shape, spec, self.dtype or (head_dtype(dtype, mesh) if self.by_head else dtype))
+
+
+def by_output(inputs: int, *parts: Part, experts: int = 0, by_head: bool = False) -> Weight:
+    """A matrix [rows of the parts, inputs] split by output, or `experts` of them."""
+    weight = Weight(parts, 0, inputs, ".weight", experts, by_head=by_head)
+    return dataclasses.replace(weight, ending="") if weight.is_packed() else weight
+
+
+def by_input(outputs: int, part: Part, experts: int = 0) -> Weight:
+    """A matrix [outputs, rows of the part] split by input, or `experts` of them."""
+    return dataclasses.replace(by_output(outputs, part, experts=experts), split=1)
+
+
+def bias(*parts: Part) -> Weight:
+    """The biases of a matrix that is split by output."""
+    return Weight(parts, 0, None, ".bias")
+
+
+def whole(name: str, *shape: int, dtype: str | None = None) -> Weight:
+    """A vector or a matrix that each device holds whole, and that is never Int8."""
+    return Weight((Part({name: shape[0]}),), None, shape[1] if shape[1:] else None, "", dtype=dtype)
+
+
+def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = False) -> dict:
+    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises as check_mesh.
+
+    Matrices are [output, input], as Hugging Face stores them: the contracted dimension comes last, so that a row is one
+    run of memory, and loading transposes nothing but packed experts. Where devices cannot share rows evenly, the arrays
+    have rows or columns of zeros, which change nothing.
+    """
+    check_mesh(config, mesh)
+    return jax.tree.map(lambda weight: weight.abstract(mesh, dtype, int8), weights_of(config))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decoding
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "sampling"), donate_argnames=("cache",))
+def prefill(weights: dict, cache, tokens, start, lengths, seeds, *, config: Config, mesh: Mesh, sampling: Sampling):
+    """One piece of the prompts: T tokens of each row, at positions start to start + T.
+
+    Rows are padded at the end. No real token attends to the padding, and each of its slots is overwritten before a
+    later token could. A row that has ended before this piece stores nothing.
+
+    Args: cache, donated; tokens int32 [B, T]; start int32 []; lengths int32 [B], of the prompts; seeds as in
+    next_token. Returns the cache, and for the rows that end in this piece the first token that follows and its
+    log-probability, in int32 [B] and float32 [B].
+    """
+
+    def body(weights, cache, tokens, start, lengths, seeds):
+        T = tokens.shape[1]
+        positions = jnp.broadcast_to(start + jnp.arange(T), tokens.shape)
+        attend = partial(prefill_attention, is_live=start < lengths, R=cache_sharers(config, model_shards(mesh)))
+        x, cache = forward(weights, tokens, positions, cache, attend, config)
+        last = jnp.clip(lengths - 1 - start, 0, T - 1)
+        x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+        return cache, *next_token(output_logits(weights, x, config), lengths - 1, seeds, sampling)
+
+    in_specs = (CACHE_SPEC, P("dp"), P(), P("dp"), P("dp"))
+    program = sharded(body, mesh, weights, config, in_specs, (CACHE_SPEC, P(), P()))
+    return program(weights, cache, tokens, start, lengths, seeds)
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "sampling"), donate_argnames=("cache",))
+def decode_step(weights: dict, cache, tokens, positions, seeds, *, config: Config, mesh: Mesh, sampling: Sampling):
+    """One token for every row: takes tokens [B] at positions [B], and chooses those that follow.
+
+    Returns the cache (donated), the next tokens int32 [B], their log-probabilities float32 [B] and their positions.
+    """
+
+    def body(weights, cache, tokens, positions, seeds):
+        R = cache_sharers(config, model_shards(mesh))
+        # A finished row goes on until all rows are finished, in the last slot if there is no further one.
+        positions = jnp.minimum(positions, capacity(cache, config, R) - 1)
+        attend = partial(decode_attention, R=R)
+        x, cache = forward(weights, tokens[:, None], positions[:, None], cache, attend, config)
+        tokens, logprobs = next_token(output_logits(weights, x[:, 0], config), positions, seeds, sampling)
+        return cache, tokens, logprobs, positions + 1
+
+    in_specs = (CACHE_SPEC, P("dp"), P("dp"), P("dp"))
+    program = sharded(body, mesh, weights, config, in_specs, (CACHE_SPEC, P(), P(), P("dp")))
+    return program(weights, cache, tokens, positions, seeds)
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen. `temperature` 0 takes the most probable one.
+
+    Otherwise the logits are divided by `temperature`, the `top_k` largest are kept (0: all), then of these the most
+    probable ones until their probabilities add up to `top_p` (Holtzman et al. 2020).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling) -> tuple[Array, Array]:
+    """Tokens int32 and their log-probabilities float32, [B] each: of the whole batch, and on every device.
+
+    The log-probability is that of the unmodified softmax. Sampling draws with a key of its own for each row and each
+    position, so that no key is used twice.
+
+    Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seeds uint32 [B, 2], the
+    number of each row and the seed of the run.
+    """
+    if sampling.temperature == 0:
+        # Each device has a candidate: its largest logit, that token, and the sum of exp(logit - largest).
+        largest, V = jnp.max(logits, axis=-1), logits.shape[1]
+        local = jnp.min(jnp.where(logits == largest[:, None], jnp.arange(V), V - 1), axis=-1)  # argmax is slow on CPUs
+        ids = local + jax.lax.axis_index(MODEL_AXES) * V
+        total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
+        # One collective for all three; float32 holds every id below 2**24 exactly.
+        candidates = jnp.stack([largest, total, ids.astype(jnp.float32)])
+        largest, total, ids = jax.lax.all_gather(candidates, MODEL_AXES, axis=1)  # [X, B] each
+        winner = jnp.argmax(largest, axis=0)[None]
+        logprobs = -jnp.log(jnp.sum(total * jnp.exp(largest - jnp.max(largest, axis=0)), axis=0))
+        tokens = jnp.take_along_axis(ids, winner, axis=0)[0].astype(jnp.int32)
+    else:
+        logits = jax.lax.all_gather(logits, MODEL_AXES, axis=1, tiled=True)
+        keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")  # a key of this generator is two numbers
+        keys = jax.vmap(jax.random.fold_in)(keys, positions)
+        kept = keep_probable(logits / sampling.temperature, sampling.top_k, sampling.top_p)
+        tokens = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
+        logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)[:, 0]
+    # Every host needs the tokens of all rows, to see which rows have ended.
+    chosen = jnp.stack([tokens.astype(jnp.float32), logprobs])
+    tokens, logprobs = jax.lax.all_gather(chosen, "dp", axis=1, tiled=True)
+    return tokens.astype(jnp.int32), logprobs
+
+
+def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
+    """Logits [B, V] with -inf for all that `top_k` and then `top_p` leave out; the most probable token stays."""
+    if top_k:
+        smallest = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    if top_p < 1:
+        descending = jnp.sort(logits, axis=-1, descending=True)
+        probabilities = jax.nn.softmax(descending, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        kept = jnp.sum(before < top_p, axis=-1, keepdims=True)
+        smallest = jnp.take_along_axis(descending, kept - 1, axis=-1)
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    return logits
+
+
+PREFILL_TOKENS = 4096  # of all rows of a device in one piece: bounds the memory of prefill
+PREFILL_PIECE = 1024  # of one row: enough for each weight that is read to serve many tokens; not yet tuned on hardware
+LOOKAHEAD = 2  # decode steps in flight before the host reads their tokens
+
+
+class Token(NamedTuple):
+    """A generated token of prompt `row`, with `finish_reason` "stop" or "length" if it is the row's last."""
+
+    row: int
+    id: int
+    logprob: float
+    finish_reason: str | None
+
+
+def generate(
+    weights: dict,
+    prompts: list[list[int]],
+    config: Config,
+    mesh: Mesh,
+    *,
+    rows: list[int] | None = None,
+    max_new_tokens: int,
+    max_seq_len: int | None = None,
+    stop_tokens: tuple[int, ...] = (),
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    int8_cache: bool = False,
+    stats: dict | None = None,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> Iterator[list[Token]]:
+    """Decodes all prompts as one batch and yields, step by step, the new tokens of the rows that are not finished.
+
+    A row ends with the first of `stop_tokens`, after `max_new_tokens`, or when it has filled `max_seq_len` slots (by
+    default as many as all this needs). What a row generates does not depend on the others: sampling draws by the seed
+    and the row's number, which its tokens carry. `rows` are these numbers, by default the places in `prompts`.
+
+    The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
+    reads them LOOKAHEAD steps later. On machines whose attention reads the whole cache, the cache doubles as it fills,
+    at one compilation for each size.
+
+    `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
+    and at the end step_bytes of a decode step of mean length. Compilation and growing the cache are in no other time.
+    `progress(stage, done, total)` is called before and after a compilation, and with the tokens of each piece of
+    prefill.
+
+    Raises InputError when its first item is asked for: for prompts that check_prompts refuses, and for a cache that
+    does not fit; later, if there is no memory left for the cache to grow.
+    """
+    stats = {} if stats is None else stats
+    stats |= {"compile_s": 0.0, "decode_s": 0.0, "decode_steps": 0, "decode_tokens": 0}
+    check_prompts(prompts, config, max_seq_len)
+    lengths = [len(prompt) for prompt in prompts]
+    max_seq_len = max_seq_len or max(lengths) + max_new_tokens - 1  # the last token needs no slot
+    limits = [min(max_new_tokens, max_seq_len - length + 1) for length in lengths]
+
+    # The prompts as one array, padded at the end of each row, and with rows of one token so that dp divides them.
+    dp, dtype, R = mesh.shape["dp"], weights["norm"].dtype, cache_sharers(config, model_shards(mesh))
+    batch = -(-len(prompts) // dp) * dp
+    piece = piece_length(max(lengths), batch // dp, R, config)
+    starts = range(0, max(lengths), piece)
+    prompt_tokens = np.zeros((batch, len(starts) * piece), np.int32)
+    for row, prompt in enumerate(prompts):
+        prompt_tokens[row, : len(prompt)] = prompt
+    padding = batch - len(prompts)
+    prompt_lengths = np.array(lengths + [1] * padding, np.int32)
+    rows = list(range(len(prompts))) if rows is None else rows
+
+    def on_mesh(array, spec=P()):
+        return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
+
+    positions = on_mesh(prompt_lengths, P("dp"))  # of the next token of each row
+    seeds = on_mesh(np.array([(row, seed) for row in rows + [0] * padding], np.uint32), P("dp"))
+
+    most_slots = max(max_seq_len, prompt_tokens.shape[1])
+    too_large = f"no memory for a cache of {batch} x {most_slots} tokens; lower max_new_tokens or max_seq_len"
+
+    def cache_for(position):
+        """The cache that a step at `position` is compiled with: all slots, or as many as are needed there."""
+        return abstract_cache(config, mesh, batch, slots_until(position, most_slots, mesh), dtype, int8_cache)
+
+    def in_memory(make, *arguments):
+        try:
+            return jax.block_until_ready(make(*arguments))
+        except jax.errors.JaxRuntimeError as error:
+            raise InputError(too_large) from error
+
+    def compiled(stage, program, *arguments):
+        begin, options = time.perf_counter(), {"config": config, "mesh": mesh, "sampling": sampling}
+        executable = compile_once(program, arguments, options, partial(progress, f"compiling {stage}"))
+        stats["compile_s"] += time.perf_counter() - begin
+        return executable
+
+    if stored_bytes((weights, cache_for(most_slots - 1))) > memory_of(mesh):
+        raise InputError(too_large)  # now, and not when the cache has grown
+    cache = in_memory(zeros, cache_for(max(*lengths, prompt_tokens.shape[1] - 1)))
+
+    # Prefill. All that it and the first decode step need is compiled before the clock starts.
+    tokens = on_mesh(prompt_tokens[:, :piece])
+    prefill_piece = compiled("prefill", prefill, weights, cache, tokens, on_mesh(np.int32(0)), positions, seeds)
+    step = compiled("decoding", decode_step, weights, cache, on_mesh(prompt_tokens[:, 0]), positions, seeds)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("compiled")  # or the clock would count what others still compile
+    begin = time.perf_counter()
+    chosen = []  # in each piece: tokens and their log-probabilities
+    for start in starts:
+        tokens = on_mesh(prompt_tokens[:, start : start + piece])
+        cache, *new = prefill_piece(weights, cache, tokens, on_mesh(np.int32(start)), positions, seeds)
+        jax.block_until_ready(chosen[-1:])  # the piece before this one, so that the device always has work
+        progress("prefill", sum(min(length, start) for length in lengths), sum(lengths))
+        chosen.append(new)
+    last_pieces = (prompt_lengths - 1) // piece
+    tokens, logprobs = (np.stack(each)[last_pieces, np.arange(batch)] for each in zip(*chosen, strict=True))
+    progress("prefill", sum(lengths), sum(lengths))
+    stats |= {"prefill_s": time.perf_counter() - begin, "prefill_tokens": sum(lengths)}
+
+    live = set(range(len(prompts)))  # the rows that are not finished
+    read = 0  # tokens of a row that the host has read
+
+    def read_tokens(tokens, logprobs):
+        """Fetches the tokens of a step, and takes the rows that end with them out of `live`."""
+        nonlocal read
+        read += 1
+        ids, logs = np.asarray(tokens), np.asarray(logprobs)
+        new = []
+        for row in sorted(live):
+            is_stop = int(ids[row]) in stop_tokens
+            reason = "stop" if is_stop else "length" if read == limits[row] else None
+            new.append(Token(rows[row], int(ids[row]), float(logs[row]), reason))
+            if reason:
+                live.remove(row)
+        return new
+
+    yield read_tokens(tokens, logprobs)
+
+    # Decode.
+    tokens = on_mesh(tokens)
+    in_flight = deque()  # the tokens of steps that the host has not read
+    started = 1  # tokens of a row, in flight or read
+    begin = time.perf_counter()
+    while live:
+        while started < max(limits[row] for row in live) and len(in_flight) <= LOOKAHEAD:
+            # No further than a row's limit: a row that has reached it is live until the host has read its tokens.
+            position = max(lengths[row] + min(started, limits[row] - 1) for row in live) - 1
+            if position >= capacity(cache, config, R):
+                jax.block_until_ready(tokens)  # no step runs while the clock stands still
+                pause = time.perf_counter()
+                cache = in_memory(grown, cache, cache_for(position))
+                step = compiled("decoding", decode_step, weights, cache, tokens, positions, seeds)
+                begin += time.perf_counter() - pause
+            cache, tokens, logprobs, positions = step(weights, cache, tokens, positions, seeds)
+            tokens.copy_to_host_async()
+            in_flight.append((tokens, logprobs))
+            started += 1
+        new = read_tokens(*in_flight.popleft())
+        stats["decode_s"] = time.perf_counter() - begin
+        stats["decode_steps"] += 1
+        stats["decode_tokens"] += len(new)
+        yield new
+    jax.block_until_ready(cache)  # steps in flight: no process may leave while others wait for it in a collective
+    stats["step_bytes"] = step_bytes(weights, cache, [length + read / 2 for length in lengths], config)
+
+
+PROGRAMS = {}  # the last compiled programs of this process
+
+
+def compile_once(program, arguments: tuple, options: dict, announce: Callable[[int, int], None]):
+    """A jitted program, compiled for arguments of these shapes, dtypes and shardings, and kept for the next call."""
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arguments)
+    leaves, tree = jax.tree.flatten(abstract)
+    key = program, tree, *leaves, *options.values()
+    if key not in PROGRAMS:
+        announce(0, 1)
+        while len(PROGRAMS) >= 32:
+            del PROGRAMS[next(iter(PROGRAMS))]
+        PROGRAMS[key] = program.lower(*abstract, **options).compile()
+        announce(1, 1)
+    return PROGRAMS[key]
+
+
+def zeros(abstract) -> object:
+    """A pytree of zeros in the shapes, dtypes and shardings of `abstract`, made on the devices."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
+
+
+def grown(cache: list[LayerCache], abstract: list[LayerCache]) -> list[LayerCache]:
+    """The cache with as many slots as `abstract` has, the new ones empty. It takes the layers out of the list that it
+    is given, one at a time, so that no more than one is in memory twice."""
+    return [jax.block_until_ready(grow_layer(cache.pop(0), wanted=layer)) for layer in abstract]
+
+
+@partial(jax.jit, static_argnames="wanted")
+def grow_layer(layer: LayerCache, wanted: LayerCache) -> LayerCache:
+    """A layer's cache, padded to the shapes of `wanted`, in its shardings."""
+
+    def padded(x, wanted):
+        x = jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, wanted.shape, strict=True)])
+        return jax.lax.with_sharding_constraint(x, wanted.sharding)
+
+    return jax.tree.map(padded, layer, wanted)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def cache_slots(tokens: int) -> int:
+    """Slots to allocate for `tokens`: somewhat more, so that large blocks divide them. That is the next multiple of 256
+    up to 2,048 tokens, and at most a quarter more beyond."""
+    unit = max(256, power_of_two(tokens) // 8)
+    return -(-tokens // unit) * unit
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Many prompts, memory and statistics
+
+
+BATCH = 256  # rows of a device: by data sheets, beyond 240 (TPU v5e) or 295 (H100) computing outlasts reading bfloat16
+MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
+
+
+def generate_in_batches(
+    weights: dict,
+    prompts: list[list[int]],
+    config: Config,
+    mesh: Mesh,
+    *,
+    max_new_tokens: int,
+    max_seq_len: int | None = None,
+    int8_cache: bool = False,
+    stats: dict | None = None,
+    **options,
+) -> Iterator[list[Token]]:
+    """What generate does, for any number of prompts: in several batches if they do not fit in one.
+
+    A batch has rows of similar length, at most BATCH on a device. The longest come first, so that prompts that do not
+    fit are refused at once. The numbers of rows and slots are powers of two, so that few programs have to be compiled.
+    `stats` is of all batches, its step_bytes of a mean step. All other options are generate's.
+    """
+    check_prompts(prompts, config, max_seq_len)
+    stats = {} if stats is None else stats
+    dp, dtype = mesh.shape["dp"], weights["norm"].dtype
+    room = MEMORY_SHARE * memory_of(mesh) - stored_bytes(weights)
+
+    def fits(count, slots):
+        cache = abstract_cache(config, mesh, -(-count // dp) * dp, slots, dtype, int8_cache)
+        return count <= BATCH * dp and stored_bytes(cache) <= room
+
+    left = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+    while left:
+        needed = max_seq_len or len(prompts[left[-1]]) + max_new_tokens - 1
+        count, slots = len(left), needed
+        if not fits(count, slots):
+            count, slots = BATCH * dp, max_seq_len or max(256, power_of_two(needed))
+            while count > dp and not fits(count, slots):
+                count //= 2
+            if not fits(count, slots):  # by not much, perhaps
+                slots = needed
+        rows, left = sorted(left[-count:]), left[:-count]
+        measured = {}
+        options |= {"max_new_tokens": max_new_tokens, "max_seq_len": slots, "int8_cache": int8_cache}
+        yield from generate(weights, [prompts[row] for row in rows], config, mesh, rows=rows, stats=measured, **options)
+        steps = stats.get("decode_steps", 0) + measured["decode_steps"]
+        share = measured["decode_steps"] / steps if steps else 1
+        mean_bytes = round(share * measured.pop("step_bytes") + (1 - share) * stats.get("step_bytes", 0))
+        stats |= {key: stats.get(key, 0) + value for key, value in measured.items()} | {"step_bytes": mean_bytes}
+
+
+def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None) -> None:
+    """Raises InputError for no prompt, and one that is empty, longer than `max_seq_len` or outside the vocabulary."""
+    if not prompts:
+        raise InputError("there is no prompt")
+    for row, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise InputError(f"prompt {row} is empty: it has no tokens")
+        if max_seq_len and len(prompt) > max_seq_len:
+            raise InputError(f"prompt {row} has {len(prompt)} tokens, more than max_seq_len {max_seq_len}; raise it")
+        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+            raise InputError(f"prompt {row} has a token outside the model's vocabulary of {config.vocab_size}")
+
+
+def stored_bytes(tree) -> int:
+    """Bytes of a pytree of arrays or ShapeDtypeStructs on all devices. What several devices hold counts on each."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config) -> int:
+    """Bytes that a decode step has to read on all devices: all weights but the embedding, `lengths` slots of the rows.
+
+    Of experts it counts as many as the rows choose on average if the router prefers none. A tied embedding is the
+    output head too, and counts. A weight counts on every device that holds it.
+    """
+    rows = len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
+
+    def read(weight, array):
+        chosen = 1 - (1 - config.num_experts_per_tok / weight.experts) ** rows if weight.experts else 1
+        return chosen * stored_bytes(array)
+
+    total = sum(jax.tree.leaves(jax.tree.map(read, weights_of(config), weights)))
+    if "head" in weights:
+        total -= stored_bytes(weights["embedding"])
+    return int(total + cache_bytes_read(cache, lengths, config))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Norm, embedding, vocabulary
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """x over its root mean square along the last dimension, times weight; float32 inside, x's dtype outside."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+@jax.named_scope("embed")
+def embed(tokens: Array, table: Array | Int8, norm: Array) -> Array:
+    """Rows of the vocabulary-sharded table [V, D] for tokens [B, T]: [B, T, D] in the dtype of a norm [D].
+
+    Each device looks up the tokens that it holds and has zeros for the others; the psum puts them together.
+    """
+    local = tokens - jax.lax.axis_index(MODEL_AXES) * table.shape[0]
+    is_here = (local >= 0) & (local < table.shape[0])
+    # One row more than needed: XLA would lay a whole int8 table out anew to take a single row of it.
+    index = jnp.pad(jnp.where(is_here, local, 0), ((0, 1), (0, 0)))
+    x, scale = values_and_scale(jax.tree.map(lambda t: t[index][:-1], table), jnp.float32)
+    x = x if scale is None else x * scale[..., None]
+    x = x[..., : norm.shape[0]]  # see stored_width
+    return jax.lax.psum(jnp.where(is_here[..., None], x, 0).astype(norm.dtype), MODEL_AXES)
+
+
+def mask_padding(logits: Array, config: Config) -> Array:
+    """logits [B, V] of this device's part of the vocabulary, without those of rows that only even out the parts."""
+    ids = jax.lax.axis_index(MODEL_AXES) * logits.shape[1] + jnp.arange(logits.shape[1])
+    return jnp.where(ids < config.vocab_size, logits, MASKED)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention in plain JAX
+
+
+# The score of a slot that is not attended to, the logit of a token that does not exist. It is finite, so that a block
+# with nothing else gives no NaN: once a real score arrives, what the block added is multiplied by exp(MASKED - m) = 0.
+MASKED = -1e30
+
+CACHE_SPEC = P("dp", MODEL_AXES)  # rows over dp; kv heads, or parts of a sequence, over ep x tp
+
+
+def is_attended(keys: Array, queries: Array, window: int | None) -> Array:
+    """Whether queries see keys, both given by their positions in shapes that broadcast: no later key, and none before
+    the last `window` ones (None: all)."""
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)
+
+
+def attention_scores(q: Array, k: Array | Int8, mask: Array) -> Array:
+    """q [B, K, G, T, H], k [B, K, S, H], mask [.., T, S]: float32 [B, K, G, T, S]."""
+    keys, scale = values_and_scale(k, q.dtype)
+    scores = query_key_product(q.astype(keys.dtype), keys)
+    scores = scores if scale is None else scores * scale[:, :, None, None]
+    return jnp.where(mask, scores, MASKED)
+
+
+def weighted_sum(p: Array, v: Array | Int8, dtype: jnp.dtype) -> Array:
+    """p [B, K, G, T, S], v [B, K, S, H]: float32 [B, K, G, T, H]. `dtype` is for the product with int8 values."""
+    values, scale = values_and_scale(v, dtype)
+    p = p if scale is None else p * scale[:, :, None, None]
+    return einsum("bkgts,bksh->bkgth", p.astype(values.dtype), values)
+
+
+def add_block(state: tuple, scores: Array, v: Array | Int8, dtype: jnp.dtype) -> tuple:
+    """The state (m, l, acc) of a running softmax (Milakov and Gimelshein 2018) after one more block of keys: the
+    largest score, the sum of exp(score - m), and the sum of the values that these weigh."""
+    m, l, acc = state
+    new_m = jnp.maximum(m, jnp.max(scores, axis=-1))
+    alpha, p = jnp.exp(m - new_m), jnp.exp(scores - new_m[..., None])
+    return new_m, l * alpha + jnp.sum(p, axis=-1), acc * alpha[..., None] + weighted_sum(p, v, dtype)
+
+
+def attention_with_sum(scores: Array, v: Array | Int8, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """The softmax of all scores [B, K, G, T, S] times v, and the log-sum-exp of the scores [B, K, G, T, 1]."""
+    m = jnp.max(scores, axis=-1, keepdims=True)
+    p = jnp.exp(scores - m)
+    l = jnp.sum(p, axis=-1, keepdims=True)
+    return weighted_sum(p / l, v, dtype), m + jnp.log(l)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention over heads in plain JAX
+
+
+class Mask(NamedTuple):
+    """Which tokens up to its own a token attends to: all, the last `window` ones, or those of its chunk of `chunk`."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer, [B, K, S, H] each, the token at position p of a row in slot p of that row.
+
+    Where attention is chunked, positions count from the beginning of a chunk: the next chunk overwrites it. Where R
+    devices share a kv head, they deal out its tokens: of these, device r holds the positions p with p % R == r, in slot
+    p // R. (K is then 1 on a device, and X in the whole array.)
+    """
+
+    k: Array | Int8
+    v: Array | Int8
+
+
+def abstract_cache(
+    config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, int8: bool = False
+) -> list[LayerCache]:
+    """The KV cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens and somewhat more. A chunked layer holds
+    no more than a chunk. Dtype and width are as cache_layout has them."""
+    X, sharding = model_shards(mesh), NamedSharding(mesh, CACHE_SPEC)
+    H, dtype = cache_layout(config.head_dim, dtype, mesh)
+
+    def layer_cache(i):
+        tokens = min(max_seq_len, config.mask(i).chunk or max_seq_len)
+        slots = cache_slots(-(-tokens // cache_sharers(config, X)))
+        shape = (batch, max(config.num_key_value_heads, X), slots, H)
+        side = jax.ShapeDtypeStruct(shape, jnp.int8 if int8 else dtype, sharding=sharding)
+        if int8:
+            side = Int8(side, jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=sharding))
+        return LayerCache(side, side)
+
+    return [layer_cache(i) for i in range(config.num_hidden_layers)]
+
+
+def cache_sharers(config: Config, shards: int) -> int:
+    """R, the number of devices that share a kv head, of `shards` devices that share a layer."""
+    return max(shards // config.num_key_value_heads, 1)
+
+
+def capacity(cache: list[LayerCache], config: Config, R: int) -> int:
+    """Tokens of a row that the cache holds, on all R devices that share a kv head. A layer that holds a whole chunk
+    sets no limit."""
+    slots = [(R * layer.k.shape[2], config.mask(i).chunk) for i, layer in enumerate(cache)]
+    return min((n for n, chunk in slots if not chunk or n < chunk), default=2**31 - 1)
+
+
+def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Config) -> float:
+    """Bytes of the cache that a decode step has to read, on all devices, for rows of these lengths."""
+    read = 0.0
+    for i, layer in enumerate(cache):
+        window, chunk = config.mask(i)
+        tokens = sum((length - 1) % chunk + 1 if chunk else min(length, window or length) for length in lengths)
+        batch, heads, slots, _ = layer.k.shape
+        read += stored_bytes(layer) * tokens / (batch * heads * slots / config.num_key_value_heads)
+    return read
+
+
+def piece_length(longest: int, rows: int, R: int, config: Config) -> int:
+    """Tokens of a row that prefill takes at once, if a device has so many rows: a multiple of R, and a divisor of the
+    chunk of chunked layers."""
+    piece = min(PREFILL_PIECE, power_of_two(longest), max(1, PREFILL_TOKENS // power_of_two(rows)))
+    piece = -(-piece // R) * R
+    chunks = {chunk for i in range(config.num_hidden_layers) if (chunk := config.mask(i).chunk)}
+    return next(n for n in range(piece, 0, -R) if all(chunk % n == 0 for chunk in chunks))
+
+
+def split_heads(qkv: Array, config: Config) -> tuple[Array, Array, Array]:
+    """This device's queries [B, T, N, H], keys and values [B, T, K, H] of the product with `qkv`.
+
+    Devices that share a kv head deal out its query heads. If R does not divide them, some devices have heads of zeros.
+    """
+    X, kv_heads = jax.lax.axis_size(MODEL_AXES), config.num_key_value_heads
+    K = max(kv_heads // X, 1)
+    N = K * -(-(config.num_attention_heads // kv_heads) // cache_sharers(config, X))
+    return jnp.split(qkv.reshape(*qkv.shape[:2], N + 2 * K, config.head_dim), [N, N + K], axis=2)
+
+
+def in_cache_layout(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
+    """q [B, T, N, H] as [B, K, G, T, H], and k and v [B, T, K, H] as a LayerCache of T slots in the cache's dtype. All
+    are as wide as the cache, with zeros, which change neither scores nor values."""
+    (B, T, N, H), K = q.shape, k.shape[2]
+    q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, cache.k.shape[-1] - H))) for a in (q, k, v))
+    store = quantize if isinstance(cache.k, Int8) else lambda a: a.astype(cache.k.dtype)
+    new = LayerCache(store(k.swapaxes(1, 2)), store(v.swapaxes(1, 2)))
+    return q.reshape(B, T, K, N // K, -1).transpose(0, 2, 3, 1, 4), new
+
+
+def prefill_attention(
+    q, k, v, cache: LayerCache, positions, mask: Mask, *, is_live, R: int
+) -> tuple[Array, LayerCache]:
+    """Causal attention of T tokens of every row, at the same positions in each, over all positions up to theirs.
+
+    A running softmax takes the keys in blocks, as many as are filled: memory is bounded whatever the prompt's length.
+    The positions are traced, so that one program serves all pieces of a prompt. Where R devices share a kv head, they
+    gather each block from all of them.
+
+    Args: q [B, T, N, H], scaled; k, v float32 [B, T, K, H]; positions int32 [B, T], start to start + T in each row,
+    with start and T multiples of R; is_live bool [B], the rows to store: the others have ended before. Returns [B, T, N
+    H] in q's dtype, and the cache.
+    """
+    (B, T, N, H), block = q.shape, math.gcd(cache.k.shape[2], 512)
+    q, new = in_cache_layout(q, k, v, cache)
+    positions = positions[0] % mask.chunk if mask.chunk else positions[0]
+    start = positions[0]
+
+    def store(cache, new):
+        if R > 1:  # this device's share of the new tokens
+            new = new.reshape(*new.shape[:2], T // R, R, *new.shape[3:])
+            new = jax.lax.dynamic_index_in_dim(new, shard_index(R), axis=3, keepdims=False)
+        old = jax.lax.dynamic_slice_in_dim(cache, start // R, T // R, axis=2)
+        new = jnp.where(is_live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+        return jax.lax.dynamic_update_slice_in_dim(cache, new, start // R, axis=2)
+
+    def load(cache, i):
+        slots = jax.lax.dynamic_slice_in_dim(cache, i * block, block, axis=2)
+        if R > 1:
+            slots = jax.lax.all_gather(slots, MODEL_AXES, axis=3, axis_index_groups=sharer_groups(R))
+            slots = slots.reshape(*cache.shape[:2], R * block, *cache.shape[3:])
+        return slots
+
+    cache = jax.tree.map(store, cache, new)
+
+    def step(i, state):
+        k, v = jax.tree.map(partial(load, i=i), cache)
+        seen = is_attended(i * block * R + jnp.arange(block * R), positions[:, None], mask.window)
+        return add_block(state, attention_scores(q, k, seen), v, q.dtype)
+
+    first = 0 if mask.window is None else jnp.maximum(start - mask.window + 1, 0) // (block * R)
+    state = (jnp.full(q.shape[:-1], MASKED), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape, jnp.float32))
+    _, l, acc = jax.lax.fori_loop(first, (start + T - 1) // (block * R) + 1, step, state)
+    out = (acc / l[..., None]).astype(q.dtype)
+    return out.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, T, N * H), cache
+
+
+def decode_attention(q, k, v, cache: LayerCache, positions, mask: Mask, *, R: int) -> tuple[Array, LayerCache]:
+    """Attention of one token a row, at positions [B, 1], over the positions up to its own. Args: as prefill_attention.
+
+    Where R devices share a kv head, each attends to its own slots, with the query heads of all R. They exchange the
+    queries before, and afterwards the outputs with the log-sum-exp of their scores, by which partial softmaxes merge
+    (as in Dao et al. 2023, "Flash-Decoding"). So no part of the cache is read, or held, twice.
+    """
+    B, _, N, H = q.shape
+    q, new = in_cache_layout(q, k, v, cache)
+    G, width = q.shape[2], q.shape[4]
+    positions = positions[:, 0] % mask.chunk if mask.chunk else positions[:, 0]
+    queries = q
+    if R > 1:  # K is 1 then; all get the same, so that this exchange is a gather
+        queries = exchange(q.reshape(1, B, G, width), R)
+        queries = queries.swapaxes(0, 1).reshape(B, 1, R * G, 1, width)
+    out, log_sum_exp, cache = attend_to_slots(queries, new, cache, positions, mask.window, R)
+    if R > 1:
+        parts = jnp.concatenate([out, log_sum_exp], axis=-1).reshape(B, R, G, width + 1)
+        parts = exchange(parts.swapaxes(0, 1), R)
+        out = jnp.sum(parts[..., :width] * jax.nn.softmax(parts[..., width:], axis=0), axis=0).reshape(q.shape)
+    return out.astype(q.dtype).transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, 1, N * H), cache
+
+
+def plain_slot_attention(
+    q: Array, new: LayerCache, cache: LayerCache, positions: Array, window: int | None, R: int
+) -> tuple[Array, Array, LayerCache]:
+    """The queries q [B, K, G, 1, H] at positions [B] over this device's slots, once the tokens `new` are stored there.
+
+    It reads all slots there are. Returns float32 [B, K, G, 1, H], the log-sum-exp of the scores, [B, K, G, 1, 1], and
+    the cache.
+    """
+    rows, S = jnp.arange(len(positions)), cache.k.shape[2]
+    # If another device stores the token, the slot is S: out of bounds, dropped.
+    slots = positions if R == 1 else jnp.where(positions % R == shard_index(R), positions // R, S)
+    cache = jax.tree.map(lambda c, n: c.at[rows, :, slots].set(n[:, :, 0], mode="drop"), cache, new)
+    cache = jax.tree.map(keep_layout, cache)
+    seen = is_attended(jnp.arange(S) * R + shard_index(R), positions[:, None], window)
+    scores = attention_scores(q, cache.k, seen[:, None, None, None])
+    return *attention_with_sum(scores, cache.v, q.dtype), cache
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts in plain JAX
+
+
+@jax.named_scope("experts")
+def experts(x: Array, ids: Array, scores: Array, w_gate_up: Array | Int8, w_down: Array | Int8) -> Array:
+    """What this device's experts, and its columns of them, contribute to the rows that chose them: float32 [B, D], to
+    be summed over ep x tp.
+
+    Args: x [B, D]; ids int32 [B, k], the experts chosen, counted over all devices; scores float32 [B, k]; w_gate_up
+    [E, 2F, D], gate rows before up rows; w_down [E, D, F].
+
+    B counts tokens here, rows times T. k is the number of experts chosen for each. A pair is a token and one of them.
+    No expert is read, or multiplied, that no token chose.
+    """
+    E = w_down.shape[0]
+    ids = ids - jax.lax.axis_index("ep") * E
+    ids = jnp.where((ids >= 0) & (ids < E), ids, E)  # E: on another device
+    return local_experts(x, ids, scores, w_gate_up, w_down)
+
+
+def in_tiles(run, x, ids, scores, w_gate_up, w_down, tile: int) -> Array:
+    """`run(..)` on tiles of at most `tile` rows. A tile computes all its rows with every expert that one of them chose.
+    So rows that are more than a tile are sorted by expert, with a row for each expert that it chose.
+
+    ids are those of this device, E for an expert on another device.
+    """
+    (B, k), E = ids.shape, w_down.shape[0]
+    if tile >= B:
+        return run(x, ids, scores, w_gate_up, w_down, tile=B)
+    ids = jnp.pad(ids.ravel(), (0, -B * k % tile), constant_values=E)  # to whole tiles
+    scores = jnp.pad(scores.ravel(), (0, -B * k % tile))
+    order = jnp.argsort(ids)
+    x = jnp.take(x, order // k, axis=0, mode="clip")
+    y = run(x, ids[order, None], scores[order, None], w_gate_up, w_down, tile=tile)
+    y = y[jnp.argsort(order)[: B * k]]  # zeros for experts on other devices
+    return jnp.sum(y.reshape(B, k, -1), axis=1)
+
+
+def scores_by_expert(ids: Array, scores: Array, E: int) -> Array:
+    """ids, scores [B, k]: float32 [B, E], the score of each token for each expert, 0 if it did not choose it."""
+    return jnp.sum(jnp.where(ids[:, :, None] == jnp.arange(E), scores[:, :, None], 0), axis=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Int8
+
+
+class Int8(NamedTuple):
+    """int8 `values [..., C]` times float32 `scale [...]`: one scale for each vector along the last dimension.
+
+    A weight [.., O, C] has a scale for each output channel, which is applied after the product. The embedding [V, D]
+    has one for each token, a cache [B, K, S, H] one for each token and head, an activation [B, C] one for each row.
+    """
+
+    values: Array
+    scale: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+def quantize(x: Array) -> Int8:
+    """Symmetric rounding to int8 along the last dimension: the largest magnitude becomes 127."""
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / 127
+    values = jnp.round(x / jnp.where(scale == 0, 1, scale)[..., None])
+    return Int8(values.astype(jnp.int8), scale)
+
+
+def values_and_scale(x: Array | Int8, dtype: jnp.dtype) -> tuple[Array, Array | None]:
+    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none."""
+    return (x.values.astype(dtype), x.scale) if isinstance(x, Int8) else (x, None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading config.json
+
+
 def read_rope(config: dict) -> dict:
-    """The rope parameters of a config.json, wherever they stand in it. As in transformers, the table wins over the top
-    level, except for original_max_position_embeddings, which defaults to max_position_embeddings."""
+    """The rope parameters of a config.json, from its top level and its table of them. As in transformers, the table
+    wins, except for original_max_position_embeddings, which defaults to max_position_embeddings."""
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(table, dict):
         raise InputError(f"config.json: the rope parameters must be a table, not {table!r:.40}")
@@ -233,11 +1439,11 @@ def check_supported(**features: tuple[object, tuple]) -> None:
 
 
 def read_fields(cls: type, given: dict, required: tuple[str, ...]) -> dict:
-    """Of `given`, what is a field of the dataclass `cls`, in the field's type; null counts as absent.
+    """Those of `given` that are fields of the dataclass `cls`, in the fields' types; null counts as absent.
 
     Raises InputError for a value that such a field cannot have, and for a required one that is not there.
     """
-    kinds = {field.name: field.type for field in dataclasses.fields(cls)}
+    kinds = typing.get_type_hints(cls)
     given = {name: value for name, value in given.items() if name in kinds and value is not None}
     for name, value in given.items():
         if not is_valid(value, kinds[name]):
@@ -259,19 +1465,28 @@ def is_valid(value: object, kind: type) -> bool:
     return isinstance(value, int) and 0 < value < 2**31
 
 
-def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None) -> Mesh:
-    """A mesh (dp, ep, tp) over `devices`, by default all of them.
+# =====================================================================================================================
+# Fast on each machine
+# =====================================================================================================================
 
-    The innermost axes communicate in every layer: jax.make_mesh places their devices next to each other.
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory on each machine
+
+
+def memory_of(mesh: Mesh) -> float:
+    """Bytes of memory of a mesh's devices, infinite if they do not tell. CPUs share the machine's.
+
+    All processes must call it, and all get the same, by the least that one of them has.
     """
-    devices = jax.devices() if devices is None else devices
-    if dp * ep * tp != len(devices):
-        raise InputError(
-            f"the mesh dp x ep x tp = {dp} x {ep} x {tp} needs {dp * ep * tp} devices, and there are {len(devices)}; "
-            "choose --dp --ep --tp so that their product is that number"
-        )
-    axis_types = (jax.sharding.AxisType.Auto,) * 3
-    return jax.make_mesh((dp, ep, tp), ("dp", *MODEL_AXES), axis_types=axis_types, devices=devices)
+    devices = mesh.local_devices
+    if devices[0].platform == "cpu":
+        local = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        local = sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in devices)
+    if jax.process_count() > 1:
+        local = float(np.min(multihost_utils.process_allgather(np.float32(local))))
+    return local * mesh.size / len(devices)
 
 
 def mesh_shape(
@@ -279,251 +1494,71 @@ def mesh_shape(
 ) -> tuple[int, int, int]:
     """dp, ep and tp for these devices: what is given, and for the others 1, but all devices that are left for tp.
 
-    On TPUs tp leaves an expert's columns in whole lanes, 128 of them: memory has them no finer. Where it cannot have
-    all that are left, ep takes as few as it must.
+    A TPU's memory has lanes of 128 numbers. Where tp would cut the columns of experts finer, ep is as small as it can
+    be without that.
     """
     dp = dp or 1
     left = len(devices) // dp
     if not ep and not tp and devices[0].platform == "tpu":
-        splits = [n for n in range(1, left + 1) if left % n == 0 and config.num_local_experts % n == 0]
-        ep = next((n for n in splits if config.intermediate_size % (left // n * 128) == 0), None)
+        weights = [weight for weight in jax.tree.leaves(weights_of(config)) if weight.experts and weight.split == 1]
+
+        def fits(ep):
+            lanes = left // ep * 128
+            return all(weight.experts % ep == 0 and weight.parts[0].size(1) % lanes == 0 for weight in weights)
+
+        ep = next((n for n in range(1, left + 1) if left % n == 0 and fits(n)), None)
     ep = ep or 1
     return dp, ep, tp or max(1, left // ep)
 
 
-def model_shards(mesh: Mesh) -> int:
-    """X, the number of devices that share each layer."""
-    return mesh.shape["ep"] * mesh.shape["tp"]
-
-
-def neighbours(config: Config, shards: int) -> int:
-    """R, the number of devices that share a kv head, where `shards` devices share a layer."""
-    return max(shards // config.num_key_value_heads, 1)
-
-
-def local_heads(config: Config, shards: int) -> tuple[int, int]:
-    """K and G on each of `shards` devices.
-
-    Neighbours that share a kv head deal out its query heads. Where R does not divide them, G is rounded up, and some
-    devices have heads of zeros, which change nothing.
-    """
-    kv_heads = config.num_key_value_heads
-    return max(kv_heads // shards, 1), -(-(config.num_attention_heads // kv_heads) // neighbours(config, shards))
-
-
-def check_mesh(config: Config, mesh: Mesh) -> None:
-    """Raises InputError where the mesh does not divide the model."""
-    shards, kv_heads = model_shards(mesh), config.num_key_value_heads
-    sizes = {"intermediate_size": config.intermediate_size} if config.moe_layers else {}
-    if len(config.moe_layers) < config.num_hidden_layers:
-        sizes["intermediate_size_mlp"] = config.intermediate_size_mlp
-    for name, size in sizes.items():
-        if size % shards:
-            raise InputError(f"ep x tp = {shards} does not divide {name} {size}; choose a divisor of it")
-    if config.moe_layers and config.num_local_experts % mesh.shape["ep"]:
-        raise InputError(f"ep = {mesh.shape['ep']} does not divide num_local_experts {config.num_local_experts}")
-    if kv_heads % shards and shards % kv_heads:
-        raise InputError(f"ep x tp = {shards} is neither a divisor nor a multiple of num_key_value_heads {kv_heads}")
-    R = neighbours(config, shards)
-    if "chunked_attention" in config.layer_types and config.attention_chunk_size % R:
-        raise InputError(
-            f"ep x tp = {shards}: the {R} devices that share a kv head do not divide "
-            f"attention_chunk_size {config.attention_chunk_size}; choose fewer"
-        )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Int8
-
-
-class Int8(NamedTuple):
-    """int8 `values [..., C]` times float32 `scale [...]`: one scale for each vector along the last dimension.
-
-    A weight [.., O, C] has a scale for each output channel, which moves to the output side of the product; the
-    embedding [V, D] one for each token; a cache [B, K, S, H] one for each token and head; an activation [B, C] one for
-    each row.
-    """
-
-    values: jax.Array
-    scale: jax.Array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-
-def quantize(x: jax.Array) -> Int8:
-    """Symmetric rounding to int8 along the last dimension: the largest magnitude becomes 127."""
-    x = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(x), axis=-1) / 127
-    values = jnp.round(x / jnp.where(scale == 0, 1, scale)[..., None])
-    return Int8(values.astype(jnp.int8), scale)
-
-
-def values_and_scale(x: jax.Array | Int8, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
-    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none."""
-    return (x.values.astype(dtype), x.scale) if isinstance(x, Int8) else (x, None)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Weights and cache: shape, dtype and sharding, declared once
-
-
-CACHE_SPEC = P("dp", MODEL_AXES)  # [B, K, ..]: rows over dp, kv heads or parts of one over ep x tp
-
-
-def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = False) -> dict:
-    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 where `int8`. Raises as check_mesh.
-
-    Matrices are [output, input], as Hugging Face stores them: the contracted dimension comes last, so that a row is
-    read as one run of memory, and loading transposes nothing but packed experts. Split by output, each device computes
-    a part of the outputs, without communication. Split by input, as `o` and `down` are, each has a partial sum of every
-    output, and a psum adds them.
-
-    `qkv` and `gate_up` are one product each. Their rows are grouped by device: device x of X holds its query heads, its
-    key heads and its value heads, or its gate rows and its up rows, one after the other. Where X exceeds the kv heads,
-    neighbours hold the same one (and see local_heads). Experts are split over ep, and each like an MLP over tp. The
-    router, which every device needs, is whole on each, and never Int8.
-    """
-    check_mesh(config, mesh)
-    D, H, V = config.hidden_size, config.head_dim, config.vocab_size
-    X = model_shards(mesh)
-    V = -(-V // X) * X  # rows that only even out the shards; their logits are masked
-    K, G = local_heads(config, X)
-    NH, KH, F, E = X * K * G * H, X * K * H, config.intermediate_size, config.num_local_experts
-    by_output, by_input = P(MODEL_AXES, None), P(None, MODEL_AXES)
-
-    def array(shape, spec, dtype=dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-
-    def matrix(*shape, spec):
-        if int8:
-            return Int8(array(shape, spec, jnp.int8), array(shape[:-1], P(*spec[:-1]), jnp.float32))
-        if len(shape) == 2:
-            shards = X if spec == by_input else 1
-            shape = shape[0], shards * stored_width(shape[1] // shards, dtype, mesh)
-        return array(shape, spec)
-
-    def layer_weights(i):
-        weights = {
-            "attention_norm": array((D,), P()),
-            "qkv": matrix(NH + 2 * KH, D, spec=by_output),
-            "o": matrix(D, NH, spec=by_input),
-            "mlp_norm": array((D,), P()),
-        }
-        if config.attention_bias:
-            weights |= {"qkv_bias": array((NH + 2 * KH,), P(MODEL_AXES)), "o_bias": array((D,), P())}
-        if i in config.moe_layers:
-            weights |= {
-                "router": array((E, D), P()),
-                "shared_gate_up": matrix(2 * F, D, spec=by_output),
-                "shared_down": matrix(D, F, spec=by_input),
-                "experts_gate_up": matrix(E, 2 * F, D, spec=P("ep", "tp", None)),
-                "experts_down": matrix(E, D, F, spec=P("ep", None, "tp")),
-            }
-        else:
-            weights |= {
-                "gate_up": matrix(2 * config.intermediate_size_mlp, D, spec=by_output),
-                "down": matrix(D, config.intermediate_size_mlp, spec=by_input),
-            }
-        return weights
-
-    weights = {
-        "embedding": matrix(V, D, spec=by_output),
-        "layers": [layer_weights(i) for i in range(config.num_hidden_layers)],
-        "norm": array((D,), P()),  # never Int8: its dtype is the model's
-    }
-    if not config.tie_word_embeddings:
-        weights["head"] = matrix(V, D, spec=by_output)
-    return weights
-
-
 def stored_width(C: int, dtype: jnp.dtype, mesh: Mesh) -> int:
-    """The input dimension of a matrix as each device stores it: somewhat more than C on CPUs, with zeros, where 16-bit
-    rows would lie a multiple of 4,096 bytes apart. Those share places in the processor's cache: the product takes up to
-    1.7 times as long."""
+    """The input dimension of a matrix as each device stores it. On CPUs it is somewhat more than C, with zeros, if
+    16-bit rows would lie a multiple of 4,096 bytes apart: such rows share places in the processor's cache, and the
+    product would take up to 1.7 times as long."""
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     return C + 32 if on_cpu and jnp.dtype(dtype).itemsize == 2 and 2 * C % 4096 == 0 else C
 
 
-class LayerCache(NamedTuple):
-    """Keys and values of one layer, [B, K, S, H] each, the token at position p of a row in slot p of that row.
-
-    Where attention is chunked, positions count from the beginning of a chunk: the next one overwrites it. Where R
-    neighbours share a kv head, its tokens are dealt out to them: neighbour r holds the positions p with p % R == r, in
-    slot p // R. (K is then 1 on a device, and X in the whole array.)
-    """
-
-    k: jax.Array | Int8
-    v: jax.Array | Int8
+def head_dtype(dtype: jnp.dtype, mesh: Mesh) -> jnp.dtype:
+    """The dtype of weights whose products are made for each head apart: float32 on CPUs, where such products are slow
+    in any other."""
+    return jnp.float32 if mesh.devices.flat[0].platform == "cpu" else dtype
 
 
-def abstract_cache(
-    config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, int8: bool = False
-) -> list[LayerCache]:
-    """The KV cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens and somewhat more; a chunked layer holds
-    no more than a chunk.
+def cache_layout(H: int, dtype: jnp.dtype, mesh: Mesh) -> tuple[int, jnp.dtype]:
+    """The width and the dtype of a cache of width H.
 
     On CPUs a 16-bit cache is kept in float32: to update one slot XLA would convert all of it to float32 and back. On
     TPUs H is rounded up to the 128 lanes: a narrower array would have its slots innermost in memory, and be laid out
     anew for the kernel in every step.
     """
-    platform, H = mesh.devices.flat[0].platform, config.head_dim
-    dtype = jnp.float32 if platform == "cpu" else dtype
-    H = -(-H // 128) * 128 if platform == "tpu" else H
-    X = model_shards(mesh)
-    sharding = NamedSharding(mesh, CACHE_SPEC)
-
-    def layer_cache(i):
-        tokens = min(max_seq_len, config.chunk(i) or max_seq_len)
-        slots = cache_slots(-(-tokens // neighbours(config, X)))
-        shape = (batch, max(config.num_key_value_heads, X), slots, H)
-        if int8:
-            values = jax.ShapeDtypeStruct(shape, jnp.int8, sharding=sharding)
-            side = Int8(values, jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=sharding))
-        else:
-            side = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        return LayerCache(side, side)
-
-    return [layer_cache(i) for i in range(config.num_hidden_layers)]
+    platform = mesh.devices.flat[0].platform
+    return -(-H // 128) * 128 if platform == "tpu" else H, jnp.float32 if platform == "cpu" else dtype
 
 
-def specs(abstract) -> object:
-    """The PartitionSpecs of a pytree of arrays or ShapeDtypeStructs."""
-    return jax.tree.map(lambda x: x.sharding.spec, abstract)
+def slots_until(position: int, most: int, mesh: Mesh) -> int:
+    """Slots of a cache with which a step at `position` is compiled, out of `most`. Plain JAX reads all slots there are,
+    so it gets no more than the next power of two. The kernel for TPUs reads what it needs."""
+    return most if mesh.devices.flat[0].platform == "tpu" else min(most, max(256, power_of_two(position + 1)))
 
 
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
-
-
-def cache_slots(tokens: int) -> int:
-    """Slots to allocate for `tokens`: some more, so that large blocks divide them (at most a quarter more beyond 2,048
-    tokens, below that up to a multiple of 256)."""
-    unit = max(256, power_of_two(tokens) // 8)
-    return -(-tokens // unit) * unit
-
-
-def capacity(cache: list[LayerCache], config: Config, R: int) -> int:
-    """Tokens of a row that the cache holds, on all R neighbours that share a kv head. A layer that holds a whole chunk
-    sets no limit."""
-    tokens = [R * layer.k.shape[2] for layer in cache]
-    chunks = [config.chunk(i) for i in range(config.num_hidden_layers)]
-    return min((n for n, chunk in zip(tokens, chunks, strict=True) if not chunk or n < chunk), default=2**31 - 1)
+def keep_layout(x: Array) -> Array:
+    """x as it lies in memory: for a single row XLA's GPU backend would lay a cache out anew, all of it, twice a
+    step."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Layers
+# Products
 
 
-def einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def einsum(subscripts: str, a: Array, b: Array) -> Array:
     """jnp.einsum with float32 sums, and without bf16 or tf32 passes where the operands are float32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def linear(x: jax.Array, w: jax.Array | Int8, bias: jax.Array | None = None) -> jax.Array:
+def linear(x: Array, w: Array | Int8, bias: Array | None = None) -> Array:
     """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
     flat = jnp.pad(x.reshape(-1, x.shape[-1]), ((0, 0), (0, w.shape[-1] - x.shape[-1])))  # see stored_width
     on_cpu = partial(cpu_product, columns=x.shape[-1])
@@ -532,26 +1567,35 @@ def linear(x: jax.Array, w: jax.Array | Int8, bias: jax.Array | None = None) -> 
     return y if bias is None else y + bias
 
 
-def product(x: jax.Array, w: jax.Array | Int8, min_rows: int = 1) -> jax.Array:
+def product(x: Array, w: Array | Int8, min_rows: int = 1) -> Array:
     """x [B, C] times w [O, C]: float32 [B, O].
 
-    Padded to `min_rows`, since the compiler for TPUs turns fewer rows into slow vector code.
+    x is padded to `min_rows` rows: XLA for TPUs turns fewer rows into slow vector code.
     """
     values, scale = values_and_scale(w, x.dtype)
     y = einsum("bc,oc->bo", pad_rows(x, min_rows), values)[: x.shape[0]]
     return y if scale is None else y * scale
 
 
-def cpu_product(x: jax.Array, w: jax.Array | Int8, columns: int | None = None) -> jax.Array:
-    """product on a CPU, of which all but the first `columns` columns are zeros (None: no such).
+def pad_rows(x: Array, rows: int) -> Array:
+    """x [B, C] with zeros up to `rows` rows."""
+    return jnp.pad(x, ((0, max(rows - x.shape[0], 0)), (0, 0)))
 
-    A single row has a way of its own where its length allows, since XLA's products of 16 bits are ten times slower for
-    one row than for two. Otherwise few rows come second, since XLA rearranges the second operand; and a short row of
-    another length goes in as its two halves, against the halves of each row of the weight.
 
-    With int8 weights and more rows, the fast product is int8 with int8: two int8 planes hold 15 bits of an activation,
-    a coarse one, and a fine one of what its rounding left. As rows of one product they cost little and lose next to
-    nothing. (From some 50 rows on, casting the weight costs less.)
+# ---------------------------------------------------------------------------------------------------------------------
+# Products on CPUs
+
+
+def cpu_product(x: Array, w: Array | Int8, columns: int | None = None) -> Array:
+    """product for CPUs. All columns of x but the first `columns` are zeros (None: no such columns).
+
+    One row uses `row_product` if its length allows: XLA's own product of 16 bits is ten times slower for one row than
+    for two. A short row of another length is multiplied as its two halves, with the halves of each row of the weight.
+    For a few rows the weight is the left operand, because XLA repacks the right one.
+
+    With int8 weights and a few rows, the fast product is that of int8 and int8. Two int8 planes hold 15 bits of an
+    activation: a coarse one, and a fine one for what the coarse one's rounding left. As rows of one product they cost
+    little and lose next to nothing. (From some 50 rows on, casting the weight costs less.)
     """
     (B, C), O = x.shape, w.shape[0]
     is_16_bit, columns = x.dtype != jnp.float32, columns or C
@@ -572,17 +1616,17 @@ def cpu_product(x: jax.Array, w: jax.Array | Int8, columns: int | None = None) -
     return weights_first(pad_rows(x, 2 if is_16_bit else 1), w, jnp.float32)[:B]
 
 
-def row_product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [1, C] times w [O, C] of 16 or 8 bits, C a multiple of 512: float32 [1, O]. For CPUs: of bfloat16 1.5 times as
-    fast as two rows of XLA's own product, of int8 twice as fast. Columns that only w has are left out.
+def row_product(x: Array, w: Array) -> Array:
+    """x [1, C] times w [O, C] of 16 or 8 bits, C a multiple of 512: float32 [1, O]. It ignores columns that only w has.
+    With bfloat16 it is 1.5 times as fast as two rows of XLA's own product, with int8 twice as fast.
 
-    Each 512 columns are 16 runs of 32: XLA makes one loop of multiplying and adding the 16, unrolled, with the 32 side
-    by side in vector registers. (Of int8, each 1,024 are 16 runs of 64, where C allows.) What is left, 32 sums for each
-    512 columns, is a small product with ones. A large w goes in pieces, whose sums stay in the processor's cache.
+    Each 512 columns are 16 runs of 32. XLA makes one unrolled loop that multiplies and adds the 16, with the 32 side by
+    side in vector registers. (With int8, each 1,024 columns are 16 runs of 64, if C allows.) The 32 sums of each 512
+    columns are then multiplied with ones. A large w is taken in pieces, whose sums stay in the processor's cache.
 
-    reduce_precision changes nothing. It keeps the sum from XLA's library of reductions, which would have all weights
-    turned to float32 in memory first; the barriers keep what follows from being drawn into the loop. Nor does dividing
-    by ones: XLA repeats no division in a loop, and so turns x to float32 once, not for each row of w.
+    reduce_precision changes no number. It keeps XLA from its library of reductions, which would turn all weights to
+    float32 in memory first. The barriers keep the product with ones out of the loop. Dividing by ones changes no number
+    either: XLA repeats no division in a loop, so it turns x to float32 once, and not for each row of w.
     """
     O, C, runs, lanes = len(w), x.shape[1], 16, 32
     x = x.astype(jnp.float32)
@@ -608,18 +1652,34 @@ def row_product(x: jax.Array, w: jax.Array) -> jax.Array:
     return multiply(w) if pieces == 1 else jax.lax.fori_loop(0, pieces, step, jnp.zeros((1, O), jnp.float32))
 
 
-def weights_first(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """x [B, C] times w [O, C], w being the first operand, which a barrier keeps XLA from changing: `dtype` [B, O]."""
+def weights_first(x: Array, w: Array, dtype: jnp.dtype) -> Array:
+    """x [B, C] times w [O, C] with w as the left operand, where a barrier makes XLA leave it: `dtype` [B, O]."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     y = jnp.einsum("oc,bc->ob", w, x, precision=precision, preferred_element_type=dtype)
     return jax.lax.optimization_barrier(y).T
 
 
-STREAM_BYTES = 40 * 2**20  # of a weight on a device: from here on XLA for TPUs does not fetch all of it ahead
+def query_key_product(q: Array, k: Array) -> Array:
+    """q [B, K, G, T, H] times k [B, K, S, H]: float32 [B, K, G, T, S]."""
+    plain = partial(einsum, "bkgth,bksh->bkgts")
+    return jax.lax.platform_dependent(q, k, cpu=plain if q.shape[3] > 1 else keys_first, default=plain)
 
 
-def tpu_product(x: jax.Array, w: jax.Array | Int8) -> jax.Array:
-    """product on a TPU: few rows times a weight too large to be fetched ahead go to a kernel that streams it."""
+def keys_first(q: Array, k: Array) -> Array:
+    """query_key_product for CPUs and one query a row. XLA rearranges the second operand of a product there, which
+    should not be the keys; the barrier keeps XLA from exchanging the two."""
+    return jax.lax.optimization_barrier(einsum("bksh,bkgth->bksgt", k, q)).transpose(0, 1, 3, 4, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products on TPUs
+
+
+STREAM_BYTES = 40 * 2**20  # XLA for TPUs does not fetch a weight ahead if a device holds more of it than this
+
+
+def tpu_product(x: Array, w: Array | Int8) -> Array:
+    """product for TPUs. A kernel streams the weight if it is too large to be fetched ahead and the rows are few."""
     (B, C), O = x.shape, w.shape[0]
     itemsize = jax.tree.leaves(w)[0].dtype.itemsize
     vmem = 2 * C * (128 * itemsize + B * x.dtype.itemsize)  # two blocks of 128 rows, and x; a kernel gets 16 MiB
@@ -628,16 +1688,16 @@ def tpu_product(x: jax.Array, w: jax.Array | Int8) -> jax.Array:
 
 
 def streamed_product(
-    x: jax.Array, w: jax.Array | Int8, block: int | None = None, interpret: bool | pltpu.InterpretParams = False
-) -> jax.Array:
-    """product for TPUs, as a Pallas kernel: x [B, C] times w [O, C]: float32 [B, O].
+    x: Array, w: Array | Int8, block: int | None = None, interpret: bool | pltpu.InterpretParams = False
+) -> Array:
+    """product as a Pallas kernel for TPUs: x [B, C] times w [O, C]: float32 [B, O].
 
-    Reads w once, in blocks of whole rows, each one piece of memory, where XLA's own product of a weight in HBM fetches
-    narrow columns. While one is multiplied, the next is on its way. Multiplying takes less time than fetching, int8
-    values cast to x's dtype included. What the last block has beyond O is not defined, nor stored.
+    It reads w once, in blocks of whole rows. Each block is one run of memory, while XLA's own product of a weight in
+    HBM fetches narrow columns. The next block is fetched while this one is multiplied, which takes less time than
+    fetching, the cast of int8 values included. Rows of the last block beyond O are undefined, and are not stored.
 
-    `block` rows of w in a grid step: a multiple of 128, by default as many as make 2 MiB. Nothing overlaps the first
-    block of a product, so no larger; a step has to outlast its own overhead, so no smaller.
+    `block` is the number of rows in a grid step, a multiple of 128, by default as many as make 2 MiB: no more, since
+    nothing overlaps the first block of a product; no fewer, since a step has to outlast its own overhead.
     """
     (B, C), O = x.shape, w.shape[0]
     values, scale = w if isinstance(w, Int8) else (w, None)
@@ -661,177 +1721,20 @@ def streamed_product(
 
 
 def kernel_cost(flops: int, read) -> pl.CostEstimate:
-    """What a kernel that reads the arrays of the pytree `read` tells the compiler, which cannot see it."""
+    """The cost, for the compiler, of a kernel that reads the arrays of the pytree `read`."""
     nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))
     return pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0)
 
 
-def pad_rows(x: jax.Array, rows: int) -> jax.Array:
-    """x [B, C] with zeros up to `rows` rows."""
-    return jnp.pad(x, ((0, max(rows - x.shape[0], 0)), (0, 0)))
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x over its root mean square along the last dimension, times weight; float32 inside, x's dtype outside."""
-    x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * weight.astype(jnp.float32)).astype(x.dtype)
-
-
-def rope_frequencies(config: Config) -> np.ndarray:
-    """float32 [H / 2]: the angle by which a position turns each pair (Su et al. 2021).
-
-    "linear" divides the frequencies by `factor`. "llama3" divides by it those that turn less than `low_freq_factor`
-    times over the original context, keeps those that turn more than `high_freq_factor` times, and blends between.
-    All is rounded where the reference class rounds it: far along a sequence, a last place of a frequency shows.
-    """
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequencies = 1 / (np.float64(config.rope_theta) ** exponents).astype(np.float32)
-    if config.rope_type == "linear":
-        frequencies = frequencies / np.float32(config.factor)
-    if config.rope_type == "llama3":
-        turns = config.original_max_position_embeddings / (np.float32(2 * np.pi) / frequencies)
-        between = max(config.high_freq_factor - config.low_freq_factor, 1e-30)  # 0 in Llama 4 Scout: nothing blends
-        keep = np.clip((turns - config.low_freq_factor) / between, 0, 1)
-        frequencies = (1 - keep) * frequencies / config.factor + keep * frequencies
-    return frequencies.astype(np.float32)
-
-
-def rope(x: jax.Array, positions: jax.Array, frequencies: np.ndarray) -> jax.Array:
-    """Turns the pairs (x[2i], x[2i + 1]) of float32 x [B, T, heads, H] by positions [B, T] times frequencies [H/2]."""
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    x1, x2 = x[..., 0::2], x[..., 1::2]
-    # All first ones, then all second ones: queries and keys have the same order, and only their products count.
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
-
-
-def l2_norm(x: jax.Array, eps: float) -> jax.Array:
-    """float32 x [..., H] over its root mean square: the reference's name for an RMS norm without weights."""
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-
-
-def temperature(positions: jax.Array, config: Config) -> jax.Array:
-    """What queries at positions [B, T] are multiplied by on layers without rope: float32 [B, T]. It grows with each
-    `floor_scale` tokens, so that attention stays sharp far along (Nakanishi 2025, "Scalable-Softmax")."""
-    return jnp.log1p(jnp.floor((positions + 1.0) / config.floor_scale)) * config.attn_scale + 1.0
-
-
-@jax.named_scope("embed")  # the name in a profiler's trace
-def embed(tokens: jax.Array, table: jax.Array | Int8, norm: jax.Array) -> jax.Array:
-    """Rows of the vocabulary-sharded table [V, D] for tokens [B, T]: [B, T, D] in the dtype of a norm [D].
-
-    Each device looks up the tokens it holds and contributes zeros for the others; the psum puts them together.
-    """
-    local = tokens - jax.lax.axis_index(MODEL_AXES) * table.shape[0]
-    is_here = (local >= 0) & (local < table.shape[0])
-    # One more row than needed: for a single row of an int8 table, XLA for TPUs would lay the whole table out anew.
-    index = jnp.pad(jnp.where(is_here, local, 0), ((0, 1), (0, 0)))
-    x, scale = values_and_scale(jax.tree.map(lambda t: t[index][:-1], table), jnp.float32)
-    x = x if scale is None else x * scale[..., None]
-    x = x[..., : norm.shape[0]]  # see stored_width
-    return jax.lax.psum(jnp.where(is_here[..., None], x, 0).astype(norm.dtype), MODEL_AXES)
-
-
-@jax.named_scope("attention")
-def attention(
-    x: jax.Array,
-    w: dict,
-    cache: LayerCache,
-    positions: jax.Array,
-    attend,
-    config: Config,
-    has_rope: bool,
-    chunk: int | None,
-):
-    """The first half of a layer, on x [B, T, D] at positions [B, T]. Returns the new x and the new cache.
-
-    `attend(q [B, K, G, T, H], new, cache, positions)` stores the LayerCache `new` of these T tokens in `cache` and
-    returns the attention output [B, K, G, T, H] and the cache. Prefill and decode differ in nothing else.
-
-    Where attention is chunked, `chunk` is the length of a chunk, and attend gets positions within it: to attend, a
-    chunk is a sequence of its own.
-    """
-    B, T, _ = x.shape
-    H = config.head_dim
-    K, G = local_heads(config, jax.lax.axis_size(MODEL_AXES))
-    N = K * G
-
-    h = rms_norm(x, w["attention_norm"], config.rms_norm_eps)
-    qkv = linear(h, w["qkv"], w.get("qkv_bias")).reshape(B, T, N + 2 * K, H)
-    q, k, v = jnp.split(qkv, [N, N + K], axis=2)
-    if has_rope:
-        frequencies = rope_frequencies(config)
-        q, k = rope(q, positions, frequencies), rope(k, positions, frequencies)
-        if config.use_qk_norm:
-            q, k = l2_norm(q, config.rms_norm_eps), l2_norm(k, config.rms_norm_eps)
-    elif config.attn_temperature_tuning:
-        q = q * temperature(positions, config)[:, :, None, None]
-    q = q * H**-0.5  # scaled here, in float32, for all scores to come
-    # On TPUs the cache is wider than H (see abstract_cache): with zeros, which change neither scores nor values.
-    q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, cache.k.shape[-1] - H))) for a in (q, k, v))
-    q = q.astype(x.dtype).reshape(B, T, K, G, -1).transpose(0, 2, 3, 1, 4)
-    store = quantize if isinstance(cache.k, Int8) else lambda a: a.astype(cache.k.dtype)
-    new = LayerCache(store(k.swapaxes(1, 2)), store(v.swapaxes(1, 2)))
-    out, cache = attend(q, new, cache, positions % chunk if chunk else positions)
-    out = out.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, T, N * H)
-    x = x + jax.lax.psum(linear(out, w["o"]).astype(x.dtype), MODEL_AXES)
-    if config.attention_bias:
-        x = x + w["o_bias"]  # after the psum: before it, every device would add it once more
-    return x, cache
-
-
-@jax.named_scope("mlp")
-def feed_forward(x: jax.Array, w: dict, config: Config) -> jax.Array:
-    """The second half of a layer, on x [B, T, D]: an MLP, or a shared expert and those that the router chooses."""
-    h = rms_norm(x, w["mlp_norm"], config.rms_norm_eps)
-    if "router" in w:
-        tokens = h.reshape(-1, h.shape[-1])
-        logits, ids = jax.lax.top_k(linear(tokens, w["router"]), config.num_experts_per_tok)
-        routed = experts(tokens, ids, jax.nn.sigmoid(logits), w["experts_gate_up"], w["experts_down"])
-        out = mlp(h, w["shared_gate_up"], w["shared_down"]) + routed.reshape(h.shape)
-    else:
-        out = mlp(h, w["gate_up"], w["down"])
-    return x + jax.lax.psum(out.astype(x.dtype), MODEL_AXES)
-
-
-def mlp(x: jax.Array, gate_up: jax.Array | Int8, down: jax.Array | Int8) -> jax.Array:
-    """This device's part of down(silu(gate(x)) up(x)), for x [.., D]: float32 [.., D], to be summed over ep x tp."""
-    gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
-    return linear((jax.nn.silu(gate) * up).astype(x.dtype), down)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# Experts
+# Experts on each machine
 
 
-def activation(gate: jax.Array, up: jax.Array, score: jax.Array) -> jax.Array:
-    """silu(gate) * up of an expert whose input is multiplied by its score [B, 1]: float32 [B, F].
-
-    Both products are linear, so the score is applied behind them, to gate and up [B, F]. A row that did not choose the
-    expert has score 0, and adds nothing.
-    """
-    return jax.nn.silu(gate * score) * (up * score)
-
-
-@jax.named_scope("experts")
-def experts(
-    x: jax.Array, ids: jax.Array, scores: jax.Array, w_gate_up: jax.Array | Int8, w_down: jax.Array | Int8
-) -> jax.Array:
-    """What this device's experts, and its columns of them, contribute to the rows that chose them: float32 [B, D], to
-    be summed over ep x tp.
-
-    Args: x [B, D]; ids int32 [B, k], the experts chosen, counted over all devices; scores float32 [B, k];
-    w_gate_up [E, 2F, D], gate rows before up rows; w_down [E, D, F].
-
-    B counts tokens here, rows times T; k is the number of experts chosen for each; a pair is a token and one of them.
-    No expert is read, or multiplied, that no token chose (but on GPUs, few pairs whose expert is on another device read
-    the last one here, times 0).
-    """
+def local_experts(x, ids, scores, w_gate_up, w_down) -> Array:
+    """experts, with ids counted on this device: E is one on another device. The fastest way depends on the machine and
+    on how many pairs there are. A few pairs read one expert each, at full speed. Many pairs share the experts that they
+    read, and their rows are sorted by expert."""
     E = w_down.shape[0]
-    ids = ids - jax.lax.axis_index("ep") * E
-    ids = jnp.where((ids >= 0) & (ids < E), ids, E)  # E: not here
-    # Few pairs read an expert once each, at full speed; more share what they read, and it is written and read again.
     has_few = ids.size < 3 * E
     whole = partial(expert_loop, columns=None)
     mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
@@ -844,56 +1747,18 @@ def experts(
     return jax.lax.platform_dependent(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
 
-def in_tiles(run, x, ids, scores, w_gate_up, w_down, tile: int) -> jax.Array:
-    """`run(..)` on tiles of at most `tile` rows. Each tile computes all its rows with every expert that one of them
-    chose: more rows than a tile are therefore sorted by expert, a row once for each expert that it chose.
-
-    ids are those of this device, E for experts that are elsewhere; as in all functions below.
-    """
-    (B, k), E = ids.shape, w_down.shape[0]
-    if tile >= B:
-        return run(x, ids, scores, w_gate_up, w_down, tile=B)
-    ids = jnp.pad(ids.ravel(), (0, -B * k % tile), constant_values=E)  # to whole tiles
-    scores = jnp.pad(scores.ravel(), (0, -B * k % tile))
-    order = jnp.argsort(ids)
-    x = jnp.take(x, order // k, axis=0, mode="clip")
-    y = run(x, ids[order, None], scores[order, None], w_gate_up, w_down, tile=tile)
-    y = y[jnp.argsort(order)[: B * k]]  # zeros for experts that are elsewhere
-    return jnp.sum(y.reshape(B, k, -1), axis=1)
-
-
-def scores_by_expert(ids: jax.Array, scores: jax.Array, E: int) -> jax.Array:
-    """ids, scores [B, k]: float32 [B, E], the score of each token for each expert, 0 where it did not choose it."""
-    return jnp.sum(jnp.where(ids[:, :, None] == jnp.arange(E), scores[:, :, None], 0), axis=1)
-
-
-def gathered_experts(x, ids, scores, w_gate_up, w_down) -> jax.Array:
-    """For GPUs and few pairs: written so that XLA fuses the choice of the expert into the product. Each pair reads its
-    expert, and nothing is copied."""
-    (B, k), E = ids.shape, w_down.shape[0]
-    expert = jnp.minimum(ids.ravel(), E - 1)
-
-    def pair_product(x, w):  # x [pairs, C], w [E, O, C]
-        values, scale = values_and_scale(w, jnp.float32)
-        y = jnp.sum(x.astype(jnp.float32)[:, None] * values[expert].astype(jnp.float32), axis=-1)
-        return y if scale is None else y * scale[expert]
-
-    gate, up = jnp.split(pair_product(jnp.repeat(x, k, axis=0), w_gate_up), 2, axis=-1)
-    h = activation(gate, up, jnp.where(ids < E, scores, 0).reshape(-1, 1)).astype(x.dtype)
-    return jnp.sum(pair_product(h, w_down).reshape(B, k, -1), axis=1)
-
-
-def expert_loop(x, ids, scores, w_gate_up, w_down, tile: int, columns: int | None = 256) -> jax.Array:
-    """For CPUs, and GPUs with many rows: a loop over tiles of rows, the experts that they chose, and `columns` columns
-    of these at a time (None: all), a piece that is still in the CPU's caches when it is multiplied."""
+def expert_loop(x, ids, scores, w_gate_up, w_down, tile: int, columns: int | None = 256) -> Array:
+    """For CPUs, and GPUs with many rows: a loop over tiles of rows, the experts that they chose, and pieces of
+    `columns` columns of these (None: all). A piece is still in a CPU's caches when it is multiplied."""
     (B, D), (E, _, F) = x.shape, w_down.shape
     columns = columns if columns and F % columns == 0 else F
     chosen = jnp.any(ids.reshape(B // tile, -1, 1) == jnp.arange(E), axis=1).ravel()  # [tiles * E]
-    visits = jnp.flatnonzero(chosen, size=min(chosen.size, ids.size))  # tile * E + expert, where there is work
+    visits = jnp.flatnonzero(chosen, size=min(chosen.size, ids.size))  # tile * E + expert, of those with work
     scores = scores_by_expert(ids, scores, E)
 
     def step(i, out):
-        # The barrier ties the weights to i: else XLA for CPUs hoists its conversion of all experts out of the loop.
+        # The barrier ties the weights to i: otherwise XLA for CPUs hoists its conversion of all experts out of the
+        # loop.
         weights, i = jax.lax.optimization_barrier(((w_gate_up, w_down), i))
         t, e = jnp.divmod(visits[i // (F // columns)], E)
         column = i % (F // columns) * columns
@@ -923,19 +1788,27 @@ def expert_loop(x, ids, scores, w_gate_up, w_down, tile: int, columns: int | Non
     return jax.lax.fori_loop(0, steps, step, jnp.zeros((B, D), jnp.float32))
 
 
-def expert_kernel(
-    x: jax.Array,
-    ids: jax.Array,
-    scores: jax.Array,
-    w_gate_up: jax.Array | Int8,
-    w_down: jax.Array | Int8,
-    tile: int,
-    interpret: bool | pltpu.InterpretParams = False,
-) -> jax.Array:
-    """For TPUs, one Pallas kernel: fetches the experts that a tile's rows chose, each once, and no other.
+def gathered_experts(x, ids, scores, w_gate_up, w_down) -> Array:
+    """For GPUs and a few pairs: in this form XLA fuses the choice of the expert into the product, so each pair reads
+    its expert and nothing is copied. (A pair whose expert is on another device reads the last one here, times 0.)"""
+    (B, k), E = ids.shape, w_down.shape[0]
+    expert = jnp.minimum(ids.ravel(), E - 1)
 
-    The grid is the tiles of rows. For each, a list of its experts is made from the ids in scalar memory, which takes
-    less time than XLA's launches would. Then it goes through these experts, 128 of their columns at a time, and fetches
+    def pair_product(x, w):  # x [pairs, C], w [E, O, C]
+        values, scale = values_and_scale(w, jnp.float32)
+        y = jnp.sum(x.astype(jnp.float32)[:, None] * values[expert].astype(jnp.float32), axis=-1)
+        return y if scale is None else y * scale[expert]
+
+    gate, up = jnp.split(pair_product(jnp.repeat(x, k, axis=0), w_gate_up), 2, axis=-1)
+    h = activation(gate, up, jnp.where(ids < E, scores, 0).reshape(-1, 1)).astype(x.dtype)
+    return jnp.sum(pair_product(h, w_down).reshape(B, k, -1), axis=1)
+
+
+def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int, interpret=False) -> Array:
+    """One Pallas kernel for TPUs: it fetches the experts that a tile's rows chose, each once, and no others.
+
+    The grid is the tiles of rows. For each tile the kernel lists its experts, from the ids in scalar memory, in less
+    time than XLA's launches would take. Then it goes through these experts, 128 of their columns at a time, and fetches
     the next piece of gate, up and down while it multiplies this one. The hidden columns never leave the chip, and the
     sums stay in VMEM until the tile is done. A tile, or a device, without work fetches nothing.
     """
@@ -1019,11 +1892,11 @@ def expert_kernel(
     def of_tile(width):
         return pl.BlockSpec((tile, width), lambda t, ids: (t, 0))
 
-    # How many experts are read, if the router prefers none.
+    # How many experts are read if the router prefers none.
     reads = B // tile * E * (1 - (1 - 1 / (E * jax.lax.axis_size("ep"))) ** entries)
     nbytes = int(reads / E * sum(w.size * w.dtype.itemsize for w in jax.tree.leaves((w_gate_up, w_down))))
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    # Else XLA would move all of the weights to VMEM where they fit, chosen or not.
+    # Otherwise XLA moves all weights to VMEM if they fit, chosen or not.
     weights = jax.tree.map(lambda w: pltpu.with_memory_space_constraint(w, pltpu.HBM), (w_gate_up, w_down))
     return pl.pallas_call(
         kernel,
@@ -1048,231 +1921,32 @@ def expert_kernel(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Attention
+# Attention over heads on TPUs
 
 
-def rank(R: int) -> jax.Array | int:
-    """Which of the R neighbours that share a kv head this device is."""
-    return 0 if R == 1 else jax.lax.rem(jax.lax.axis_index(MODEL_AXES), R)
+def attend_to_slots(q, new: LayerCache, cache: LayerCache, positions, window: int | None, R: int):
+    """plain_slot_attention, or on TPUs the kernel, which reads no more slots than it needs."""
+    plain, kernel = (partial(f, window=window, R=R) for f in (plain_slot_attention, ragged_decode_attention))
+    return jax.lax.platform_dependent(q, new, cache, positions, tpu=kernel, default=plain)
 
 
-def groups(R: int) -> list[list[int]]:
-    """The devices of MODEL_AXES in groups of R neighbours."""
-    return np.arange(jax.lax.axis_size(MODEL_AXES)).reshape(-1, R).tolist()
-
-
-def is_attended(keys: jax.Array, queries: jax.Array, window: int | None) -> jax.Array:
-    """Whether queries see keys, both given by their positions (in shapes that broadcast): no later token, none before
-    the window (of models that have a sliding window, None elsewhere)."""
-    seen = keys <= queries
-    return seen if window is None else seen & (keys > queries - window)
-
-
-def prefill_attention(
-    q: jax.Array,
-    new: LayerCache,
-    cache: LayerCache,
-    positions: jax.Array,
-    window: int | None = None,
-    *,
-    is_live: jax.Array,
-    R: int,
-) -> tuple[jax.Array, LayerCache]:
-    """Causal attention of T tokens of every row, at the same positions in each, over all positions up to theirs.
-
-    Keys are taken in blocks with a running softmax (Milakov and Gimelshein 2018), as many as are filled: memory is
-    bounded whatever the prompt's length, and the positions are traced, so that one program serves all pieces of a
-    prompt. Where R neighbours share a kv head, they gather each block from all of them.
-
-    Args: q [B, K, G, T, H]; new, cache as in `attention`; positions int32 [B, T], start to start + T in each row, where
-    start and T are multiples of R; window in tokens, or None for all; is_live bool [B], the rows to store: the others
-    have ended before.
-    """
-    T, block = q.shape[3], math.gcd(cache.k.shape[2], 512)
-    positions = positions[0]
-    start = positions[0]
-
-    def store(cache, new):
-        if R > 1:  # this device's share of the new tokens
-            new = new.reshape(*new.shape[:2], T // R, R, *new.shape[3:])
-            new = jax.lax.dynamic_index_in_dim(new, rank(R), axis=3, keepdims=False)
-        old = jax.lax.dynamic_slice_in_dim(cache, start // R, T // R, axis=2)
-        new = jnp.where(is_live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-        return jax.lax.dynamic_update_slice_in_dim(cache, new, start // R, axis=2)
-
-    def load(cache, i):
-        slots = jax.lax.dynamic_slice_in_dim(cache, i * block, block, axis=2)
-        if R > 1:
-            slots = jax.lax.all_gather(slots, MODEL_AXES, axis=3, axis_index_groups=groups(R))
-            slots = slots.reshape(*cache.shape[:2], R * block, *cache.shape[3:])
-        return slots
-
-    cache = jax.tree.map(store, cache, new)
-
-    def fold(i, state):
-        largest, total, out = state
-        k, v = jax.tree.map(partial(load, i=i), cache)
-        mask = is_attended(i * block * R + jnp.arange(block * R), positions[:, None], window)
-        scores = attention_scores(q, k, mask)
-        new_largest = jnp.maximum(largest, jnp.max(scores, axis=-1))
-        shrink = jnp.exp(largest - new_largest)
-        exps = jnp.exp(scores - new_largest[..., None])
-        total = total * shrink + jnp.sum(exps, axis=-1)
-        return new_largest, total, out * shrink[..., None] + weighted_sum(exps, v, q.dtype)
-
-    shape = q.shape[:-1]
-    state = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q.shape, jnp.float32))
-    first = 0 if window is None else jnp.maximum(start - window + 1, 0) // (block * R)
-    _, total, out = jax.lax.fori_loop(first, (start + T - 1) // (block * R) + 1, fold, state)
-    return (out / total[..., None]).astype(q.dtype), cache
-
-
-def attention_scores(q: jax.Array, k: jax.Array | Int8, mask: jax.Array) -> jax.Array:
-    """q [B, K, G, T, H], k [B, K, S, H], mask [.., T, S]: float32 [B, K, G, T, S]."""
-    keys, scale = values_and_scale(k, q.dtype)
-    q = q.astype(keys.dtype)
-    scores = jax.lax.platform_dependent(q, keys, cpu=cpu_scores, default=partial(einsum, "bkgth,bksh->bkgts"))
-    scores = scores if scale is None else scores * scale[:, :, None, None]
-    return jnp.where(mask, scores, MASKED)
-
-
-def cpu_scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    """q [B, K, G, T, H] times k [B, K, S, H]: float32 [B, K, G, T, S].
-
-    XLA's products on CPUs rearrange their second operand first. For few queries that should not be the keys, and the
-    barrier keeps XLA from exchanging the two.
-    """
-    if q.shape[3] > 1:
-        return einsum("bkgth,bksh->bkgts", q, k)
-    return jax.lax.optimization_barrier(einsum("bksh,bkgth->bksgt", k, q)).transpose(0, 1, 3, 4, 2)
-
-
-def weighted_sum(p: jax.Array, v: jax.Array | Int8, dtype: jnp.dtype) -> jax.Array:
-    """p [B, K, G, T, S], v [B, K, S, H]: float32 [B, K, G, T, H]. `dtype` is for the product with int8 values."""
-    values, scale = values_and_scale(v, dtype)
-    p = p if scale is None else p * scale[:, :, None, None]
-    return einsum("bkgts,bksh->bkgth", p.astype(values.dtype), values)
-
-
-def decode_attention(
-    q: jax.Array, new: LayerCache, cache: LayerCache, positions: jax.Array, window: int | None = None, *, R: int
-) -> tuple[jax.Array, LayerCache]:
-    """Attention of one token a row, at positions [B, 1], over the positions up to its own: q [B, K, G, 1, H].
-
-    On TPUs by the kernel below, elsewhere by plain XLA, which reads all slots there are.
-
-    Where R neighbours share a kv head, each attends to its own slots, with the query heads of all R. They exchange the
-    queries before, and after it the outputs with the log-sum-exp of their scores, by which partial softmaxes merge (as
-    in Dao et al. 2023, "Flash-Decoding"). So no part of the cache is read, or held, twice.
-    """
-    B, _, G, _, H = q.shape
-    positions = positions[:, 0]
-
-    def plain(q, new, cache, positions):
-        rows, S = jnp.arange(B), cache.k.shape[2]
-        slots = positions if R == 1 else jnp.where(positions % R == rank(R), positions // R, S)
-        # Where a neighbour stores the token, the slot is S: out of bounds, dropped.
-        cache = jax.tree.map(lambda c, n: c.at[rows, :, slots].set(n[:, :, 0], mode="drop"), cache, new)
-        # As it is stored: for a single row XLA's GPU backend would lay the keys out anew, all of them and twice a step.
-        cache = jax.tree.map(lambda c: with_layout_constraint(c, Layout(tuple(range(c.ndim)))), cache)
-        mask = is_attended(jnp.arange(S) * R + rank(R), positions[:, None], window)
-        scores = attention_scores(q, cache.k, mask[:, None, None, None])
-        largest = jnp.max(scores, axis=-1, keepdims=True)
-        exps = jnp.exp(scores - largest)
-        total = jnp.sum(exps, axis=-1, keepdims=True)
-        return weighted_sum(exps / total, cache.v, q.dtype), largest + jnp.log(total), cache
-
-    queries = q
-    if R > 1:  # K is 1 then; all get the same, so that this exchange is a gather
-        queries = exchange(q.reshape(1, B, G, H), R)
-        queries = queries.swapaxes(0, 1).reshape(B, 1, R * G, 1, H)
-    kernel = partial(ragged_decode_attention, window=window, R=R)
-    out, log_sum_exp, cache = jax.lax.platform_dependent(queries, new, cache, positions, tpu=kernel, default=plain)
-    if R > 1:
-        parts = jnp.concatenate([out, log_sum_exp], axis=-1).reshape(B, R, G, H + 1)
-        parts = exchange(parts.swapaxes(0, 1), R)
-        out = jnp.sum(parts[..., :H] * jax.nn.softmax(parts[..., H:], axis=0), axis=0).reshape(q.shape)
-    return out.astype(q.dtype), cache
-
-
-def exchange(x: jax.Array, R: int) -> jax.Array:
-    """x [I, ..], where I divides R: the R neighbours that share a kv head, or a cache, get its parts in turn, R / I of
-    them the same. Returns [R, ..], a part from each.
-
-    On TPUs by a kernel: these are some kilobytes, and to launch XLA's all-to-all would take longer than to move them.
-    """
-
-    def plain(x):
-        parts = jnp.repeat(x, R // x.shape[0], axis=0)
-        return jax.lax.all_to_all(parts, MODEL_AXES, 0, 0, axis_index_groups=groups(R))
-
-    return jax.lax.platform_dependent(x, tpu=partial(exchange_kernel, R=R), default=plain)
-
-
-def exchange_kernel(x: jax.Array, R: int, interpret: bool | pltpu.InterpretParams = False) -> jax.Array:
-    """exchange for TPUs: each device writes into its neighbours' memory.
-
-    Nothing is written before all have entered. A device leaves when it has a part from each, so all have passed the
-    barrier by then: no signal of the next exchange is taken for one of this, and nothing of the next is written before
-    all have finished this one.
-    """
-    alike = R // x.shape[0]
-
-    def kernel(x, y, semaphores):
-        device = jax.lax.axis_index(MODEL_AXES)
-        r = rank(R)
-        group = [{MODEL_AXES: device - r + n} for n in range(R)]  # itself among them
-        barrier = pltpu.get_barrier_semaphore()
-        for neighbour in group:
-            pl.semaphore_signal(barrier, device_id=neighbour)
-        pl.semaphore_wait(barrier, R)
-        sent, received = semaphores.at[0], semaphores.at[1]
-        copies = [pltpu.make_async_remote_copy(x.at[n // alike], y.at[r], sent, received, group[n]) for n in range(R)]
-        for copy in copies:
-            copy.start()
-        for copy in copies:
-            copy.wait()
-
-    return pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct((R, *x.shape[1:]), x.dtype),
-        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
-        out_specs=pl.BlockSpec(memory_space=pl.ANY),
-        scratch_shapes=[pltpu.SemaphoreType.DMA((2,))],
-        compiler_params=pltpu.CompilerParams(collective_id=0),
-        interpret=interpret,
-        name="exchange",
-    )(x)
-
-
-def ragged_decode_attention(
-    q: jax.Array,
-    new: LayerCache,
-    cache: LayerCache,
-    positions: jax.Array,
-    window: int | None,
-    R: int = 1,
-    block: int | None = None,
-    interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[jax.Array, jax.Array, LayerCache]:
-    """decode_attention for TPUs, as one Pallas kernel: reads the blocks of a row up to its position and no other.
+def ragged_decode_attention(q, new, cache, positions, window: int | None, R: int = 1, block=None, interpret=False):
+    """plain_slot_attention as one Pallas kernel for TPUs: it reads the blocks of a row up to its position and no
+    others.
 
     The grid is (rows of the batch, blocks of a row). A block index beyond the last needed one is mapped to the last:
-    the same block again is not fetched again. The running softmax starts with the new token, which is at hand, so the
-    cache is read only for the tokens before it.
+    the same block is not fetched again. The running softmax starts with the new token, which is at hand, so the cache
+    is read only for the tokens before it.
 
-    The new token goes into its slot here too: an update by XLA would cost launches and, for the scales, a change of
-    layout. A single slot of a packed dtype cannot be written, so the tile around it is patched in VMEM and written
-    back. The cache that comes in and the one that goes out are the same memory; that is safe, since a row's tile is
-    written after the last block of the row was read, and other rows never read it.
+    The kernel also stores the new token: an update by XLA would cost launches and, for the scales, a change of layout.
+    A single slot of a packed dtype cannot be written, so the tile around it is patched in VMEM and written back. The
+    cache that comes in and the one that goes out are the same memory. That is safe: a row's tile is written after the
+    last block of the row was read, and other rows never read it.
 
-    Where R neighbours share a kv head, the new token, which all of them start with, counts 1 / R on each, and is stored
-    by one.
+    Where R devices share a kv head, all start with the new token. It counts 1 / R on each, and one device stores it.
 
-    Args: q [B, K, G, 1, H]; new and cache as in `attention`; positions int32 [B], each below R S; `window` in tokens;
-    `block` slots a grid step, by default a power of two that makes at most half a MiB of keys, or 128; `interpret` for
-    tests on a CPU. Returns the output over this device's slots, float32 [B, K, G, 1, H], the log-sum-exp of its scores,
-    [B, K, G, 1, 1], and the cache.
+    Args: as plain_slot_attention, with each position below R S; `block` slots a grid step, by default a power of two
+    that makes at most half a MiB of keys, or 128; `interpret` for tests on a CPU.
     """
     B, K, G, _, H = q.shape
     S = cache.k.shape[2]
@@ -1291,14 +1965,14 @@ def ragged_decode_attention(
     def first_block(position):
         return 0 if window is None else block_of(jnp.maximum(position - window + 1, 0))
 
-    def kernel(positions, q, new, cache, out, log_sum_exp, new_cache, largest, total, acc):
-        # largest and total have one number for each query head, repeated over the 128 lanes of a register: a vector
-        # of them alone would have another layout than the scores.
+    def kernel(positions, q, new, cache, out, log_sum_exp, new_cache, m, l, acc):
+        # m and l have one number for each query head, repeated over the 128 lanes of a register: a plain vector of them
+        # would have another layout than the scores.
         b, step = pl.program_id(0), pl.program_id(1)
         position = positions[b]
         i = first_block(position) + step
         last = block_of(position)
-        r = rank(R)
+        r = shard_index(R)
 
         def head(x, h):  # [slots, H], and the scale of each slot [1, slots]
             if isinstance(x, Int8):
@@ -1311,8 +1985,8 @@ def ragged_decode_attention(
                 (k, k_scale), (v, v_scale) = head(new.k, h), head(new.v, h)
                 products = q[0, h].astype(jnp.float32) * k.astype(jnp.float32)
                 scores = jnp.sum(products, axis=-1, keepdims=True) * k_scale
-                largest[h] = jnp.broadcast_to(scores, largest.shape[1:])
-                total[h] = jnp.full(total.shape[1:], 1 / R, jnp.float32)
+                m[h] = jnp.broadcast_to(scores, m.shape[1:])
+                l[h] = jnp.full(l.shape[1:], 1 / R, jnp.float32)
                 acc[h] = jnp.broadcast_to(v.astype(jnp.float32) * (v_scale / R), acc.shape[1:])
 
         @pl.when(i <= last)
@@ -1323,13 +1997,13 @@ def ragged_decode_attention(
                 (k, k_scale), (v, v_scale) = head(cache.k, h), head(cache.v, h)
                 scores = einsum("gh,sh->gs", q[0, h], k) * k_scale
                 scores = jnp.where(mask, scores, MASKED)
-                old_largest = largest[h][:, :1]
-                new_largest = jnp.maximum(old_largest, jnp.max(scores, axis=-1, keepdims=True))
-                shrink = jnp.exp(old_largest - new_largest)
-                exps = jnp.exp(scores - new_largest)
-                largest[h] = jnp.broadcast_to(new_largest, largest.shape[1:])
-                total[h] = total[h] * shrink + jnp.sum(exps, axis=-1, keepdims=True)
-                acc[h] = acc[h] * shrink + einsum("gs,sh->gh", (exps * v_scale).astype(q.dtype), v)
+                old_m = m[h][:, :1]
+                new_m = jnp.maximum(old_m, jnp.max(scores, axis=-1, keepdims=True))
+                alpha = jnp.exp(old_m - new_m)
+                p = jnp.exp(scores - new_m)
+                m[h] = jnp.broadcast_to(new_m, m.shape[1:])
+                l[h] = l[h] * alpha + jnp.sum(p, axis=-1, keepdims=True)
+                acc[h] = acc[h] * alpha + einsum("gs,sh->gh", (p * v_scale).astype(q.dtype), v)
 
         @pl.when(i == last)
         def store():
@@ -1345,8 +2019,8 @@ def ragged_decode_attention(
 
         @pl.when(step == blocks - 1)
         def finish():
-            out[0] = acc[...] / total[...][:, :, :1]
-            log_sum_exp[0] = largest[...] + jnp.log(total[...])
+            out[0] = acc[...] / l[...][:, :, :1]
+            log_sum_exp[0] = m[...] + jnp.log(l[...])
 
     def of_row(shape):  # the whole of a row's array
         return pl.BlockSpec((1, *shape[1:]), lambda b, step, positions: (b,) + (0,) * (len(shape) - 1))
@@ -1364,7 +2038,7 @@ def ragged_decode_attention(
 
         return pl.BlockSpec((1, K, tile, *x.shape[3:]), index)
 
-    # Else XLA would move the whole cache to VMEM and back where it fits.
+    # Otherwise XLA moves the whole cache to VMEM and back if it fits.
     cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
     first_cache_argument = 1 + 1 + len(jax.tree.leaves(new))
     log_sum_exp = jax.ShapeDtypeStruct((*q.shape[:3], 128), jnp.float32)
@@ -1396,506 +2070,54 @@ def ragged_decode_attention(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Forward pass
+# Exchange between devices
 
 
-def forward(
-    weights: dict, tokens: jax.Array, positions: jax.Array, cache: list[LayerCache], attend, config: Config
-) -> tuple[jax.Array, list[LayerCache]]:
-    """The layers over tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the cache.
+def exchange(x: Array, R: int) -> Array:
+    """All-to-all among R consecutive devices of MODEL_AXES. x is [I, ..] with I a divisor of R: each group of R / I
+    consecutive devices receives the same block. Returns [R, ..], a block from each device.
 
-    A Python loop and not a scan over stacked layers: so the compiler fetches the next layer's weights ahead, and copies
-    neither weights nor cache, at the price of a longer compilation. jit has Python go through one layer of each kind.
+    On TPUs a kernel does it: these are some kilobytes, and launching XLA's all-to-all takes longer than moving them.
     """
 
-    @partial(jax.jit, static_argnums=(3, 4))
-    def layer(x, w, layer_cache, has_rope, chunk):
-        x, layer_cache = attention(x, w, layer_cache, positions, attend, config, has_rope, chunk)
-        return feed_forward(x, w, config), layer_cache
+    def plain(x):
+        blocks = jnp.repeat(x, R // x.shape[0], axis=0)
+        return jax.lax.all_to_all(blocks, MODEL_AXES, 0, 0, axis_index_groups=sharer_groups(R))
 
-    x = embed(tokens, weights["embedding"], weights["norm"])
-    cache = list(cache)
-    for i, w in enumerate(weights["layers"]):
-        x, cache[i] = layer(x, w, cache[i], bool(config.no_rope_layers[i]), config.chunk(i))
-    return x, cache
+    return jax.lax.platform_dependent(x, tpu=partial(exchange_kernel, R=R), default=plain)
 
 
-@jax.named_scope("head")
-def output_logits(weights: dict, x: jax.Array, config: Config) -> jax.Array:
-    """This device's part of the vocabulary, float32 [B, V], for hidden states x [B, D]."""
-    x = rms_norm(x, weights["norm"], config.rms_norm_eps)
-    y = linear(x, weights.get("head", weights["embedding"]))
-    ids = jax.lax.axis_index(MODEL_AXES) * y.shape[1] + jnp.arange(y.shape[1])
-    return jnp.where(ids < config.vocab_size, y, MASKED)
+def exchange_kernel(x: Array, R: int, interpret: bool | pltpu.InterpretParams = False) -> Array:
+    """exchange for TPUs: each device writes into the memory of the others.
 
-
-class Sampling(NamedTuple):
-    """How the next token is chosen. `temperature` 0 takes the most probable one.
-
-    Otherwise the logits are divided by `temperature`, the `top_k` largest are kept (0: all), then of these the most
-    probable ones until their probabilities add up to `top_p` (Holtzman et al. 2020).
+    Nothing is written before all R have entered. A device leaves when it has a block from each, so all have passed the
+    barrier by then: no signal of the next exchange is taken for one of this, and nothing of the next is written before
+    all have finished this one.
     """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-
-def next_token(
-    logits: jax.Array, positions: jax.Array, seeds: jax.Array, sampling: Sampling
-) -> tuple[jax.Array, jax.Array]:
-    """Tokens int32 and their log-probabilities float32, [B] each: of the whole batch, and on every device.
-
-    The log-probability is that of the unmodified softmax. Sampling draws from a key of its own for each row and each
-    position, so that no key is used twice.
-
-    Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seeds uint32 [B, 2], of
-    each row its number and the seed of all.
-    """
-    if sampling.temperature == 0:
-        # Each device has a candidate: its largest logit, that token, and the sum of exp(logit - largest).
-        largest, V = jnp.max(logits, axis=-1), logits.shape[1]
-        local = jnp.min(jnp.where(logits == largest[:, None], jnp.arange(V), V - 1), axis=-1)  # argmax is slow on CPUs
-        ids = local + jax.lax.axis_index(MODEL_AXES) * V
-        total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
-        # One collective for all of it; float32 holds every id below 2**24 exactly.
-        candidates = jnp.stack([largest, total, ids.astype(jnp.float32)])
-        largest, total, ids = jax.lax.all_gather(candidates, MODEL_AXES, axis=1)  # [X, B] each
-        winner = jnp.argmax(largest, axis=0)[None]
-        logprobs = -jnp.log(jnp.sum(total * jnp.exp(largest - jnp.max(largest, axis=0)), axis=0))
-        tokens = jnp.take_along_axis(ids, winner, axis=0)[0].astype(jnp.int32)
-    else:
-        logits = jax.lax.all_gather(logits, MODEL_AXES, axis=1, tiled=True)
-        keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")  # of this generator, two numbers are a key
-        keys = jax.vmap(jax.random.fold_in)(keys, positions)
-        kept = keep_probable(logits / sampling.temperature, sampling.top_k, sampling.top_p)
-        tokens = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
-        logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)[:, 0]
-    # Every host needs the tokens of all rows, to look for stop tokens.
-    chosen = jnp.stack([tokens.astype(jnp.float32), logprobs])
-    tokens, logprobs = jax.lax.all_gather(chosen, "dp", axis=1, tiled=True)
-    return tokens.astype(jnp.int32), logprobs
-
-
-def keep_probable(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
-    """Logits [B, V] with -inf for all that `top_k` and then `top_p` leave out; the most probable token stays."""
-    if top_k:
-        smallest = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
-        logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    if top_p < 1:
-        descending = jnp.sort(logits, axis=-1, descending=True)
-        probabilities = jax.nn.softmax(descending, axis=-1)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        kept = jnp.sum(before < top_p, axis=-1, keepdims=True)
-        smallest = jnp.take_along_axis(descending, kept - 1, axis=-1)
-        logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    return logits
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The three programs: prefill, first_token, decode_step
-#
-# Here jit and shard_map begin: outside, an array is the whole one, spread over the mesh; inside `body` it is this
-# device's part.
-
-
-def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, out_specs: object):
-    """`body(weights, ..)` under shard_map. The weights' specs come from their declaration: traced arrays have none."""
-    int8 = isinstance(weights["embedding"], Int8)
-    weight_specs = specs(abstract_weights(config, mesh, weights["norm"].dtype, int8))
-    return jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(weight_specs, *in_specs),
-        out_specs=out_specs,
-        check_vma=False,  # the kernel's outputs do not say which axes they vary over
-    )
-
-
-@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache", "last_hidden"))
-def prefill(
-    weights: dict,
-    cache: list[LayerCache],
-    last_hidden: jax.Array,
-    tokens: jax.Array,
-    start: jax.Array,
-    lengths: jax.Array,
-    *,
-    config: Config,
-    mesh: Mesh,
-) -> tuple[list[LayerCache], jax.Array]:
-    """One piece of the prompts, T tokens of each row, at positions start to start + T.
-
-    Rows are padded at the end. What is computed there is not attended to: each of those slots is overwritten before a
-    later token could. A row that has ended before this piece stores nothing (where attention is chunked, that would
-    overwrite its last chunk).
-
-    Args: cache and last_hidden [B, D] are donated; tokens int32 [B, T]; start int32 []; lengths int32 [B], of the
-    prompts. Returns the cache, and `last_hidden` with the hidden state of each prompt's last token where that stands
-    in this piece.
-    """
-
-    def body(weights, cache, last_hidden, tokens, start, lengths):
-        T, R = tokens.shape[1], neighbours(config, model_shards(mesh))
-        positions = jnp.broadcast_to(start + jnp.arange(T), tokens.shape)
-        attend = partial(prefill_attention, is_live=start < lengths, R=R)
-        x, cache = forward(weights, tokens, positions, cache, attend, config)
-        index = lengths - 1 - start
-        is_here = (index >= 0) & (index < T)
-        hidden = jnp.take_along_axis(x, jnp.clip(index, 0, T - 1)[:, None, None], axis=1)[:, 0]
-        return cache, jnp.where(is_here[:, None], hidden, last_hidden)
-
-    in_specs = (CACHE_SPEC, P("dp"), P("dp"), P(), P("dp"))
-    program = sharded(body, mesh, weights, config, in_specs, (CACHE_SPEC, P("dp")))
-    return program(weights, cache, last_hidden, tokens, start, lengths)
-
-
-@partial(jax.jit, static_argnames=("config", "mesh", "sampling"))
-def first_token(
-    weights: dict,
-    last_hidden: jax.Array,
-    lengths: jax.Array,
-    seeds: jax.Array,
-    *,
-    config: Config,
-    mesh: Mesh,
-    sampling: Sampling,
-) -> tuple[jax.Array, jax.Array]:
-    """The first generated token and its log-probability, [B] each, from the hidden states that prefill returns."""
-
-    def body(weights, last_hidden, lengths, seeds):
-        return next_token(output_logits(weights, last_hidden, config), lengths - 1, seeds, sampling)
-
-    program = sharded(body, mesh, weights, config, (P("dp"), P("dp"), P("dp")), P())
-    return program(weights, last_hidden, lengths, seeds)
-
-
-@partial(jax.jit, static_argnames=("config", "mesh", "sampling"), donate_argnames=("cache",))
-def decode_step(
-    weights: dict,
-    cache: list[LayerCache],
-    tokens: jax.Array,
-    positions: jax.Array,
-    seeds: jax.Array,
-    *,
-    config: Config,
-    mesh: Mesh,
-    sampling: Sampling,
-) -> tuple[list[LayerCache], jax.Array, jax.Array, jax.Array]:
-    """One token for every row: feeds tokens [B] at positions [B], for which see decode_attention.
-
-    Returns the cache (donated), the next tokens int32 [B], their log-probabilities float32 [B] and their positions.
-    """
-
-    def body(weights, cache, tokens, positions, seeds):
-        R = neighbours(config, model_shards(mesh))
-        # A row that is finished goes on until all are, in the last slot when there is no further one.
-        positions = jnp.minimum(positions, capacity(cache, config, R) - 1)
-        attend = partial(decode_attention, R=R)
-        x, cache = forward(weights, tokens[:, None], positions[:, None], cache, attend, config)
-        tokens, logprobs = next_token(output_logits(weights, x[:, 0], config), positions, seeds, sampling)
-        return cache, tokens, logprobs, positions + 1
-
-    in_specs = (CACHE_SPEC, P("dp"), P("dp"), P("dp"))
-    program = sharded(body, mesh, weights, config, in_specs, (CACHE_SPEC, P(), P(), P("dp")))
-    return program(weights, cache, tokens, positions, seeds)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Decoding
-
-PREFILL_TOKENS = 4096  # of all rows of a device in one piece: bounds the memory of prefill
-PREFILL_PIECE = 1024  # of one row: chosen so that a weight read serves many tokens; not yet tuned on hardware
-LOOKAHEAD = 2  # decode steps that the device may be ahead of the host's look at their tokens
-BATCH = 256  # rows of a device: by data sheets, from 240 (TPU v5e) or 295 (H100) on computing outlasts reading bfloat16
-MEMORY_SHARE = 0.85  # for weights and cache, where prompts are dealt into batches; a guess of what steps need beside
-
-
-class Token(NamedTuple):
-    """A generated token of prompt `row`, with `finish_reason` "stop" or "length" where it is the row's last."""
-
-    row: int
-    id: int
-    logprob: float
-    finish_reason: str | None
-
-
-def generate(
-    weights: dict,
-    prompts: list[list[int]],
-    config: Config,
-    mesh: Mesh,
-    *,
-    rows: list[int] | None = None,
-    max_new_tokens: int,
-    max_seq_len: int | None = None,
-    stop_tokens: tuple[int, ...] = (),
-    sampling: Sampling = Sampling(),
-    seed: int = 0,
-    int8_cache: bool = False,
-    stats: dict | None = None,
-) -> Iterator[list[Token]]:
-    """Decodes all prompts as one batch and yields, step by step, the new tokens of the rows that are not finished.
-
-    A row ends with the first of `stop_tokens`, after `max_new_tokens`, or when it has filled `max_seq_len` slots (by
-    default as many as all this needs). What it generates does not depend on the other rows: sampling draws by the seed
-    and the row's number, which `rows` gives where it is not the place in `prompts`, and which its tokens carry.
-
-    The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
-    looks for stop tokens LOOKAHEAD steps behind. Where attention is plain XLA, which reads the whole cache, the cache
-    doubles as it fills, at one compilation for each size.
-
-    `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
-    and at the end step_bytes of a decode step of mean length. The clock of decode_s stands still while the cache grows.
-    As a generator, it raises InputError (for prompts that check_prompts refuses, or a cache that does not fit) when its
-    first item is asked for; later, where there is no memory left for the cache to grow.
-    """
-    stats = {} if stats is None else stats
-    stats |= {"compile_s": 0.0, "decode_s": 0.0, "decode_steps": 0, "decode_tokens": 0}
-    check_prompts(prompts, config, max_seq_len)
-    lengths = [len(prompt) for prompt in prompts]
-    max_seq_len = max_seq_len or max(lengths) + max_new_tokens - 1  # the last token needs no slot
-    limits = [min(max_new_tokens, max_seq_len - length + 1) for length in lengths]
-
-    # The prompts in one array, padded at the end of each row, and with rows of one token so that dp divides them.
-    dp = mesh.shape["dp"]
-    batch = -(-len(prompts) // dp) * dp
-    R = neighbours(config, model_shards(mesh))
-    piece = piece_length(max(lengths), batch // dp, R, config)
-    pieces = -(-max(lengths) // piece)
-    prompt_tokens = np.zeros((batch, pieces * piece), np.int32)
-    for row, prompt in enumerate(prompts):
-        prompt_tokens[row, : len(prompt)] = prompt
-    prompt_lengths = np.array(lengths + [1] * (batch - len(prompts)), np.int32)
-
-    def on_mesh(array, spec=P()):
-        return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
-
-    dtype, most_tokens = weights["norm"].dtype, max(max_seq_len, pieces * piece)
-
-    def cache_for(position):
-        """The cache with which a step at `position` is compiled."""
-        tokens = most_tokens
-        if mesh.devices.flat[0].platform != "tpu":  # there, the kernel reads no more than it needs
-            tokens = min(most_tokens, max(256, power_of_two(position + 1)))
-        return abstract_cache(config, mesh, batch, tokens, dtype, int8_cache)
-
-    no_memory = f"no memory for a cache of {batch} x {most_tokens} tokens; lower max_new_tokens or max_seq_len"
-    if stored_bytes((weights, cache_for(most_tokens - 1))) > memory_of(mesh):
-        raise InputError(no_memory)  # now, and not when the cache has grown
-
-    def in_memory(make, *arguments):
-        try:
-            return jax.block_until_ready(make(*arguments))
-        except jax.errors.JaxRuntimeError as error:
-            raise InputError(no_memory) from error
-
-    cache = in_memory(zeros, cache_for(max(*lengths, pieces * piece - 1)))
-    hidden = jax.ShapeDtypeStruct((batch, config.hidden_size), dtype, sharding=NamedSharding(mesh, P("dp")))
-    last_hidden = zeros(hidden)
-    positions = on_mesh(prompt_lengths, P("dp"))  # of the next token of each row; for prefill, the prompts' lengths
-    rows = list(range(len(prompts))) if rows is None else rows
-    seeds = np.array([(row, seed) for row in rows] + [(0, seed)] * (batch - len(prompts)), np.uint32)
-    seeds = on_mesh(seeds, P("dp"))
-
-    def compiled(program, *arguments, **options):
-        begin = time.perf_counter()
-        executable = program.lower(*arguments, config=config, mesh=mesh, **options).compile()
-        stats["compile_s"] += time.perf_counter() - begin
-        return executable
-
-    # Prefill. All that it and the first decode step need is compiled before the clock starts.
-    tokens = on_mesh(prompt_tokens[:, :piece])
-    prefill_piece = compiled(prefill, weights, cache, last_hidden, tokens, on_mesh(np.int32(0)), positions)
-    pick_first = compiled(first_token, weights, last_hidden, positions, seeds, sampling=sampling)
-    tokens = on_mesh(prompt_lengths)  # of the shape and sharding of a step's tokens
-    step = compiled(decode_step, weights, cache, tokens, positions, seeds, sampling=sampling)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("compiled")  # or the clock would count what others still compile
-    begin = time.perf_counter()
-    for start in range(0, pieces * piece, piece):
-        tokens = on_mesh(prompt_tokens[:, start : start + piece])
-        cache, last_hidden = prefill_piece(weights, cache, last_hidden, tokens, on_mesh(np.int32(start)), positions)
-    tokens, logprobs = jax.block_until_ready(pick_first(weights, last_hidden, positions, seeds))
-    stats |= {"prefill_s": time.perf_counter() - begin, "prefill_tokens": sum(lengths)}
-
-    live = set(range(len(prompts)))  # the rows that are not finished
-    seen = 0  # tokens of a row that the host has looked at
-
-    def look(tokens, logprobs):
-        """Fetches the tokens of a step, and takes the rows that end with them out of `live`."""
-        nonlocal seen
-        seen += 1
-        ids, logs = np.asarray(tokens), np.asarray(logprobs)
-        new = []
-        for row in sorted(live):
-            is_stop = int(ids[row]) in stop_tokens
-            reason = "stop" if is_stop else "length" if seen == limits[row] else None
-            new.append(Token(rows[row], int(ids[row]), float(logs[row]), reason))
-            if reason:
-                live.remove(row)
-        return new
-
-    yield look(tokens, logprobs)
-
-    # Decode.
-    in_flight = deque()  # the tokens of steps that the host has not looked at
-    started = 1  # tokens of a row, in flight or seen
-    begin = time.perf_counter()
-    while live:
-        while started < max(limits[row] for row in live) and len(in_flight) <= LOOKAHEAD:
-            # No further than a row's limit: one that has reached it is live until the host has looked.
-            position = max(lengths[row] + min(started, limits[row] - 1) for row in live) - 1
-            if position >= capacity(cache, config, R):
-                jax.block_until_ready(tokens)  # no step runs while the clock stands still
-                pause = time.perf_counter()
-                cache = in_memory(grown, cache, cache_for(position))
-                step = compiled(decode_step, weights, cache, tokens, positions, seeds, sampling=sampling)
-                begin += time.perf_counter() - pause
-            cache, tokens, logprobs, positions = step(weights, cache, tokens, positions, seeds)
-            tokens.copy_to_host_async()
-            in_flight.append((tokens, logprobs))
-            started += 1
-        new = look(*in_flight.popleft())
-        stats["decode_s"] = time.perf_counter() - begin
-        stats["decode_steps"] += 1
-        stats["decode_tokens"] += len(new)
-        yield new
-    jax.block_until_ready(cache)  # steps still in flight: no process may leave while others wait for it in a collective
-    stats["step_bytes"] = step_bytes(weights, cache, [length + seen / 2 for length in lengths], config)
-
-
-def generate_in_batches(
-    weights: dict,
-    prompts: list[list[int]],
-    config: Config,
-    mesh: Mesh,
-    *,
-    max_new_tokens: int,
-    max_seq_len: int | None = None,
-    int8_cache: bool = False,
-    stats: dict | None = None,
-    **options,
-) -> Iterator[list[Token]]:
-    """What generate does, for prompts that may be too many for one batch.
-
-    Then rows of similar length go together, at most BATCH on a device, the longest first: what does not fit is said at
-    once. The numbers of rows and of slots are powers of two, which bounds what has to be compiled. `stats` is of all
-    batches, step_bytes of a mean step.
-    """
-    check_prompts(prompts, config, max_seq_len)
-    stats = {} if stats is None else stats
-    dp, dtype = mesh.shape["dp"], weights["norm"].dtype
-    room = MEMORY_SHARE * memory_of(mesh) - stored_bytes(weights)
-
-    def fits(count, slots):
-        cache = abstract_cache(config, mesh, -(-count // dp) * dp, slots, dtype, int8_cache)
-        return count <= BATCH * dp and stored_bytes(cache) <= room
-
-    left = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
-    while left:
-        needed = max_seq_len or len(prompts[left[-1]]) + max_new_tokens - 1
-        count, slots = len(left), needed
-        if not fits(count, slots):
-            count, slots = BATCH * dp, max_seq_len or max(256, power_of_two(needed))
-            while count > dp and not fits(count, slots):
-                count //= 2
-            if not fits(count, slots):  # by not much, perhaps
-                slots = needed
-        rows, left = sorted(left[-count:]), left[:-count]
-        measured = {}
-        options |= {"max_new_tokens": max_new_tokens, "max_seq_len": slots, "int8_cache": int8_cache}
-        yield from generate(weights, [prompts[row] for row in rows], config, mesh, rows=rows, stats=measured, **options)
-        steps = stats.get("decode_steps", 0) + measured["decode_steps"]
-        share = measured["decode_steps"] / steps if steps else 1
-        mean_bytes = round(share * measured.pop("step_bytes") + (1 - share) * stats.get("step_bytes", 0))
-        stats |= {key: stats.get(key, 0) + value for key, value in measured.items()} | {"step_bytes": mean_bytes}
-
-
-def piece_length(longest: int, rows: int, R: int, config: Config) -> int:
-    """Tokens of a row that prefill takes at once, where a device has so many rows: a multiple of R, and where attention
-    is chunked a divisor of the chunk."""
-    piece = min(PREFILL_PIECE, power_of_two(longest), max(1, PREFILL_TOKENS // power_of_two(rows)))
-    piece = -(-piece // R) * R
-    if "chunked_attention" in config.layer_types:
-        piece = next(n for n in range(piece, 0, -R) if config.attention_chunk_size % n == 0)
-    return piece
-
-
-def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None) -> None:
-    """Raises InputError for no prompt, and one that is empty, longer than `max_seq_len` or outside the vocabulary."""
-    if not prompts:
-        raise InputError("there is no prompt")
-    for row, prompt in enumerate(prompts, 1):
-        if not prompt:
-            raise InputError(f"prompt {row} is empty: it has no tokens")
-        if max_seq_len and len(prompt) > max_seq_len:
-            raise InputError(f"prompt {row} has {len(prompt)} tokens, more than max_seq_len {max_seq_len}; raise it")
-        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-            raise InputError(f"prompt {row} has a token outside the model's vocabulary of {config.vocab_size}")
-
-
-def zeros(abstract) -> object:
-    """A pytree of zeros in the shapes, dtypes and shardings of `abstract`, made on the devices."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
-
-
-def grown(cache: list[LayerCache], abstract: list[LayerCache]) -> list[LayerCache]:
-    """The cache with as many slots as `abstract` has, the new ones empty. Takes the layers out of the list that it is
-    given, one at a time, so that no more than one is in memory twice."""
-    return [jax.block_until_ready(grow_layer(cache.pop(0), wanted=layer)) for layer in abstract]
-
-
-@partial(jax.jit, static_argnames="wanted")
-def grow_layer(layer: LayerCache, wanted: LayerCache) -> LayerCache:
-    """A layer's cache, padded to the shapes of `wanted`, in its shardings."""
-
-    def padded(x, wanted):
-        x = jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, wanted.shape, strict=True)])
-        return jax.lax.with_sharding_constraint(x, wanted.sharding)
-
-    return jax.tree.map(padded, layer, wanted)
-
-
-def stored_bytes(tree) -> int:
-    """Bytes of a pytree of arrays or ShapeDtypeStructs on all devices; what several devices hold counts on each."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices
-        for x in jax.tree.leaves(tree)
-    )
-
-
-def memory_of(mesh: Mesh) -> float:
-    """Bytes of memory of a mesh's devices, infinite where they do not tell. CPUs share the machine's.
-
-    All processes must call it, and all get the same: with the least that one of them has.
-    """
-    devices = mesh.local_devices
-    if devices[0].platform == "cpu":
-        local = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:
-        local = sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in devices)
-    if jax.process_count() > 1:
-        local = float(np.min(multihost_utils.process_allgather(np.float32(local))))
-    return local * mesh.size / len(devices)
-
-
-def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config) -> int:
-    """Bytes that a decode step has to read on all devices: weights without the embedding, `lengths` slots of the rows.
-
-    Of the experts, as many as are chosen on average if the router prefers none. A tied embedding is the output head
-    too, and counts. A weight counts on every device that holds it.
-    """
-    if "head" in weights:
-        weights = {name: value for name, value in weights.items() if name != "embedding"}
-    expert_weights = [{name: w[name] for name in w if name.startswith("experts")} for w in weights["layers"]]
-    E = config.num_local_experts
-    rows = len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
-    idle = (1 - config.num_experts_per_tok / E) ** rows
-    read = stored_bytes(weights) - idle * stored_bytes(expert_weights)
-    for i, layer in enumerate(cache):
-        chunk = config.chunk(i)
-        tokens = sum((length - 1) % chunk + 1 if chunk else length for length in lengths)
-        batch, heads, slots, _ = layer.k.shape
-        read += stored_bytes(layer) * tokens / (batch * heads * slots / config.num_key_value_heads)
-    return int(read)
+    alike = R // x.shape[0]  # devices that receive the same block
+
+    def kernel(x, y, semaphores):
+        device = jax.lax.axis_index(MODEL_AXES)
+        r = shard_index(R)
+        group = [{MODEL_AXES: device - r + n} for n in range(R)]  # itself among them
+        barrier = pltpu.get_barrier_semaphore()
+        for other in group:
+            pl.semaphore_signal(barrier, device_id=other)
+        pl.semaphore_wait(barrier, R)
+        sent, received = semaphores.at[0], semaphores.at[1]
+        copies = [pltpu.make_async_remote_copy(x.at[n // alike], y.at[r], sent, received, group[n]) for n in range(R)]
+        for copy in copies:
+            copy.start()
+        for copy in copies:
+            copy.wait()
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((R, *x.shape[1:]), x.dtype),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        scratch_shapes=[pltpu.SemaphoreType.DMA((2,))],
+        compiler_params=pltpu.CompilerParams(collective_id=0),
+        interpret=interpret,
+        name="exchange",
+    )(x)

@@ -204,8 +204,8 @@ def test_left_out_on_purpose_or_refused(checkpoint, tmp_path, capsys):
     save_file(stray, tmp_path / "model.safetensors")
     llama3.convert.convert(tmp_path, tmp_path / "out", "float32", int8=False)
     assert "left out 1 tensors of the checkpoint: computed from config.json" in capsys.readouterr().err
-    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert record["left_out"].keys() == {"model.layers.0.self_attn.rotary_emb.inv_freq"}
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["left_out"].keys() == {"model.layers.0.self_attn.rotary_emb.inv_freq"}
     assert load_all(tmp_path / "out").keys() == tensors.keys()
 
     bad = tensors["model.layers.1.mlp.up_proj.weight"].clone()
@@ -245,9 +245,9 @@ def test_a_changed_source_and_a_second_conversion(checkpoint, tmp_path):
     source = shutil.copytree(path, tmp_path / "source")
     output = tmp_path / "out"
     llama3.convert.convert(source, output, "float32", int8=False)
-    record = json.loads((output / "conversion.json").read_text())
+    first = min(file.name for file in output.glob("model-*"))
     busy = pytest.raises(llama3.model.InputError, match="another conversion is writing here")
-    with llama3.convert.claimed(output, source, record), busy:
+    with llama3.convert.claimed(output, source, first), busy:
         llama3.convert.convert(source, output, "float32", int8=False)
     with torch.no_grad():
         reference.model.norm.weight *= 3

@@ -68,18 +68,18 @@ def test_excerpts_are_verbatim(page):
 def test_excerpts_that_are_not_are_found():
     """What the test above would miss, it would miss in silence."""
     line = "    return max(shards // config.num_key_value_heads, 1)\n"
-    check_excerpt("See `llama3/model.py`, `neighbours`:", line)
+    check_excerpt("See `llama3/model.py`, `cache_sharers`:", line)
     for before, lines in [
         ("See `llama3/model.py`:", line),
         ("See above:", line),
-        ("See `llama3/no.py`, `neighbours`:", line),
+        ("See `llama3/no.py`, `cache_sharers`:", line),
         ("See `llama3/model.py`, `no_such_name`:", line),
-        ("See `llama3/model.py`, `local_heads`:", line),
-        ("See `deepseek/model.py`, `neighbours`:", line),
-        ("See `llama3/model.py`, `neighbours`:", line.strip() + "\n"),
-        ("See `llama3/model.py`, `neighbours`:", line.replace("max", "min")),
-        ("See `llama3/model.py`, `neighbours`:", line.replace(", 1)", ", 1")),
-        ("See `llama3/model.py`, `neighbours`:", ""),
+        ("See `llama3/model.py`, `split_heads`:", line),
+        ("See `deepseek/model.py`, `cache_sharers`:", line),
+        ("See `llama3/model.py`, `cache_sharers`:", line.strip() + "\n"),
+        ("See `llama3/model.py`, `cache_sharers`:", line.replace("max", "min")),
+        ("See `llama3/model.py`, `cache_sharers`:", line.replace(", 1)", ", 1")),
+        ("See `llama3/model.py`, `cache_sharers`:", ""),
     ]:
         with pytest.raises(AssertionError):
             check_excerpt(before, lines)
@@ -92,7 +92,7 @@ def test_excerpts_that_are_not_are_found():
 def test_only_what_a_test_runs_is_no_excerpt():
     said = "As here (run by `tests/test_ipyparallel.py`):"
     assert check_run("hosts.md", said, said)
-    for before in ("As here (run by a test):", f"{said} And:", "See `llama3/model.py`, `neighbours`:"):
+    for before in ("As here (run by a test):", f"{said} And:", "See `llama3/model.py`, `cache_sharers`:"):
         assert not check_run("hosts.md", before, before)
     for page, text, before in [
         ("parallelism.md", said, said),

@@ -1,5 +1,5 @@
 """Properties that hold for any input (hypothesis): config.json, safetensors headers and flags are taken, or refused in
-one line, and nothing else happens. benchmarks/fuzz.py tries thousands more."""
+one line, and nothing else happens. tests/stress/fuzz.py tries thousands more."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shared import folders
 
 FOLDERS = {name: import_folder(name) for name in folders()}
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "tests" / "stress"))
 import fuzz
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
@@ -97,7 +97,7 @@ def test_any_flags(arguments):
 
 
 def test_the_fuzzer():
-    command = [sys.executable, ROOT / "benchmarks" / "fuzz.py", "deepseek", "--headers", "200", "--configs", "50"]
+    command = [sys.executable, ROOT / "tests" / "stress" / "fuzz.py", "deepseek", "--headers", "200", "--configs", "50"]
     finished = subprocess.run(command, capture_output=True, text=True)
     counts = json.loads(finished.stdout)
     assert finished.returncode == 0, finished.stderr

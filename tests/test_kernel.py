@@ -29,15 +29,14 @@ def random_arguments(B, K, G, S, H, dtype, int8):
     return q, new, cache
 
 
+def floats(x):
+    return x.values * x.scale[..., None] if isinstance(x, model.Int8) else x
+
+
 def reference(q, new, cache, positions, window):
     """In numpy and float64, a row at a time."""
     q = np.asarray(q, np.float64)[:, :, :, 0]
-
-    def floats(x):
-        values = x.values * x.scale[..., None] if isinstance(x, model.Int8) else x
-        return np.asarray(values, np.float64)
-
-    k, v = (np.array(floats(x)) for x in cache)
+    k, v = (np.array(floats(x), np.float64) for x in cache)
     out = np.zeros(q.shape)
     for b, position in enumerate(positions):
         k[b, :, position], v[b, :, position] = floats(new.k)[b, :, 0], floats(new.v)[b, :, 0]
@@ -68,7 +67,8 @@ def test_against_float64(shape, positions, window, block, dtype, int8):
         return out, cache
 
     def plain(q, new, cache, at):
-        return model.decode_attention(q, new, cache, at[:, None], window, R=1)
+        out, _, cache = model.plain_slot_attention(q, new, cache, at, window, 1)
+        return out, cache
 
     out, updated = jax.jit(kernel)(q, new, cache, at)
     out_plain, updated_plain = jax.jit(plain)(q, new, cache, at)
@@ -87,13 +87,13 @@ def test_against_float64(shape, positions, window, block, dtype, int8):
     ("mesh", "kv_heads", "G", "positions", "window"),
     [
         ((1, 1, 4), 2, 4, (0, 255, 511), None),
-        ((1, 2, 2), 1, 3, (1, 130, 400, 1023), None),  # neighbours across both axes
+        ((1, 2, 2), 1, 3, (1, 130, 400, 1023), None),  # devices along both axes
         ((2, 1, 2), 1, 2, (7, 256), 100),
     ],
 )
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_neighbours_that_share_a_head(monkeypatch, platform, mesh, kv_heads, G, positions, window, int8):
-    """Each has a part of the sequence, and they exchange queries and outputs; on TPUs by a kernel too."""
+def test_devices_that_share_a_head(monkeypatch, platform, mesh, kv_heads, G, positions, window, int8):
+    """Each has a part of the sequence, and they exchange queries and outputs, on TPUs by a kernel."""
     mesh = model.make_mesh(*mesh, devices=jax.devices()[: np.prod(mesh)])
     X, R, B, S, H = model.model_shards(mesh), model.model_shards(mesh) // kv_heads, len(positions), 256, 64
     q, new, cache = random_arguments(B, kv_heads, R * G, R * S, H, jnp.float32, int8)
@@ -108,10 +108,13 @@ def test_neighbours_that_share_a_head(monkeypatch, platform, mesh, kv_heads, G, 
         )
         for kernel in ("ragged_decode_attention", "exchange_kernel"):
             monkeypatch.setattr(model, kernel, partial(getattr(model, kernel), interpret=STRICT))
-    attend = partial(model.decode_attention, window=window, R=R)
-    specs = model.CACHE_SPEC, model.CACHE_SPEC, model.CACHE_SPEC, jax.sharding.PartitionSpec("dp")
-    program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=specs[:2], check_vma=False)
-    arguments = q.reshape(B, X, G, 1, H), jax.tree.map(lambda x: jnp.repeat(x, R, 1), new), jax.tree.map(dealt, cache)
+    attend = partial(model.decode_attention, mask=model.Mask(window=window), R=R)
+    heads = jax.sharding.PartitionSpec("dp", None, model.MODEL_AXES)
+    specs = heads, heads, heads, model.CACHE_SPEC, jax.sharding.PartitionSpec("dp")
+    program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(heads, model.CACHE_SPEC), check_vma=False)
+    not_rounded = random_arguments(B, kv_heads, R * G, R * S, H, jnp.float32, False)[1]
+    new_k, new_v = (jnp.repeat(x, R, 1).swapaxes(1, 2) for x in not_rounded)
+    arguments = q.reshape(B, 1, X * G, H), new_k, new_v, jax.tree.map(dealt, cache)
     out, updated = jax.jit(program)(*arguments, jnp.array(positions, jnp.int32)[:, None])
     np.testing.assert_allclose(np.asarray(out, np.float64).reshape(wanted.shape), wanted, atol=1e-5)
     after = jax.tree.map(lambda x, n: dealt(jnp.asarray(np_set(x, n, positions))), cache, new)

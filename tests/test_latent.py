@@ -113,7 +113,7 @@ def test_decode_against_float64(monkeypatch, platform, mesh, sharers, positions,
     dp = mesh[0]
     mesh = model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
     X = model.model_shards(mesh)
-    R = model.neighbours(None, X)
+    R = model.cache_sharers(None, X)
     q, q_rope, new, cached, kv_b = random_arguments(len(positions), tokens, jnp.float32, int8)
     stored = new
     if int8:

@@ -67,7 +67,7 @@ def test_a_sweep_as_a_table():
     ]
 
 
-def test_neighbours_that_share_a_head_read_the_cache_once():
+def test_devices_that_share_a_head_read_the_cache_once():
     command = [*PLAN, "llama3", "--config", "llama-3.1-70b", "--layers", "2", "--target", "v5e:4x4", "--json"]
     command += ["--quantize", "int8", "--quantize_cache", "int8", "--max_seq_len", "8192"]
     report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

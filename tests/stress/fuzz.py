@@ -1,6 +1,6 @@
 """Damaged checkpoints: each of thousands must be refused in one line, or be one that can be read.
 
-    python3 benchmarks/fuzz.py llama3 --headers 10000 --configs 2000 [--seed 0]
+    python3 tests/stress/fuzz.py llama3 --headers 10000 --configs 2000 [--seed 0]
 
 Takes the folder's demo, damages the header of its safetensors file (bits, bytes, lengths, numbers, names, entries) or
 the values of its config.json, and opens it as loading does. What is not refused is read, every tensor of it. Prints
@@ -19,6 +19,8 @@ import tempfile
 import traceback
 from collections import Counter
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from folders import ROOT, import_from, run
 

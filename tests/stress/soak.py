@@ -1,6 +1,6 @@
 """Decodes for a long time in one process, in batches that grow and shrink: nothing may pile up.
 
-    python3 benchmarks/soak.py llama3 --minutes 20 [--dtype bfloat16] [--quantize int8]
+    python3 tests/stress/soak.py llama3 --minutes 20 [--dtype bfloat16] [--quantize int8]
 
 Takes the folder's demo and prompts of 1 to 200 random tokens, 1 to 16 in a batch. The first half of the time meets
 every shape; from then on the process's resident memory may not grow by more than a tenth, nor anything be compiled, or
@@ -13,8 +13,12 @@ import math
 import random
 import sys
 import time
+from pathlib import Path
 
 import jax
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
 from folders import ROOT, import_from, run
 
 SHAPES = [(rows, length) for rows in (1, 2, 4, 8, 16, 8, 4, 2) for length in (1, 20, 200, 20)]

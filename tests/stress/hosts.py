@@ -1,6 +1,6 @@
 """Breaks runs of main.py at many moments: what is left must end within a minute, and print no row by halves.
 
-    python3 benchmarks/hosts.py llama3 [--moments 14] [--seconds 12] [--processes 2]
+    python3 tests/stress/hosts.py llama3 [--moments 14] [--seconds 12] [--processes 2]
 
 At each moment, spread from the start over that many seconds, one process alone gets Ctrl-C (SIGINT); then, in a run of
 several on this machine, process 0 does, all do, and processes 0 and 1 get SIGKILL and SIGTERM in turn. The prompts are
@@ -20,6 +20,8 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from folders import ROOT, run
 

@@ -1,7 +1,7 @@
 """Kills a conversion at random moments: what is incomplete may never open, and the run that comes to its end must leave
 the same bytes as one that nobody killed.
 
-    python3 benchmarks/kill.py FOLDER --config NAME [--layers N] [--kills 50] [--shards 8] [--quantize int8]
+    python3 tests/stress/kill.py FOLDER --config NAME [--layers N] [--kills 50] [--shards 8] [--quantize int8]
 
 Random bfloat16 weights of that size are written to a temporary folder, three times their bytes. A conversion that is
 complete before its kill begins anew. Prints one line of JSON; what fails is named on standard error, and makes
@@ -21,10 +21,14 @@ import tempfile
 import time
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
-from folders import ROOT, import_from, read_config, run
 from safetensors.numpy import save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from folders import ROOT, import_from, read_config, run
 
 PROGRAM = "import convert; convert.SHARD_BYTES = {}; print('started', flush=True); convert.run(convert.main)"
 
@@ -50,8 +54,10 @@ def main() -> None:
     args = parser.parse_args()
     model, convert = (import_from(args.folder, module) for module in ("model", "convert"))
     raw_config = read_config(args.folder, args.config, args.layers)
-    shapes = convert.expected_shapes(model.Config.from_dict(raw_config))
-    shapes = {name: convert.swapped(shape) if len(shape) == 3 else shape for name, shape in shapes.items()}  # packed
+    shapes = {}
+    for weight in jax.tree.leaves(model.weights_of(model.Config.from_dict(raw_config))):
+        for name, shape in weight.tensors().items():
+            shapes[name] = convert.swapped(shape) if weight.is_packed() else shape
     counts = {"kills": 0, "refused": 0, "complete": 0, "failed": 0}
     with tempfile.TemporaryDirectory() as folder:
         source, whole, killed = (Path(folder, name) for name in ("source", "whole", "killed"))

@@ -1,0 +1,122 @@
+"""--chat, and what standard error says while a run works."""
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import ROOT, import_folder
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+llama3 = import_folder("llama3")
+DEMO = ROOT / "llama3" / "demo"
+CHAT = [sys.executable, ROOT / "llama3" / "main.py", "--chat", "--dtype", "float32", "--max_new_tokens", "40"]
+
+
+def reference_answers(turns: list[str], new_tokens: int) -> list[str]:
+    """What transformers' class answers, greedily and with the whole history in each turn; /reset begins anew."""
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    messages, answers = [], []
+    for turn in turns:
+        if turn == "/reset":
+            messages = []
+            continue
+        messages.append({"role": "user", "content": turn})
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        out = model.generate(ids, max_new_tokens=new_tokens, do_sample=False)[0, ids.shape[1] :]
+        answers.append(tokenizer.decode(out, skip_special_tokens=True))
+        messages.append({"role": "assistant", "content": answers[-1]})
+    return answers
+
+
+def test_a_conversation():
+    turns = ["Hello!", "What is the capital of France?", "And 3 plus 4?", "/reset", "Hello!", "What is 3 plus 4?"]
+    finished = subprocess.run(CHAT, input="\n".join(turns) + "\n\n", capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout == "".join(f"{answer}\n" for answer in reference_answers(turns, 40))
+    # The third turn's prompt has more than 64 tokens, and that of the fifth as many as the first's.
+    compiled = re.findall(r"^compiling (\w+) took", finished.stderr, re.M)
+    assert compiled.count("prefill") <= 4 and compiled.count("decoding") <= 2, finished.stderr
+    assert finished.stderr.splitlines()[-1].startswith("stats: {")
+
+
+def test_what_a_turn_refuses():
+    """The conversation goes on without a message that cannot be answered."""
+    turns = b"Hello!\n" + b"x" * 600 + b"\n\xff\xfe\nHello!\n"
+    finished = subprocess.run([*CHAT, "--max_seq_len", "256"], input=turns, capture_output=True)
+    assert finished.returncode == 0
+    errors = [line for line in finished.stderr.decode().splitlines() if line.startswith("error: ")]
+    assert len(errors) == 2 and "more than max_seq_len 256" in errors[0] and "not in UTF-8" in errors[1]
+    assert finished.stdout.decode().splitlines() == reference_answers(["Hello!", "Hello!"], 40)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--chat", "--raw"], "leave out --raw"),
+        (["--chat", "--output", "json"], "--output json"),
+        (["--chat", "--prompt", "a"], "not allowed with argument"),
+    ],
+)
+def test_flags_that_do_not_go_with_it(monkeypatch, capsys, arguments, words):
+    monkeypatch.setattr(sys, "argv", ["main.py", *arguments])
+    with pytest.raises(SystemExit):
+        llama3.convert.run(llama3.main.main)
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and words in err
+
+
+def test_a_checkpoint_without_a_template(monkeypatch, capsys, tmp_path):
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config.pop("chat_template", None)
+    file.write_text(json.dumps(config))
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    monkeypatch.setattr(sys, "argv", ["main.py", "--chat", "--model_path", str(tmp_path)])
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    with pytest.raises(SystemExit):
+        llama3.convert.run(llama3.main.main)
+    assert "--chat needs a chat template" in capsys.readouterr().err
+
+
+def test_stages_in_a_log_file(tmp_path):
+    """Compilations with their seconds, prefill with its rate; nothing that a log file shows badly."""
+    environment = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
+    command = [sys.executable, ROOT / "llama3" / "main.py", "--no_compilation_cache", "--max_new_tokens", "3"]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert "\r" not in finished.stderr
+    lines = finished.stderr.splitlines()
+    stages = [
+        "compiling prefill ...",
+        r"compiling prefill took [\d.]+ s",
+        "compiling decoding ...",
+        r"compiling decoding took [\d.]+ s",
+        "prefill: +0%.*",
+        "prefill: 100%.*tokens/s.*",
+        "stats: {.*",
+    ]
+    assert len(lines) == len(stages) and all(map(re.fullmatch, stages, lines)), finished.stderr
+
+
+def test_bars_are_lines_in_a_log_file(capsys):
+    """A line for each state that is shown, and none at all for what is done at once."""
+    with llama3.convert.progress_bar(range(3), desc="loading", unit=" weights") as bar:
+        assert list(bar) == [0, 1, 2]
+    assert capsys.readouterr().err == ""
+    with llama3.convert.progress_bar(range(2), desc="loading", unit=" weights", delay=0, mininterval=0) as bar:
+        list(bar)
+    lines = capsys.readouterr().err.splitlines()
+    assert list(dict.fromkeys(line.split("|")[0] for line in lines)) == [
+        "loading:   0%",
+        "loading:  50%",
+        "loading: 100%",
+    ]
