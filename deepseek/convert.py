@@ -369,11 +369,11 @@ def read_ahead(read, *arguments: list) -> Iterator:
 
 def scales_of(weight: Weight) -> Weight:
     """The scales of an int8 weight, one for each row of its tensors."""
-    ending = f"{weight.ending}_scale"
+    suffix = f"{weight.suffix}_scale"
     if weight.split == 0:
-        return dataclasses.replace(weight, other=None, ending=ending)
-    part = Part(dict.fromkeys(weight.parts[0].tensors, weight.other))  # each device has some columns of all rows
-    return dataclasses.replace(weight, parts=(part,), split=None, other=None, ending=ending)
+        return dataclasses.replace(weight, other_dim=None, suffix=suffix)
+    part = Part(dict.fromkeys(weight.parts[0].tensors, weight.other_dim))  # each device has some columns of all rows
+    return dataclasses.replace(weight, parts=(part,), split=None, other_dim=None, suffix=suffix)
 
 
 def block_of(
@@ -389,12 +389,12 @@ def block_of(
         along, filled = np.moveaxis(matrix, axis, 0), 0
         for part in weight.parts:
             place = filled
-            for name, start, stop in part.runs(shard, shards):
+            for name, start, stop in part.row_ranges(shard, shards):
                 where = (*[e] * weight.is_packed(), *[slice(None)] * axis, slice(start, stop))
-                rows = np.moveaxis(read_rows(tensors[weight.name(name, e)], *where), axis, 0)
+                rows = np.moveaxis(read_rows(tensors[weight.full_name(name, e)], *where), axis, 0)
                 along[place : place + stop - start][tuple(map(slice, rows.shape))] = rows
                 place += stop - start
-            filled += part.size(shards)
+            filled += part.rows_per_device(shards)
     return block
 
 

@@ -4,45 +4,44 @@ It covers the text of `Llama4ForConditionalGeneration` and `Llama4ForCausalLM` o
 Maverick (128). The vision tower is left out on purpose. The file has three parts. "The model" is what makes this a
 Llama 4: its configuration, its weights, its layers. "Running it" is what every model here shares: sharding, prefill
 and decoding, attention in plain JAX, int8. "Fast on each machine" is the appendix: kernels, and what compilers need to
-be told. The file needs jax and numpy alone.
+be told. The file needs only jax and numpy.
 
 Differs from llama3 in: `feed_forward`, which has experts in some layers; `attention`, which has rope and attends
-within chunks in some layers, and in the others scales queries by `temperature`; `rope`, which turns pairs of
+within chunks in some layers, and in the others scales queries by `attention_temperature`; `rope`, which turns pairs of
 neighbouring numbers; `Config`, which says what each layer has.
 
-    config = Config.from_dict(json.load(open("config.json")))
+    config = Config.from_dict(json.loads(Path("config.json").read_text()))
     mesh = make_mesh(tp=jax.device_count())
-    weights = ...  # a pytree as abstract_weights(config, mesh, dtype) describes it; convert.py loads one
+    weights = ...  # the pytree that abstract_weights(config, mesh, dtype) describes; convert.load reads one
     for tokens in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):
         ...
 
 Parallelism. A mesh of devices has three axes. `dp` splits the batch. `ep` splits the experts, and `tp` the columns of
 each. Both together split all other matrices but the router: attention by heads and MLPs by columns (Shoeybi et al.
 2019, "Megatron-LM"). All device code runs under `jax.shard_map`: an array there is this device's part of it, and
-devices exchange nothing except in the collectives that the code spells out. A decode step has one `psum` after the
-embedding, two in each layer, and two `all_gather` for the next token. Where ep x tp exceeds the kv heads, the devices
-that share a kv head each hold a part of the sequence, and `exchange` queries and outputs.
+devices exchange nothing except in the collectives that the code spells out. A decode step has one `psum` in the
+embedding, two in each layer, and two `all_gather` for the next token. If ep x tp exceeds num_key_value_heads, the R
+devices of a kv head split the sequence, and `exchange` queries and outputs.
 
 Some words of JAX. A pytree is nested dicts, lists and tuples of arrays; jax.tree.map applies a function to each array.
-jit compiles a function once for each set of shapes. While it does so the function's arrays are traced: they have a
-shape and a dtype, and no numbers yet. A donated argument gives its memory to the result. A mesh names the axes of a
-grid of devices, and a PartitionSpec (P) says which of them splits which dimension of an array. psum adds an array over
-devices, all_gather joins their parts. platform_dependent takes one of several functions, by the platform that the
-program is compiled for. The compiler moves nothing across an optimization_barrier. A Pallas kernel is the program of a
-TPU core, which fetches blocks of its arguments (a BlockSpec says which) into the core's fast memory, VMEM.
+jit compiles a function once for each set of shapes. Inside it, an array is traced: it has a shape and a dtype, but no
+values yet. A donated argument gives its memory to the result. A mesh names the axes of a grid of devices, and a
+PartitionSpec (P) says which of them splits which dimension of an array. psum adds the arrays of all devices (an
+all-reduce), all_gather concatenates them. axis_index is the place of this device along axes of the mesh. A
+ShapeDtypeStruct is an array's shape, dtype and sharding without the array.
 
 Dimension letters, in shapes and einsums. Under shard_map B, N, K, F, E and V are the sizes on one device.
 
     B  rows of the batch         D  hidden_size               V  vocab_size
     T  tokens of a row           N  num_attention_heads       F  intermediate_size, or intermediate_size_mlp
     S  cache slots of a row      K  num_key_value_heads       X  devices that share a layer, ep x tp
-    C  any contracted dimension  G  query heads per kv head   R  devices that share a kv head, at least 1
+    C  any contracted dimension  G  query heads per kv head   R  devices of a kv head, at least 1
     O  any output dimension      H  head_dim                  E  num_local_experts
 
-Dtypes. Weights, residual stream and cache are bfloat16 unless another dtype is asked for. Matrices and the cache can be
-int8 with float32 scales. Every product accumulates in float32; the partial sums that devices add with a psum are
-rounded to the residual stream's dtype first, which halves the traffic. Norms, rotary embedding, softmax and logits are
-float32.
+Dtypes. Weights, residual stream and cache are bfloat16 by default; `cache_layout` and `head_dtype` name the exceptions.
+Matrices and the cache can be int8 with float32 scales. Every product accumulates in float32, and `linear` returns
+float32. The partial sums that devices add with a psum are rounded to the residual stream's dtype first, which halves
+the traffic. Norms, rotary embedding, softmax and logits are float32.
 """
 
 from __future__ import annotations
@@ -76,7 +75,6 @@ MODEL_AXES = ("ep", "tp")  # the axes of the mesh whose devices share a layer
 # =====================================================================================================================
 
 
-REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 ROPE_PARAMETERS = {  # what each rope_type needs in config.json
     "default": (),
     "linear": ("factor",),
@@ -142,13 +140,13 @@ class Config:
         )
         needed = ROPE_PARAMETERS[rope["rope_type"]]
         rope = {name: value for name, value in rope.items() if name in ("rope_type", "rope_theta", *needed)}
-        # read_layers reads what says something about each layer. The last two fields are not config.json's.
-        apart = ("moe_layers", "no_rope_layers", "layer_types", "is_nested", "experts_are_packed")
-        given = {name: value for name, value in text.items() if name not in apart} | rope
-        # Released checkpoints have a number here; transformers takes it as a yes or no.
+        # read_layers reads the fields about each layer. The last two are not in config.json.
+        read_elsewhere = ("moe_layers", "no_rope_layers", "layer_types", "is_nested", "experts_are_packed")
+        given = {name: value for name, value in text.items() if name not in read_elsewhere} | rope
+        # Released checkpoints have a number here; transformers reads it as a boolean.
         given["attn_temperature_tuning"] = bool(given.get("attn_temperature_tuning", True))
-        given = read_fields(cls, given, (*REQUIRED, *needed))
-        if "num_key_value_heads" in text:  # and null
+        given = read_fields(cls, given, needed)
+        if "num_key_value_heads" in text:  # here only if it is null
             given.setdefault("num_key_value_heads", given["num_attention_heads"])
         if "head_dim" in text:
             given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
@@ -162,7 +160,7 @@ class Config:
         return result
 
     def check(self) -> None:
-        """Raises InputError for numbers that do not go together."""
+        """Raises InputError for inconsistent numbers."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
             raise InputError(f"config.json: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
@@ -189,7 +187,7 @@ def read_layers(config: dict, layers: int) -> dict[str, tuple]:
 
     def per_layer(name, default, allowed):
         values = default if config.get(name) is None else config[name]
-        kind = type(allowed[0])  # True is no 1 here
+        kind = type(allowed[0])  # True does not pass for 1
         if not isinstance(values, list) or any(type(value) is not kind or value not in allowed for value in values):
             raise InputError(f"config.json: {name} cannot be {values!r:.40}")
         return values
@@ -236,12 +234,13 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
 
 
 def weights_of(config: Config) -> dict:
-    """Every weight: the tensors of the checkpoint that it consists of, its shape, and how devices share it.
+    """Every weight: the tensors of the checkpoint that it consists of, its shape, and how devices split it.
 
     A matrix is [output, input], as in the checkpoint. Split by output, each device computes some of the outputs. Split
     by input, each device computes a partial sum of all outputs, and a psum adds the sums. `qkv` and `gate_up` are one
     product each: a device holds its query, key and value heads, or its gate and up rows, one after the other. Experts
-    are split over ep, and each like an MLP over tp. The router, which every device needs, is whole on each.
+    are split over ep, and each like an MLP over tp. The router, which every device needs, is whole on each. "Declaring
+    weights" explains Part, by_output, by_input, bias and whole.
     """
     D, H, F, E = config.hidden_size, config.head_dim, config.intermediate_size, config.num_local_experts
     N, K = config.num_attention_heads, config.num_key_value_heads
@@ -250,7 +249,9 @@ def weights_of(config: Config) -> dict:
     def layer(i):
         attention, mlp = f"{prefix}model.layers.{i}.self_attn", f"{prefix}model.layers.{i}.feed_forward"
         q, o = (Part({f"{attention}.{name}": N * H}, units=N, groups=K) for name in ("q_proj", "o_proj"))
-        k, v = (Part({f"{attention}.{name}": K * H}, units=K, groups=K, shared=True) for name in ("k_proj", "v_proj"))
+        k, v = (
+            Part({f"{attention}.{name}": K * H}, units=K, groups=K, replicated=True) for name in ("k_proj", "v_proj")
+        )
         weights = {
             "attention_norm": whole(f"{prefix}model.layers.{i}.input_layernorm.weight", D),
             "qkv": by_output(D, q, k, v),
@@ -259,25 +260,26 @@ def weights_of(config: Config) -> dict:
         }
         if config.attention_bias:
             weights |= {"qkv_bias": bias(q, k, v), "o_bias": whole(f"{attention}.o_proj.bias", D)}
+
+        def projections(module, columns):
+            return (Part({f"{module}.{name}": columns}) for name in ("gate_proj", "up_proj", "down_proj"))
+
+        def mlp_of(gate, up, down, experts=0):
+            return by_output(D, gate, up, experts=experts), by_input(D, down, experts=experts)
+
         if i in config.moe_layers:
-            gate, up = (Part({f"{mlp}.shared_expert.{name}": F}) for name in ("gate_proj", "up_proj"))
-            weights |= {
-                "router": whole(f"{mlp}.router.weight", E, D),
-                "shared_gate_up": by_output(D, gate, up),
-                "shared_down": by_input(D, Part({f"{mlp}.shared_expert.down_proj": F})),
-            }
+            shared = mlp_of(*projections(f"{mlp}.shared_expert", F))
+            experts = projections(f"{mlp}.experts.{{}}", F)
             if config.experts_are_packed:
-                gate, up = (Part({f"{mlp}.experts.gate_up_proj": 2 * F}, rows=rows) for rows in ((0, F), (F, 2 * F)))
-                down = Part({f"{mlp}.experts.down_proj": F})
-            else:
-                names = ("gate_proj", "up_proj", "down_proj")
-                gate, up, down = (Part({f"{mlp}.experts.{{}}.{name}": F}) for name in names)
-            weights["experts_gate_up"] = by_output(D, gate, up, experts=E)
-            weights["experts_down"] = by_input(D, down, experts=E)
+                packed = f"{mlp}.experts.gate_up_proj"
+                gate, up = (Part({packed: 2 * F}, rows=rows) for rows in ((0, F), (F, 2 * F)))
+                experts = gate, up, Part({f"{mlp}.experts.down_proj": F})
+            weights["router"] = whole(f"{mlp}.router.weight", E, D)
+            weights["shared_gate_up"], weights["shared_down"] = shared
+            weights["experts_gate_up"], weights["experts_down"] = mlp_of(*experts, E)
         else:
-            names, columns = ("gate_proj", "up_proj", "down_proj"), config.intermediate_size_mlp
-            gate, up, down = (Part({f"{mlp}.{name}": columns}) for name in names)
-            weights |= {"gate_up": by_output(D, gate, up), "down": by_input(D, down)}
+            dense = mlp_of(*projections(mlp, config.intermediate_size_mlp))
+            weights["gate_up"], weights["down"] = dense
         return weights
 
     weights = {
@@ -291,7 +293,7 @@ def weights_of(config: Config) -> dict:
 
 
 def left_out(name: str, config: Config) -> str | None:
-    """Why the model does not use a tensor of the checkpoint, None if it is not left out on purpose."""
+    """Why a tensor of the checkpoint is left out on purpose, or None."""
     if name.endswith("rotary_emb.inv_freq"):
         return "computed from config.json"
     if name.endswith("lm_head.weight") and config.tie_word_embeddings:
@@ -302,30 +304,30 @@ def left_out(name: str, config: Config) -> str | None:
 
 
 def rope_frequencies(config: Config) -> np.ndarray:
-    """float32 [H / 2]: the angle by which one position turns each pair (Su et al. 2021).
+    """float32 [H / 2]: the angle by which each pair rotates per position (Su et al. 2021).
 
-    "linear" divides all frequencies by `factor`. "llama3" divides those that turn less than `low_freq_factor` times
-    over the original context, keeps those that turn more than `high_freq_factor` times, and blends between. The
-    rounding is the reference class's: far along a sequence, the last place of a frequency shows.
+    "linear" divides all frequencies by `factor`. "llama3" divides those that make fewer than `low_freq_factor`
+    rotations over the original context, keeps those that make more than `high_freq_factor`, and blends between. It
+    rounds as transformers does: at large positions the last digit of a frequency matters.
     """
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     frequencies = 1 / (np.float64(config.rope_theta) ** exponents).astype(np.float32)
     if config.rope_type == "linear":
         frequencies = frequencies / np.float32(config.factor)
     if config.rope_type == "llama3":
-        turns = config.original_max_position_embeddings / (np.float32(2 * np.pi) / frequencies)
+        rotations = config.original_max_position_embeddings / (np.float32(2 * np.pi) / frequencies)
         between = max(config.high_freq_factor - config.low_freq_factor, 1e-30)
-        keep = np.clip((turns - config.low_freq_factor) / between, 0, 1)
-        frequencies = (1 - keep) * frequencies / config.factor + keep * frequencies
+        smooth = np.clip((rotations - config.low_freq_factor) / between, 0, 1)
+        frequencies = (1 - smooth) * frequencies / config.factor + smooth * frequencies
     return frequencies.astype(np.float32)
 
 
 def rope(x: Array, positions: Array, config: Config) -> Array:
-    """Turns the pairs (x[2i], x[2i + 1]) of float32 x [B, T, heads, H] by angles that grow with positions [B, T]."""
+    """Rotates the pairs (x[2i], x[2i + 1]) of float32 x [B, T, heads, H] by angles that grow with positions [B, T]."""
     angles = positions[:, :, None, None].astype(jnp.float32) * rope_frequencies(config)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     x1, x2 = x[..., 0::2], x[..., 1::2]
-    # All first ones, then all second ones: queries and keys get the same order, and only their products count.
+    # The order does not matter: queries and keys share it, and only their dot products count.
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
 
@@ -334,7 +336,7 @@ def l2_norm(x: Array, eps: float) -> Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
-def temperature(positions: Array, config: Config) -> Array:
+def attention_temperature(positions: Array, config: Config) -> Array:
     """The factor of queries at positions [B, T] in layers without rope: float32 [B, T]. It grows with each
     `floor_scale` tokens, so that attention stays sharp far along a sequence (Nakanishi 2025, "Scalable-Softmax")."""
     return jnp.log1p(jnp.floor((positions + 1.0) / config.floor_scale)) * config.attn_scale + 1.0
@@ -346,8 +348,9 @@ def attention(
 ):
     """The first half of a layer, on x [B, T, D] at positions [B, T]. Returns the new x and the new cache.
 
-    `attend` stores k and v [B, T, K, H] in the cache and returns the attention output [B, T, N H] of q [B, T, N, H].
-    Prefill and decode pass a different `attend`, and differ in nothing else.
+    `attend(q, k, v, cache, positions, mask)` stores k and v, float32 [B, T, K, H], in `cache`, this layer's keys and
+    values. It returns the attention output [B, T, N H] of q [B, T, N, H], which is scaled, and the cache. Prefill and
+    decode pass different `attend`, and differ in nothing else.
     """
     h = rms_norm(x, w["attention_norm"], config.rms_norm_eps)
     q, k, v = split_heads(linear(h, w["qkv"], w.get("qkv_bias")), config)
@@ -356,12 +359,12 @@ def attention(
         if config.use_qk_norm:
             q, k = l2_norm(q, config.rms_norm_eps), l2_norm(k, config.rms_norm_eps)
     elif config.attn_temperature_tuning:
-        q = q * temperature(positions, config)[:, :, None, None]
-    q = (q * config.head_dim**-0.5).astype(x.dtype)  # the scale of all scores
+        q = q * attention_temperature(positions, config)[:, :, None, None]
+    q = (q * config.head_dim**-0.5).astype(x.dtype)  # scales the attention scores
     out, cache = attend(q, k, v, cache, positions, mask)
     x = x + jax.lax.psum(linear(out, w["o"]).astype(x.dtype), MODEL_AXES)
     if config.attention_bias:
-        x = x + w["o_bias"]  # add it after the psum; otherwise it is added X times
+        x = x + w["o_bias"]  # after the psum; otherwise it is added X times
     return x, cache
 
 
@@ -387,7 +390,7 @@ def mlp(x: Array, gate_up: Array | Int8, down: Array | Int8) -> Array:
 
 
 def activation(gate: Array, up: Array, score: Array) -> Array:
-    """silu(gate) * up of an expert whose input is multiplied by its score [B, 1]: float32 [B, F].
+    """silu(gate) * up of an expert whose input is multiplied by its score [B, 1]: float32 [B, F]. `experts` calls it.
 
     The two products before this are linear, so the score is applied to their results, gate and up [B, F]. A row that
     did not choose the expert has score 0, and adds nothing.
@@ -400,8 +403,8 @@ def forward(
 ) -> tuple[Array, list[LayerCache]]:
     """The layers on tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the new cache.
 
-    This is a Python loop and not a scan over stacked weights: so the compiler fetches the next layer's weights ahead,
-    and copies neither weights nor cache. `layer` is jitted so that it is traced once for each kind of layer.
+    Unlike a scan over stacked weights, a Python loop lets the compiler fetch the next layer's weights ahead, and it
+    copies neither weights nor cache. `layer` is jitted so that it is traced once for each kind of layer.
     """
 
     @partial(jax.jit, static_argnums=(3, 4))
@@ -409,7 +412,7 @@ def forward(
         x, layer_cache = attention(x, w, layer_cache, positions, attend, config, has_rope, mask)
         return feed_forward(x, w, config), layer_cache
 
-    x = embed(tokens, weights["embedding"], weights["norm"])
+    x = embed(tokens, weights, config)
     cache = list(cache)
     for i, w in enumerate(weights["layers"]):
         x, cache[i] = layer(x, w, cache[i], bool(config.no_rope_layers[i]), config.mask(i))
@@ -493,50 +496,49 @@ def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, ou
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What devices share of the checkpoint's tensors: their rows, or in a weight that is split by input their columns.
+    """Rows of the checkpoint's tensors that devices split; columns, if the weight is split by input.
 
-    `tensors` maps names to numbers of rows. Several tensors are taken as one, one after the other. In the weight of
-    several experts, a name with `{}` stands for one tensor for each expert, a name without it for a packed tensor
-    [experts, input, output].
+    `tensors` maps names to numbers of rows; they are concatenated. A name with `{}` stands for one tensor per expert;
+    in the weight of several experts, a name without it is a packed tensor [experts, input, output].
 
-    The rows form `units` of equal size that are never cut, such as heads; by default each row is one. The units form
-    `groups`, such as query heads with the same kv head. A device holds whole groups. If there are more devices than
-    groups, the devices of a group deal out its units, and the last of them may get fewer or none; or, if the part is
-    `shared`, all of them hold the whole group. If `rows` (from, to) is given, only these rows form units; if `within`
-    is given, only these rows of each unit are taken.
+    The rows form `units` of equal size that are never cut, such as heads (0: each row is one). Units form `groups`,
+    such as the query heads of one kv head. A device holds whole groups. If there are more devices than groups, the
+    units of a group are divided among its devices, and the last ones may get fewer or none; a `replicated` part is
+    copied to each of them. `rows` (start, stop) limits the part to these rows. `within` (start, stop) takes these rows
+    of each unit.
     """
 
     tensors: dict[str, int]
     units: int = 0
     groups: int = 1
-    shared: bool = False
+    replicated: bool = False
     rows: tuple[int, int] | None = None
     within: tuple[int, int] | None = None
 
-    def unit(self) -> tuple[int, int, int]:
+    def layout(self) -> tuple[int, int, int]:
         """The first row to take, the number of units, and the rows of one."""
         first, last = self.rows or (0, sum(self.tensors.values()))
         units = self.units or last - first
         return first, units, (last - first) // units
 
-    def dealt(self, shard: int, shards: int) -> tuple[int, int, int]:
+    def assigned_units(self, shard: int, shards: int) -> tuple[int, int, int]:
         """The units of device `shard` of `shards`: the first, the one after the last, and how many it has room for."""
         sharers = max(shards // self.groups, 1)  # devices that share a group
-        size = self.unit()[1] // self.groups * max(self.groups // shards, 1)  # units of the groups of a device
-        room = size if self.shared else -(-size // sharers)
+        size = self.layout()[1] // self.groups * max(self.groups // shards, 1)  # units of the groups of a device
+        room = size if self.replicated else ceil_div(size, sharers)
         begin = shard // sharers * size
-        first = begin if self.shared else begin + min(shard % sharers * room, size)
+        first = begin if self.replicated else begin + min(shard % sharers * room, size)
         return first, min(first + room, begin + size), room
 
-    def size(self, shards: int) -> int:
+    def rows_per_device(self, shards: int) -> int:
         """How many rows each of `shards` devices has room for."""
-        start, stop = self.within or (0, self.unit()[2])
-        return self.dealt(0, shards)[2] * (stop - start)
+        start, stop = self.within or (0, self.layout()[2])
+        return self.assigned_units(0, shards)[2] * (stop - start)
 
-    def runs(self, shard: int, shards: int) -> Iterator[tuple[str, int, int]]:
+    def row_ranges(self, shard: int, shards: int) -> Iterator[tuple[str, int, int]]:
         """The rows of device `shard` of `shards` in order: a tensor's name, the first row and the one after the
         last."""
-        (first, last, _), (begin, _, rows) = self.dealt(shard, shards), self.unit()
+        (first, last, _), (begin, _, rows) = self.assigned_units(shard, shards), self.layout()
         runs = [(begin + rows * first, begin + rows * last)]
         if self.within:
             start, stop = self.within
@@ -550,24 +552,24 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A weight: its parts one after the other, as the output or the input dimension of a matrix.
+    """A weight: its parts, concatenated along the output or the input dimension of a matrix.
 
-    `split` says along which dimension devices share it: 0 the output, 1 the input, None: each device holds all of it.
-    `other` is the other dimension of a matrix, None in a vector. `experts` is how many matrices are stacked along a
-    first dimension, 0 for one matrix alone. `dtype` is a fixed one, also in converted checkpoints. `by_head` says that
-    products are made for each head apart (see head_dtype).
+    `split` is the dimension that devices split: 0 the output, 1 the input, None: each device holds all of it.
+    `other_dim` is the size of the other dimension of a matrix, None for a vector. `experts` is how many matrices are
+    stacked along a first dimension, 0 for one matrix alone. `dtype` is a fixed one, also in converted checkpoints.
+    `per_head` says that each head is multiplied on its own (see head_dtype).
     """
 
     parts: tuple[Part, ...]
     split: int | None
-    other: int | None
-    ending: str  # of the tensors' names
+    other_dim: int | None
+    suffix: str  # of the tensors' names
     experts: int = 0
     dtype: str | None = None
-    by_head: bool = False
+    per_head: bool = False
 
     def axes(self) -> tuple[str, ...]:
-        """The axes of the mesh that split one matrix. Experts are dealt out along ep, so tp is left for each."""
+        """The axes of the mesh that split one matrix. Experts are split over ep, so only tp splits each one."""
         return () if self.split is None else MODEL_AXES[1:] if self.experts else MODEL_AXES
 
     def is_packed(self) -> bool:
@@ -575,36 +577,36 @@ class Weight:
         return bool(self.experts) and not any("{}" in name for part in self.parts for name in part.tensors)
 
     def is_matrix(self) -> bool:
-        """Whether it is a matrix that devices share: it can be Int8."""
-        return self.split is not None and self.other is not None
+        """Whether it is a matrix that devices split: it can be Int8."""
+        return self.split is not None and self.other_dim is not None
 
-    def name(self, name: str, expert: int = 0) -> str:
+    def full_name(self, name: str, expert: int = 0) -> str:
         """The full name in the checkpoint of a part's tensor."""
-        return name.format(expert) + self.ending
+        return name.format(expert) + self.suffix
 
     def shape(self, rows: int) -> tuple[int, ...]:
-        """The shape of one matrix, or vector, with so many rows."""
-        if self.other is None:
+        """The shape of one matrix, or vector, with `rows` rows."""
+        if self.other_dim is None:
             return (rows,)
-        return (self.other, rows) if self.split == 1 else (rows, self.other)
+        return (self.other_dim, rows) if self.split == 1 else (rows, self.other_dim)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """The tensors of the checkpoint, with their shapes. Input dimensions are last, those of packed experts too."""
         shapes = {name: self.shape(rows) for part in self.parts for name, rows in part.tensors.items()}
         if self.is_packed():
-            return {self.name(name): (self.experts, *shape) for name, shape in shapes.items()}
-        return {self.name(name, e): shape for e in range(self.experts or 1) for name, shape in shapes.items()}
+            return {self.full_name(name): (self.experts, *shape) for name, shape in shapes.items()}
+        return {self.full_name(name, e): shape for e in range(self.experts or 1) for name, shape in shapes.items()}
 
     def abstract(self, mesh: Mesh, dtype: jnp.dtype, int8: bool) -> jax.ShapeDtypeStruct | Int8:
         """The weight on a mesh, as a jax.ShapeDtypeStruct with its sharding, or as Int8 if `int8` and it is_matrix."""
         shards = math.prod(mesh.shape[axis] for axis in self.axes())
-        shape = list(self.shape(shards * sum(part.size(shards) for part in self.parts)))
+        shape = list(self.shape(shards * sum(part.rows_per_device(shards) for part in self.parts)))
         spec = [] if self.split is None else [None] * len(shape)
         if spec:
             spec[self.split] = self.axes()
         if self.is_matrix() and not int8 and not self.experts:
-            parts = shards if self.split == 1 else 1
-            shape[1] = parts * stored_width(shape[1] // parts, dtype, mesh)
+            cuts = shards if self.split == 1 else 1
+            shape[1] = cuts * stored_width(shape[1] // cuts, dtype, mesh)
         if self.experts:
             shape, spec = [self.experts, *shape], [MODEL_AXES[0], *spec]
 
@@ -613,13 +615,13 @@ class Weight:
 
         if self.is_matrix() and int8:
             return Int8(array(shape, spec, jnp.int8), array(shape[:-1], spec[:-1], jnp.float32))
-        return array(shape, spec, self.dtype or (head_dtype(dtype, mesh) if self.by_head else dtype))
+        return array(shape, spec, self.dtype or (head_dtype(dtype, mesh) if self.per_head else dtype))
 
 
-def by_output(inputs: int, *parts: Part, experts: int = 0, by_head: bool = False) -> Weight:
+def by_output(inputs: int, *parts: Part, experts: int = 0, per_head: bool = False) -> Weight:
     """A matrix [rows of the parts, inputs] split by output, or `experts` of them."""
-    weight = Weight(parts, 0, inputs, ".weight", experts, by_head=by_head)
-    return dataclasses.replace(weight, ending="") if weight.is_packed() else weight
+    weight = Weight(parts, 0, inputs, ".weight", experts, per_head=per_head)
+    return dataclasses.replace(weight, suffix="") if weight.is_packed() else weight
 
 
 def by_input(outputs: int, part: Part, experts: int = 0) -> Weight:
@@ -640,8 +642,8 @@ def whole(name: str, *shape: int, dtype: str | None = None) -> Weight:
 def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = False) -> dict:
     """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises as check_mesh.
 
-    Matrices are [output, input], as Hugging Face stores them: the contracted dimension comes last, so that a row is one
-    run of memory, and loading transposes nothing but packed experts. Where devices cannot share rows evenly, the arrays
+    Matrices are [output, input], as Hugging Face stores them: the contracted dimension comes last, so that a row is
+    contiguous, and loading transposes nothing but packed experts. Where devices cannot share rows evenly, the arrays
     have rows or columns of zeros, which change nothing.
     """
     check_mesh(config, mesh)
@@ -657,7 +659,7 @@ def prefill(weights: dict, cache, tokens, start, lengths, seeds, *, config: Conf
     """One piece of the prompts: T tokens of each row, at positions start to start + T.
 
     Rows are padded at the end. No real token attends to the padding, and each of its slots is overwritten before a
-    later token could. A row that has ended before this piece stores nothing.
+    later token could. A row whose prompt ended before this piece stores nothing.
 
     Args: cache, donated; tokens int32 [B, T]; start int32 []; lengths int32 [B], of the prompts; seeds as in
     next_token. Returns the cache, and for the rows that end in this piece the first token that follows and its
@@ -687,7 +689,7 @@ def decode_step(weights: dict, cache, tokens, positions, seeds, *, config: Confi
 
     def body(weights, cache, tokens, positions, seeds):
         R = cache_sharers(config, model_shards(mesh))
-        # A finished row goes on until all rows are finished, in the last slot if there is no further one.
+        # A finished row keeps decoding until all are finished, in the last slot once the cache is full.
         positions = jnp.minimum(positions, capacity(cache, config, R) - 1)
         attend = partial(decode_attention, R=R)
         x, cache = forward(weights, tokens[:, None], positions[:, None], cache, attend, config)
@@ -712,7 +714,7 @@ class Sampling(NamedTuple):
 
 
 def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling) -> tuple[Array, Array]:
-    """Tokens int32 and their log-probabilities float32, [B] each: of the whole batch, and on every device.
+    """The next tokens int32 [B] and their log-probabilities float32 [B], of the whole batch, on every device.
 
     The log-probability is that of the unmodified softmax. Sampling draws with a key of its own for each row and each
     position, so that no key is used twice.
@@ -723,7 +725,7 @@ def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling
     if sampling.temperature == 0:
         # Each device has a candidate: its largest logit, that token, and the sum of exp(logit - largest).
         largest, V = jnp.max(logits, axis=-1), logits.shape[1]
-        local = jnp.min(jnp.where(logits == largest[:, None], jnp.arange(V), V - 1), axis=-1)  # argmax is slow on CPUs
+        local = jnp.min(jnp.where(logits == largest[:, None], jnp.arange(V), V - 1), axis=-1)  # an argmax
         ids = local + jax.lax.axis_index(MODEL_AXES) * V
         total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
         # One collective for all three; float32 holds every id below 2**24 exactly.
@@ -731,13 +733,13 @@ def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling
         largest, total, ids = jax.lax.all_gather(candidates, MODEL_AXES, axis=1)  # [X, B] each
         winner = jnp.argmax(largest, axis=0)[None]
         logprobs = -jnp.log(jnp.sum(total * jnp.exp(largest - jnp.max(largest, axis=0)), axis=0))
-        tokens = jnp.take_along_axis(ids, winner, axis=0)[0].astype(jnp.int32)
+        tokens = jnp.take_along_axis(ids, winner, axis=0)[0]
     else:
         logits = jax.lax.all_gather(logits, MODEL_AXES, axis=1, tiled=True)
         keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")  # a key of this generator is two numbers
         keys = jax.vmap(jax.random.fold_in)(keys, positions)
         kept = keep_probable(logits / sampling.temperature, sampling.top_k, sampling.top_p)
-        tokens = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
+        tokens = jax.vmap(jax.random.categorical)(keys, kept)
         logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)[:, 0]
     # Every host needs the tokens of all rows, to see which rows have ended.
     chosen = jnp.stack([tokens.astype(jnp.float32), logprobs])
@@ -760,7 +762,7 @@ def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
     return logits
 
 
-PREFILL_TOKENS = 4096  # of all rows of a device in one piece: bounds the memory of prefill
+PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
 PREFILL_PIECE = 1024  # of one row: enough for each weight that is read to serve many tokens; not yet tuned on hardware
 LOOKAHEAD = 2  # decode steps in flight before the host reads their tokens
 
@@ -793,20 +795,20 @@ def generate(
     """Decodes all prompts as one batch and yields, step by step, the new tokens of the rows that are not finished.
 
     A row ends with the first of `stop_tokens`, after `max_new_tokens`, or when it has filled `max_seq_len` slots (by
-    default as many as all this needs). What a row generates does not depend on the others: sampling draws by the seed
-    and the row's number, which its tokens carry. `rows` are these numbers, by default the places in `prompts`.
+    default as many as the longest row needs). What a row generates does not depend on the others: sampling uses the
+    seed and the row's number, `Token.row`. `rows` gives these numbers, by default the indices in `prompts`.
 
     The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
     reads them LOOKAHEAD steps later. On machines whose attention reads the whole cache, the cache doubles as it fills,
     at one compilation for each size.
 
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
-    and at the end step_bytes of a decode step of mean length. Compilation and growing the cache are in no other time.
+    and at the end step_bytes of a decode step of mean length. No other time includes compilation or growing the cache.
     `progress(stage, done, total)` is called before and after a compilation, and with the tokens of each piece of
     prefill.
 
-    Raises InputError when its first item is asked for: for prompts that check_prompts refuses, and for a cache that
-    does not fit; later, if there is no memory left for the cache to grow.
+    The first `next` raises InputError for prompts that check_prompts refuses and for a cache that does not fit, a later
+    one if no memory is left for the cache to grow.
     """
     stats = {} if stats is None else stats
     stats |= {"compile_s": 0.0, "decode_s": 0.0, "decode_steps": 0, "decode_tokens": 0}
@@ -815,9 +817,9 @@ def generate(
     max_seq_len = max_seq_len or max(lengths) + max_new_tokens - 1  # the last token needs no slot
     limits = [min(max_new_tokens, max_seq_len - length + 1) for length in lengths]
 
-    # The prompts as one array, padded at the end of each row, and with rows of one token so that dp divides them.
+    # The prompts as one array, padded at the end of each row, plus one-token rows so that dp divides the batch.
     dp, dtype, R = mesh.shape["dp"], weights["norm"].dtype, cache_sharers(config, model_shards(mesh))
-    batch = -(-len(prompts) // dp) * dp
+    batch = ceil_div(len(prompts), dp) * dp
     piece = piece_length(max(lengths), batch // dp, R, config)
     starts = range(0, max(lengths), piece)
     prompt_tokens = np.zeros((batch, len(starts) * piece), np.int32)
@@ -830,7 +832,7 @@ def generate(
     def on_mesh(array, spec=P()):
         return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
 
-    positions = on_mesh(prompt_lengths, P("dp"))  # of the next token of each row
+    positions = on_mesh(prompt_lengths, P("dp"))  # of the next token of each row, which is at first its prompt's length
     seeds = on_mesh(np.array([(row, seed) for row in rows + [0] * padding], np.uint32), P("dp"))
 
     most_slots = max(max_seq_len, prompt_tokens.shape[1])
@@ -840,7 +842,7 @@ def generate(
         """The cache that a step at `position` is compiled with: all slots, or as many as are needed there."""
         return abstract_cache(config, mesh, batch, slots_until(position, most_slots, mesh), dtype, int8_cache)
 
-    def in_memory(make, *arguments):
+    def allocated(make, *arguments):
         try:
             return jax.block_until_ready(make(*arguments))
         except jax.errors.JaxRuntimeError as error:
@@ -854,14 +856,14 @@ def generate(
 
     if stored_bytes((weights, cache_for(most_slots - 1))) > memory_of(mesh):
         raise InputError(too_large)  # now, and not when the cache has grown
-    cache = in_memory(zeros, cache_for(max(*lengths, prompt_tokens.shape[1] - 1)))
+    cache = allocated(zeros, cache_for(max(*lengths, prompt_tokens.shape[1] - 1)))
 
     # Prefill. All that it and the first decode step need is compiled before the clock starts.
     tokens = on_mesh(prompt_tokens[:, :piece])
     prefill_piece = compiled("prefill", prefill, weights, cache, tokens, on_mesh(np.int32(0)), positions, seeds)
     step = compiled("decoding", decode_step, weights, cache, on_mesh(prompt_tokens[:, 0]), positions, seeds)
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("compiled")  # or the clock would count what others still compile
+        multihost_utils.sync_global_devices("compiled")  # or the clock would count other processes' compilation
     begin = time.perf_counter()
     chosen = []  # in each piece: tokens and their log-probabilities
     for start in starts:
@@ -876,17 +878,17 @@ def generate(
     stats |= {"prefill_s": time.perf_counter() - begin, "prefill_tokens": sum(lengths)}
 
     live = set(range(len(prompts)))  # the rows that are not finished
-    read = 0  # tokens of a row that the host has read
+    tokens_read = 0  # tokens of a row that the host has read
 
     def read_tokens(tokens, logprobs):
         """Fetches the tokens of a step, and takes the rows that end with them out of `live`."""
-        nonlocal read
-        read += 1
+        nonlocal tokens_read
+        tokens_read += 1
         ids, logs = np.asarray(tokens), np.asarray(logprobs)
         new = []
         for row in sorted(live):
             is_stop = int(ids[row]) in stop_tokens
-            reason = "stop" if is_stop else "length" if read == limits[row] else None
+            reason = "stop" if is_stop else "length" if tokens_read == limits[row] else None
             new.append(Token(rows[row], int(ids[row]), float(logs[row]), reason))
             if reason:
                 live.remove(row)
@@ -897,29 +899,29 @@ def generate(
     # Decode.
     tokens = on_mesh(tokens)
     in_flight = deque()  # the tokens of steps that the host has not read
-    started = 1  # tokens of a row, in flight or read
+    tokens_started = 1  # tokens of a row, in flight or read
     begin = time.perf_counter()
     while live:
-        while started < max(limits[row] for row in live) and len(in_flight) <= LOOKAHEAD:
+        while tokens_started < max(limits[row] for row in live) and len(in_flight) <= LOOKAHEAD:
             # No further than a row's limit: a row that has reached it is live until the host has read its tokens.
-            position = max(lengths[row] + min(started, limits[row] - 1) for row in live) - 1
+            position = max(lengths[row] + min(tokens_started, limits[row] - 1) for row in live) - 1
             if position >= capacity(cache, config, R):
                 jax.block_until_ready(tokens)  # no step runs while the clock stands still
                 pause = time.perf_counter()
-                cache = in_memory(grown, cache, cache_for(position))
+                cache = allocated(grow_cache, cache, cache_for(position))
                 step = compiled("decoding", decode_step, weights, cache, tokens, positions, seeds)
                 begin += time.perf_counter() - pause
             cache, tokens, logprobs, positions = step(weights, cache, tokens, positions, seeds)
             tokens.copy_to_host_async()
             in_flight.append((tokens, logprobs))
-            started += 1
+            tokens_started += 1
         new = read_tokens(*in_flight.popleft())
         stats["decode_s"] = time.perf_counter() - begin
         stats["decode_steps"] += 1
         stats["decode_tokens"] += len(new)
         yield new
     jax.block_until_ready(cache)  # steps in flight: no process may leave while others wait for it in a collective
-    stats["step_bytes"] = step_bytes(weights, cache, [length + read / 2 for length in lengths], config)
+    stats["step_bytes"] = step_bytes(weights, cache, [length + tokens_read / 2 for length in lengths], config)
 
 
 PROGRAMS = {}  # the last compiled programs of this process
@@ -944,7 +946,7 @@ def zeros(abstract) -> object:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
 
 
-def grown(cache: list[LayerCache], abstract: list[LayerCache]) -> list[LayerCache]:
+def grow_cache(cache: list[LayerCache], abstract: list[LayerCache]) -> list[LayerCache]:
     """The cache with as many slots as `abstract` has, the new ones empty. It takes the layers out of the list that it
     is given, one at a time, so that no more than one is in memory twice."""
     return [jax.block_until_ready(grow_layer(cache.pop(0), wanted=layer)) for layer in abstract]
@@ -961,6 +963,11 @@ def grow_layer(layer: LayerCache, wanted: LayerCache) -> LayerCache:
     return jax.tree.map(padded, layer, wanted)
 
 
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
@@ -970,101 +977,7 @@ def cache_slots(tokens: int) -> int:
     """Slots to allocate for `tokens`: somewhat more, so that large blocks divide them. That is the next multiple of 256
     up to 2,048 tokens, and at most a quarter more beyond."""
     unit = max(256, power_of_two(tokens) // 8)
-    return -(-tokens // unit) * unit
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Many prompts, memory and statistics
-
-
-BATCH = 256  # rows of a device: by data sheets, beyond 240 (TPU v5e) or 295 (H100) computing outlasts reading bfloat16
-MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
-
-
-def generate_in_batches(
-    weights: dict,
-    prompts: list[list[int]],
-    config: Config,
-    mesh: Mesh,
-    *,
-    max_new_tokens: int,
-    max_seq_len: int | None = None,
-    int8_cache: bool = False,
-    stats: dict | None = None,
-    **options,
-) -> Iterator[list[Token]]:
-    """What generate does, for any number of prompts: in several batches if they do not fit in one.
-
-    A batch has rows of similar length, at most BATCH on a device. The longest come first, so that prompts that do not
-    fit are refused at once. The numbers of rows and slots are powers of two, so that few programs have to be compiled.
-    `stats` is of all batches, its step_bytes of a mean step. All other options are generate's.
-    """
-    check_prompts(prompts, config, max_seq_len)
-    stats = {} if stats is None else stats
-    dp, dtype = mesh.shape["dp"], weights["norm"].dtype
-    room = MEMORY_SHARE * memory_of(mesh) - stored_bytes(weights)
-
-    def fits(count, slots):
-        cache = abstract_cache(config, mesh, -(-count // dp) * dp, slots, dtype, int8_cache)
-        return count <= BATCH * dp and stored_bytes(cache) <= room
-
-    left = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
-    while left:
-        needed = max_seq_len or len(prompts[left[-1]]) + max_new_tokens - 1
-        count, slots = len(left), needed
-        if not fits(count, slots):
-            count, slots = BATCH * dp, max_seq_len or max(256, power_of_two(needed))
-            while count > dp and not fits(count, slots):
-                count //= 2
-            if not fits(count, slots):  # by not much, perhaps
-                slots = needed
-        rows, left = sorted(left[-count:]), left[:-count]
-        measured = {}
-        options |= {"max_new_tokens": max_new_tokens, "max_seq_len": slots, "int8_cache": int8_cache}
-        yield from generate(weights, [prompts[row] for row in rows], config, mesh, rows=rows, stats=measured, **options)
-        steps = stats.get("decode_steps", 0) + measured["decode_steps"]
-        share = measured["decode_steps"] / steps if steps else 1
-        mean_bytes = round(share * measured.pop("step_bytes") + (1 - share) * stats.get("step_bytes", 0))
-        stats |= {key: stats.get(key, 0) + value for key, value in measured.items()} | {"step_bytes": mean_bytes}
-
-
-def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None) -> None:
-    """Raises InputError for no prompt, and one that is empty, longer than `max_seq_len` or outside the vocabulary."""
-    if not prompts:
-        raise InputError("there is no prompt")
-    for row, prompt in enumerate(prompts, 1):
-        if not prompt:
-            raise InputError(f"prompt {row} is empty: it has no tokens")
-        if max_seq_len and len(prompt) > max_seq_len:
-            raise InputError(f"prompt {row} has {len(prompt)} tokens, more than max_seq_len {max_seq_len}; raise it")
-        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-            raise InputError(f"prompt {row} has a token outside the model's vocabulary of {config.vocab_size}")
-
-
-def stored_bytes(tree) -> int:
-    """Bytes of a pytree of arrays or ShapeDtypeStructs on all devices. What several devices hold counts on each."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices
-        for x in jax.tree.leaves(tree)
-    )
-
-
-def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config) -> int:
-    """Bytes that a decode step has to read on all devices: all weights but the embedding, `lengths` slots of the rows.
-
-    Of experts it counts as many as the rows choose on average if the router prefers none. A tied embedding is the
-    output head too, and counts. A weight counts on every device that holds it.
-    """
-    rows = len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
-
-    def read(weight, array):
-        chosen = 1 - (1 - config.num_experts_per_tok / weight.experts) ** rows if weight.experts else 1
-        return chosen * stored_bytes(array)
-
-    total = sum(jax.tree.leaves(jax.tree.map(read, weights_of(config), weights)))
-    if "head" in weights:
-        total -= stored_bytes(weights["embedding"])
-    return int(total + cache_bytes_read(cache, lengths, config))
+    return ceil_div(tokens, unit) * unit
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1079,23 +992,24 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 @jax.named_scope("embed")
-def embed(tokens: Array, table: Array | Int8, norm: Array) -> Array:
-    """Rows of the vocabulary-sharded table [V, D] for tokens [B, T]: [B, T, D] in the dtype of a norm [D].
+def embed(tokens: Array, weights: dict, config: Config) -> Array:
+    """Rows of the vocabulary-sharded embedding [V, D] for tokens [B, T]: [B, T, D] in the residual stream's dtype.
 
     Each device looks up the tokens that it holds and has zeros for the others; the psum puts them together.
     """
+    table, dtype = weights["embedding"], weights["norm"].dtype
     local = tokens - jax.lax.axis_index(MODEL_AXES) * table.shape[0]
     is_here = (local >= 0) & (local < table.shape[0])
-    # One row more than needed: XLA would lay a whole int8 table out anew to take a single row of it.
+    # One row more than needed: for a single row, XLA would copy a whole int8 table to another layout.
     index = jnp.pad(jnp.where(is_here, local, 0), ((0, 1), (0, 0)))
     x, scale = values_and_scale(jax.tree.map(lambda t: t[index][:-1], table), jnp.float32)
     x = x if scale is None else x * scale[..., None]
-    x = x[..., : norm.shape[0]]  # see stored_width
-    return jax.lax.psum(jnp.where(is_here[..., None], x, 0).astype(norm.dtype), MODEL_AXES)
+    x = x[..., : config.hidden_size]  # see stored_width
+    return jax.lax.psum(jnp.where(is_here[..., None], x, 0).astype(dtype), MODEL_AXES)
 
 
 def mask_padding(logits: Array, config: Config) -> Array:
-    """logits [B, V] of this device's part of the vocabulary, without those of rows that only even out the parts."""
+    """logits [B, V] of this device's part of the vocabulary, with MASKED for the rows that only pad the table."""
     ids = jax.lax.axis_index(MODEL_AXES) * logits.shape[1] + jnp.arange(logits.shape[1])
     return jnp.where(ids < config.vocab_size, logits, MASKED)
 
@@ -1112,8 +1026,8 @@ CACHE_SPEC = P("dp", MODEL_AXES)  # rows over dp; kv heads, or parts of a sequen
 
 
 def is_attended(keys: Array, queries: Array, window: int | None) -> Array:
-    """Whether queries see keys, both given by their positions in shapes that broadcast: no later key, and none before
-    the last `window` ones (None: all)."""
+    """Whether the queries at positions `queries` see the keys at positions `keys`, in shapes that broadcast: no later
+    key, and none before the last `window` ones (None: all)."""
     seen = keys <= queries
     return seen if window is None else seen & (keys > queries - window)
 
@@ -1155,18 +1069,19 @@ def attention_with_sum(scores: Array, v: Array | Int8, dtype: jnp.dtype) -> tupl
 
 
 class Mask(NamedTuple):
-    """Which tokens up to its own a token attends to: all, the last `window` ones, or those of its chunk of `chunk`."""
+    """Which tokens up to its own a token attends to: all, the last `window` ones, or those of its chunk of `chunk`
+    tokens."""
 
     window: int | None = None
     chunk: int | None = None
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, [B, K, S, H] each, the token at position p of a row in slot p of that row.
+    """Keys and values of one layer, [B, K, S, H] each, position p of a row in its slot p.
 
-    Where attention is chunked, positions count from the beginning of a chunk: the next chunk overwrites it. Where R
-    devices share a kv head, they deal out its tokens: of these, device r holds the positions p with p % R == r, in slot
-    p // R. (K is then 1 on a device, and X in the whole array.)
+    Where attention is chunked, positions count from the beginning of a chunk: the next chunk overwrites it. If R
+    devices share a kv head, device r of them holds the positions p with p % R == r, in slot p // R. (K is then 1 on a
+    device, and X in the whole array.)
     """
 
     k: Array | Int8
@@ -1176,14 +1091,14 @@ class LayerCache(NamedTuple):
 def abstract_cache(
     config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, int8: bool = False
 ) -> list[LayerCache]:
-    """The KV cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens and somewhat more. A chunked layer holds
+    """The KV cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens, rounded up. A chunked layer holds
     no more than a chunk. Dtype and width are as cache_layout has them."""
     X, sharding = model_shards(mesh), NamedSharding(mesh, CACHE_SPEC)
     H, dtype = cache_layout(config.head_dim, dtype, mesh)
 
     def layer_cache(i):
         tokens = min(max_seq_len, config.mask(i).chunk or max_seq_len)
-        slots = cache_slots(-(-tokens // cache_sharers(config, X)))
+        slots = cache_slots(ceil_div(tokens, cache_sharers(config, X)))
         shape = (batch, max(config.num_key_value_heads, X), slots, H)
         side = jax.ShapeDtypeStruct(shape, jnp.int8 if int8 else dtype, sharding=sharding)
         if int8:
@@ -1217,10 +1132,10 @@ def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Conf
 
 
 def piece_length(longest: int, rows: int, R: int, config: Config) -> int:
-    """Tokens of a row that prefill takes at once, if a device has so many rows: a multiple of R, and a divisor of the
+    """Tokens of a row that prefill takes at once, if a device has `rows` rows: a multiple of R, and a divisor of the
     chunk of chunked layers."""
     piece = min(PREFILL_PIECE, power_of_two(longest), max(1, PREFILL_TOKENS // power_of_two(rows)))
-    piece = -(-piece // R) * R
+    piece = ceil_div(piece, R) * R
     chunks = {chunk for i in range(config.num_hidden_layers) if (chunk := config.mask(i).chunk)}
     return next(n for n in range(piece, 0, -R) if all(chunk % n == 0 for chunk in chunks))
 
@@ -1232,7 +1147,7 @@ def split_heads(qkv: Array, config: Config) -> tuple[Array, Array, Array]:
     """
     X, kv_heads = jax.lax.axis_size(MODEL_AXES), config.num_key_value_heads
     K = max(kv_heads // X, 1)
-    N = K * -(-(config.num_attention_heads // kv_heads) // cache_sharers(config, X))
+    N = K * ceil_div(config.num_attention_heads // kv_heads, cache_sharers(config, X))
     return jnp.split(qkv.reshape(*qkv.shape[:2], N + 2 * K, config.head_dim), [N, N + K], axis=2)
 
 
@@ -1305,7 +1220,7 @@ def decode_attention(q, k, v, cache: LayerCache, positions, mask: Mask, *, R: in
     G, width = q.shape[2], q.shape[4]
     positions = positions[:, 0] % mask.chunk if mask.chunk else positions[:, 0]
     queries = q
-    if R > 1:  # K is 1 then; all get the same, so that this exchange is a gather
+    if R > 1:  # K is 1 then; every device sends all the same block: an all-gather
         queries = exchange(q.reshape(1, B, G, width), R)
         queries = queries.swapaxes(0, 1).reshape(B, 1, R * G, 1, width)
     out, log_sum_exp, cache = attend_to_slots(queries, new, cache, positions, mask.window, R)
@@ -1411,12 +1326,106 @@ def values_and_scale(x: Array | Int8, dtype: jnp.dtype) -> tuple[Array, Array | 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Many prompts, memory and statistics
+
+
+BATCH = 256  # rows of a device: by data sheets, beyond 240 (TPU v5e) or 295 (H100) computing outlasts reading bfloat16
+MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
+
+
+def generate_in_batches(
+    weights: dict,
+    prompts: list[list[int]],
+    config: Config,
+    mesh: Mesh,
+    *,
+    max_new_tokens: int,
+    max_seq_len: int | None = None,
+    int8_cache: bool = False,
+    stats: dict | None = None,
+    **options,
+) -> Iterator[list[Token]]:
+    """What generate does, for any number of prompts: in several batches if they do not fit in one.
+
+    A batch has rows of similar length, at most BATCH on a device. The longest come first, so that prompts that do not
+    fit are refused at once. The numbers of rows and slots are powers of two, so that few programs have to be compiled.
+    `stats` covers all batches; step_bytes is the mean over steps. All other options are generate's.
+    """
+    check_prompts(prompts, config, max_seq_len)
+    stats = {} if stats is None else stats
+    dp, dtype = mesh.shape["dp"], weights["norm"].dtype
+    room = MEMORY_SHARE * memory_of(mesh) - stored_bytes(weights)
+
+    def fits(count, slots):
+        cache = abstract_cache(config, mesh, ceil_div(count, dp) * dp, slots, dtype, int8_cache)
+        return count <= BATCH * dp and stored_bytes(cache) <= room
+
+    left = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+    while left:
+        needed = max_seq_len or len(prompts[left[-1]]) + max_new_tokens - 1
+        count, slots = len(left), needed
+        if not fits(count, slots):
+            count, slots = BATCH * dp, max_seq_len or max(256, power_of_two(needed))
+            while count > dp and not fits(count, slots):
+                count //= 2
+            if not fits(count, slots):  # perhaps only the rounding up does not fit
+                slots = needed
+        rows, left = sorted(left[-count:]), left[:-count]
+        measured = {}
+        options |= {"max_new_tokens": max_new_tokens, "max_seq_len": slots, "int8_cache": int8_cache}
+        yield from generate(weights, [prompts[row] for row in rows], config, mesh, rows=rows, stats=measured, **options)
+        steps = stats.get("decode_steps", 0) + measured["decode_steps"]
+        share = measured["decode_steps"] / steps if steps else 1
+        mean_bytes = round(share * measured.pop("step_bytes") + (1 - share) * stats.get("step_bytes", 0))
+        stats |= {key: stats.get(key, 0) + value for key, value in measured.items()} | {"step_bytes": mean_bytes}
+
+
+def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None) -> None:
+    """Raises InputError for no prompt, and one that is empty, longer than `max_seq_len` or outside the vocabulary."""
+    if not prompts:
+        raise InputError("there is no prompt")
+    for row, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise InputError(f"prompt {row} is empty: it has no tokens")
+        if max_seq_len and len(prompt) > max_seq_len:
+            raise InputError(f"prompt {row} has {len(prompt)} tokens, more than max_seq_len {max_seq_len}; raise it")
+        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+            raise InputError(f"prompt {row} has a token outside the model's vocabulary of {config.vocab_size}")
+
+
+def stored_bytes(tree) -> int:
+    """Bytes of a pytree of arrays or ShapeDtypeStructs on all devices. A copy counts on each device that holds it."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config) -> int:
+    """Bytes that a decode step has to read on all devices: all weights but the embedding, `lengths` slots of the rows.
+
+    Of experts it counts as many as a uniform router would choose on average. A tied embedding is the
+    output head too, and counts. A weight counts on every device that holds it.
+    """
+    rows = len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
+
+    def read(weight, array):
+        chosen = 1 - (1 - config.num_experts_per_tok / weight.experts) ** rows if weight.experts else 1
+        return chosen * stored_bytes(array)
+
+    total = sum(jax.tree.leaves(jax.tree.map(read, weights_of(config), weights)))
+    if "head" in weights:
+        total -= stored_bytes(weights["embedding"])
+    return int(total + cache_bytes_read(cache, lengths, config))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Reading config.json
 
 
 def read_rope(config: dict) -> dict:
-    """The rope parameters of a config.json, from its top level and its table of them. As in transformers, the table
-    wins, except for original_max_position_embeddings, which defaults to max_position_embeddings."""
+    """The rope parameters of a config.json, from its top level and its rope table. As in transformers, the table wins,
+    except for original_max_position_embeddings, which defaults to max_position_embeddings."""
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(table, dict):
         raise InputError(f"config.json: the rope parameters must be a table, not {table!r:.40}")
@@ -1425,30 +1434,32 @@ def read_rope(config: dict) -> dict:
     top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     given = {name: value for name, value in table.items() if value is not None}
     given = {name: value for name, value in top_level.items() if value is not None} | given
-    context = "original_max_position_embeddings"
-    given[context] = config.get(context) or given.get(context) or config.get("max_position_embeddings")
+    key = "original_max_position_embeddings"
+    given[key] = config.get(key) or given.get(key) or config.get("max_position_embeddings")
     return given | {"rope_type": rope_type}
 
 
 def check_supported(**features: tuple[object, tuple]) -> None:
-    """Raises InputError for a feature whose value, the first of its pair, is not one of the second."""
+    """Each feature is a pair (value, supported values). Raises InputError if a value is not among them."""
     for name, (value, supported) in features.items():
         if value not in supported:
             names = ", ".join(map(str, supported))
             raise InputError(f"config.json: {name} {value!r:.40} is not supported, only {names}")
 
 
-def read_fields(cls: type, given: dict, required: tuple[str, ...]) -> dict:
+def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:
     """Those of `given` that are fields of the dataclass `cls`, in the fields' types; null counts as absent.
 
-    Raises InputError for a value that such a field cannot have, and for a required one that is not there.
+    Raises InputError for a value that such a field cannot have, and for a missing one that has no default or is
+    `needed`.
     """
     kinds = typing.get_type_hints(cls)
     given = {name: value for name, value in given.items() if name in kinds and value is not None}
     for name, value in given.items():
         if not is_valid(value, kinds[name]):
             raise InputError(f"config.json: {name} cannot be {value!r:.40}")
-    for name in required:
+    required = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
+    for name in (*required, *needed):
         if name not in given:
             raise InputError(f"config.json: {name} is missing")
     return {name: float(value) if kinds[name] is float else value for name, value in given.items()}
@@ -1468,6 +1479,10 @@ def is_valid(value: object, kind: type) -> bool:
 # =====================================================================================================================
 # Fast on each machine
 # =====================================================================================================================
+#
+# platform_dependent takes one of several functions, by the platform that the program is compiled for. The compiler
+# moves nothing across an optimization_barrier. A Pallas kernel is the program of a TPU core, which fetches blocks of
+# its arguments (a BlockSpec says which) into the core's fast memory, VMEM.
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1477,7 +1492,7 @@ def is_valid(value: object, kind: type) -> bool:
 def memory_of(mesh: Mesh) -> float:
     """Bytes of memory of a mesh's devices, infinite if they do not tell. CPUs share the machine's.
 
-    All processes must call it, and all get the same, by the least that one of them has.
+    All processes must call it. All get the same result, from the process with the least.
     """
     devices = mesh.local_devices
     if devices[0].platform == "cpu":
@@ -1492,10 +1507,10 @@ def memory_of(mesh: Mesh) -> float:
 def mesh_shape(
     config: Config, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None
 ) -> tuple[int, int, int]:
-    """dp, ep and tp for these devices: what is given, and for the others 1, but all devices that are left for tp.
+    """dp, ep and tp for these devices. Those not given are 1, except tp, which takes the remaining devices.
 
-    A TPU's memory has lanes of 128 numbers. Where tp would cut the columns of experts finer, ep is as small as it can
-    be without that.
+    A TPU's memory has lanes of 128 numbers. There ep is the smallest that leaves each device whole lanes of an expert's
+    columns.
     """
     dp = dp or 1
     left = len(devices) // dp
@@ -1504,7 +1519,9 @@ def mesh_shape(
 
         def fits(ep):
             lanes = left // ep * 128
-            return all(weight.experts % ep == 0 and weight.parts[0].size(1) % lanes == 0 for weight in weights)
+            return all(
+                weight.experts % ep == 0 and weight.parts[0].rows_per_device(1) % lanes == 0 for weight in weights
+            )
 
         ep = next((n for n in range(1, left + 1) if left % n == 0 and fits(n)), None)
     ep = ep or 1
@@ -1513,8 +1530,8 @@ def mesh_shape(
 
 def stored_width(C: int, dtype: jnp.dtype, mesh: Mesh) -> int:
     """The input dimension of a matrix as each device stores it. On CPUs it is somewhat more than C, with zeros, if
-    16-bit rows would lie a multiple of 4,096 bytes apart: such rows share places in the processor's cache, and the
-    product would take up to 1.7 times as long."""
+    16-bit rows would lie a multiple of 4,096 bytes apart: such rows map to the same places in the processor's cache,
+    and the product would take up to 1.7 times as long."""
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     return C + 32 if on_cpu and jnp.dtype(dtype).itemsize == 2 and 2 * C % 4096 == 0 else C
 
@@ -1529,11 +1546,11 @@ def cache_layout(H: int, dtype: jnp.dtype, mesh: Mesh) -> tuple[int, jnp.dtype]:
     """The width and the dtype of a cache of width H.
 
     On CPUs a 16-bit cache is kept in float32: to update one slot XLA would convert all of it to float32 and back. On
-    TPUs H is rounded up to the 128 lanes: a narrower array would have its slots innermost in memory, and be laid out
-    anew for the kernel in every step.
+    TPUs H is rounded up to the 128 lanes: a narrower array would have its slots innermost in memory, and be copied to
+    another layout for the kernel in every step.
     """
     platform = mesh.devices.flat[0].platform
-    return -(-H // 128) * 128 if platform == "tpu" else H, jnp.float32 if platform == "cpu" else dtype
+    return ceil_div(H, 128) * 128 if platform == "tpu" else H, jnp.float32 if platform == "cpu" else dtype
 
 
 def slots_until(position: int, most: int, mesh: Mesh) -> int:
@@ -1543,7 +1560,7 @@ def slots_until(position: int, most: int, mesh: Mesh) -> int:
 
 
 def keep_layout(x: Array) -> Array:
-    """x as it lies in memory: for a single row XLA's GPU backend would lay a cache out anew, all of it, twice a
+    """x in row-major order: for a single row, XLA's GPU backend would copy a whole cache to another layout, twice a
     step."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
@@ -1552,10 +1569,10 @@ def keep_layout(x: Array) -> Array:
 # Products
 
 
-def einsum(subscripts: str, a: Array, b: Array) -> Array:
-    """jnp.einsum with float32 sums, and without bf16 or tf32 passes where the operands are float32."""
+def einsum(subscripts: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) -> Array:
+    """jnp.einsum with sums in `dtype`, and without bf16 or tf32 passes if the operands are float32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=dtype)
 
 
 def linear(x: Array, w: Array | Int8, bias: Array | None = None) -> Array:
@@ -1593,9 +1610,9 @@ def cpu_product(x: Array, w: Array | Int8, columns: int | None = None) -> Array:
     for two. A short row of another length is multiplied as its two halves, with the halves of each row of the weight.
     For a few rows the weight is the left operand, because XLA repacks the right one.
 
-    With int8 weights and a few rows, the fast product is that of int8 and int8. Two int8 planes hold 15 bits of an
-    activation: a coarse one, and a fine one for what the coarse one's rounding left. As rows of one product they cost
-    little and lose next to nothing. (From some 50 rows on, casting the weight costs less.)
+    With int8 weights and a few rows, the fast product is that of int8 and int8. Two int8 numbers hold 15 bits of an
+    activation: a coarse one, and a fine one for its rounding error. As rows of one product they cost little and lose
+    next to nothing. (From some 50 rows on, casting the weight costs less.)
     """
     (B, C), O = x.shape, w.shape[0]
     is_16_bit, columns = x.dtype != jnp.float32, columns or C
@@ -1647,16 +1664,14 @@ def row_product(x: Array, w: Array) -> Array:
         piece = jax.lax.dynamic_slice_in_dim(rows, i * (O // pieces), O // pieces)
         return jax.lax.dynamic_update_slice_in_dim(y, multiply(piece), i * (O // pieces), axis=1)
 
-    fewest = -(-O * C // 2**24)
+    fewest = ceil_div(O * C, 2**24)
     pieces = next((n for n in range(fewest, 4 * fewest) if O % n == 0), 1)
     return multiply(w) if pieces == 1 else jax.lax.fori_loop(0, pieces, step, jnp.zeros((1, O), jnp.float32))
 
 
 def weights_first(x: Array, w: Array, dtype: jnp.dtype) -> Array:
-    """x [B, C] times w [O, C] with w as the left operand, where a barrier makes XLA leave it: `dtype` [B, O]."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    y = jnp.einsum("oc,bc->ob", w, x, precision=precision, preferred_element_type=dtype)
-    return jax.lax.optimization_barrier(y).T
+    """x [B, C] times w [O, C] with w as the left operand; a barrier keeps XLA from swapping them: `dtype` [B, O]."""
+    return jax.lax.optimization_barrier(einsum("oc,bc->ob", w, x, dtype)).T
 
 
 def query_key_product(q: Array, k: Array) -> Array:
@@ -1682,7 +1697,9 @@ def tpu_product(x: Array, w: Array | Int8) -> Array:
     """product for TPUs. A kernel streams the weight if it is too large to be fetched ahead and the rows are few."""
     (B, C), O = x.shape, w.shape[0]
     itemsize = jax.tree.leaves(w)[0].dtype.itemsize
-    vmem = 2 * C * (128 * itemsize + B * x.dtype.itemsize)  # two blocks of 128 rows, and x; a kernel gets 16 MiB
+    vmem = (
+        2 * C * (128 * itemsize + B * x.dtype.itemsize)
+    )  # two buffers each, of 128 rows of w and of x; a kernel gets 16 MiB
     is_streamed = B <= 64 and C % 128 == 0 and O * C * itemsize >= STREAM_BYTES and vmem <= 12 * 2**20
     return streamed_product(x, w) if is_streamed else product(x, w, min_rows=8)
 
@@ -1692,7 +1709,7 @@ def streamed_product(
 ) -> Array:
     """product as a Pallas kernel for TPUs: x [B, C] times w [O, C]: float32 [B, O].
 
-    It reads w once, in blocks of whole rows. Each block is one run of memory, while XLA's own product of a weight in
+    It reads w once, in blocks of whole rows. Each block is contiguous, while XLA's own product of a weight in
     HBM fetches narrow columns. The next block is fetched while this one is multiplied, which takes less time than
     fetching, the cast of int8 values included. Rows of the last block beyond O are undefined, and are not stored.
 
@@ -1954,8 +1971,8 @@ def ragged_decode_attention(q, new, cache, positions, window: int | None, R: int
     most_slots = max(128, 2**19 // (K * H * itemsize))
     block = block or math.gcd(S, 1 << (most_slots.bit_length() - 1))
     tile = math.gcd(block, 128)  # slots: the lanes of a scale tile, and whole packed tiles of any dtype
-    blocks = S // block if window is None else min(S // block, -(-window // (R * block)) + 1)
-    padded_G = -(-G // 8) * 8  # a product of fewer rows than a register has sublanes may not compile
+    blocks = S // block if window is None else min(S // block, ceil_div(window, R * block) + 1)
+    padded_G = ceil_div(G, 8) * 8  # a product of fewer rows than a register has sublanes may not compile
     q = jnp.pad(q[:, :, :, 0], ((0, 0), (0, 0), (0, padded_G - G), (0, 0)))
 
     # Positions are never negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
@@ -2091,10 +2108,10 @@ def exchange_kernel(x: Array, R: int, interpret: bool | pltpu.InterpretParams = 
     """exchange for TPUs: each device writes into the memory of the others.
 
     Nothing is written before all R have entered. A device leaves when it has a block from each, so all have passed the
-    barrier by then: no signal of the next exchange is taken for one of this, and nothing of the next is written before
-    all have finished this one.
+    barrier by then: no signal of the next exchange is mistaken for one of this one, and no block of the next arrives
+    too early.
     """
-    alike = R // x.shape[0]  # devices that receive the same block
+    receivers = R // x.shape[0]  # devices that receive the same block
 
     def kernel(x, y, semaphores):
         device = jax.lax.axis_index(MODEL_AXES)
@@ -2105,7 +2122,9 @@ def exchange_kernel(x: Array, R: int, interpret: bool | pltpu.InterpretParams = 
             pl.semaphore_signal(barrier, device_id=other)
         pl.semaphore_wait(barrier, R)
         sent, received = semaphores.at[0], semaphores.at[1]
-        copies = [pltpu.make_async_remote_copy(x.at[n // alike], y.at[r], sent, received, group[n]) for n in range(R)]
+        copies = [
+            pltpu.make_async_remote_copy(x.at[n // receivers], y.at[r], sent, received, group[n]) for n in range(R)
+        ]
         for copy in copies:
             copy.start()
         for copy in copies:
