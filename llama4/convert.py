@@ -22,6 +22,7 @@ import os
 import re
 import shlex
 import sys
+import traceback
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,40 +31,25 @@ from typing import NamedTuple
 
 import jax
 import ml_dtypes  # numpy's bfloat16 and FP8
+import model
 import numpy as np
 from jax.sharding import Mesh
-from model import (
-    Config,
-    InputError,
-    Int8,
-    Part,
-    Weight,
-    abstract_weights,
-    left_out,
-    memory_of,
-    quantize,
-    stored_bytes,
-    weights_of,
-)
+from model import Config, InputError, Int8, Part, Weight, abstract_weights, memory_of, quantize, weights_of
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-DTYPES = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "int8": np.dtype(np.int8),
-}
+DTYPES = {name: np.dtype(name) for name in ("bfloat16", "float32", "float16", "int8")}
 STORED = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "I8": "int8"}  # safetensors' names
 INT8 = {"quant_method": "int8_per_channel"}  # config.json's quantization_config
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
-SMALL = 2**22  # loading looks for NaN in weights of fewer numbers: norms, routers
+SMALL = 2**22  # loading checks weights with fewer numbers than this for NaN: norms, routers
 READERS = 4  # threads that read; with one, copying and page faults take longer than a fast disk
-TOKENIZER_FILES = (
+COPIED = (  # by convert: the tokenizer's files, and the stop tokens
     "tokenizer*", "tiktoken.model", "tekken.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
-    "merges.txt", "*.jinja",
+    "merges.txt", "*.jinja", "generation_config.json",
 )  # fmt: skip
+quantize_on_device = jax.jit(quantize)
 HUB_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "tiktoken.model", "model*.safetensors")
 
 
@@ -76,10 +62,10 @@ class Stored(NamedTuple):
 
     file: Path
     offset: int  # of its first byte in the file
-    dtype: str  # that read_rows gives: a key of DTYPES, or safetensors' name of another, which it cannot read
+    dtype: str  # of what read_rows returns, a key of DTYPES; any other is safetensors' name, and cannot be read
     shape: tuple[int, ...]  # with the input dimension last
     is_input_first: bool = False  # whether the last two dimensions are exchanged on disk
-    scale: "Stored | None" = None  # of FP8 (e4m3): what the blocks of a matrix are multiplied by
+    scale: "Stored | None" = None  # for a matrix in FP8 (e4m3): one factor for each block of it
     block: tuple[int, int] = (1, 1)  # rows and columns of such a block
 
 
@@ -105,7 +91,7 @@ def find_checkpoint(path: str, local_files_only: bool = False) -> Path:
 
     try:
         folder = Path(snapshot_download(path, allow_patterns=list(HUB_FILES), local_files_only=local_files_only))
-    except Exception as error:  # whatever the network, the hub or the disk had to say
+    except Exception as error:  # from the network, the hub or the disk
         raise InputError(f"{path}: no such folder, and the hub did not give it: {one_line(error)}") from error
     if not any(folder.glob("model*.safetensors")):
         command = f"hf download {path} --local-dir DIR && {unpickling('DIR')}"
@@ -140,7 +126,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if quantization not in (None, INT8) and method not in ("fp8", "compressed-tensors"):
         raise InputError(f"{folder}: quantization {method!r:.40} is not supported; give the unquantized checkpoint")
-    Config.from_dict(raw_config)  # what is wrong with it is said before anything about the tensors
+    Config.from_dict(raw_config)  # reports what is wrong with config.json before what is wrong with the tensors
     found = stored_tensors(folder)
     with_fp8_scales(folder, found, quantization)
     config, int8 = Config.from_dict(raw_config, found), quantization == INT8
@@ -175,12 +161,11 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """What a safetensors file holds, once safetensors has found its header and its size to be right."""
+    """The tensors of a safetensors file, after safetensors itself has checked its header and size."""
     if not file.is_file():
         raise InputError(f"{file}: missing; download the checkpoint again")
     try:
-        with safe_open(file, framework="np"):
-            pass
+        safe_open(file, framework="np")
     except SafetensorError as error:
         raise InputError(f"{file}: truncated or damaged ({one_line(error)}); download it again") from error
     with open(file, "rb") as f:
@@ -194,7 +179,7 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def with_fp8_scales(folder: Path, found: dict[str, Stored], quantization: object) -> None:
-    """Gives the FP8 tensors of a checkpoint their scales: of blocks, `x_scale_inv`, or of rows, `x_scale`."""
+    """Attaches scales to each FP8 tensor `x`: `x_scale_inv` has one for each block, `x_scale` one for each row."""
     block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
     block = [128, 128] if block is None else block
     if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**31 for n in block)):
@@ -213,9 +198,7 @@ def with_fp8_scales(folder: Path, found: dict[str, Stored], quantization: object
         found[name] = tensor._replace(dtype="float32", scale=scale, block=tuple(sizes))
 
 
-def check_tensors(
-    folder: Path, found: dict[str, Stored], config: Config, int8: bool
-) -> tuple[dict[str, Stored], dict[str, str]]:
+def check_tensors(folder: Path, found: dict[str, Stored], config: Config, int8: bool) -> tuple[dict, dict]:
     """Of the tensors found, those that `config` needs, and those left out on purpose, with the reason.
 
     Raises InputError with all that is missing, of a wrong shape or dtype, or unknown.
@@ -234,7 +217,7 @@ def check_tensors(
     problems = [f"{name} is missing" for name in expected if name not in found]
     skipped = {}
     for name, stored in found.items():
-        if reason := left_out(name, config):
+        if reason := model.left_out(name, config):
             skipped[name] = reason
         elif name not in expected:
             problems.append(f"{name:.200} is not a tensor of this model")
@@ -247,17 +230,12 @@ def check_tensors(
         raise InputError(f"{folder}: {'; '.join(problems[:3])}{more}")
     (embedding,) = weights_of(config)["embedding"].tensors()
     for name in filter(lambda name: config.tie_word_embeddings and name.endswith("lm_head.weight"), skipped):
-        if not is_same(found[name], found[embedding]):
+        head, tied = found[name], found[embedding]
+        compared = (np.array_equal(read_rows(head, rows), read_rows(tied, rows)) for rows in pieces(tied))
+        if head.shape != tied.shape or head.dtype not in DTYPES or not all(compared):
             differs = f"{name} differs from {embedding}, to which config.json ties it"
             raise InputError(f"{folder}: {differs}; set tie_word_embeddings to false")
     return {name: found[name] for name in expected}, skipped
-
-
-def is_same(tensor: Stored, other: Stored) -> bool:
-    """Whether two tensors hold the same numbers."""
-    if tensor.shape != other.shape:
-        return False
-    return all(np.array_equal(read_rows(tensor, rows), read_rows(other, rows)) for rows in pieces(tensor))
 
 
 def pieces(tensor: Stored) -> Iterator[slice]:
@@ -273,7 +251,7 @@ def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def read_rows(tensor: Stored, *index: slice | int) -> np.ndarray:
-    """A part of a tensor, mapped: it is read when it is used, and leaves memory when it is dropped. FP8 turns to
+    """A part of a tensor, memory-mapped: it is read from disk when used, and leaves memory when dropped. FP8 becomes
     float32."""
     on_disk = swapped(tensor.shape) if tensor.is_input_first else tensor.shape
     dtype = ml_dtypes.float8_e4m3fn if tensor.scale else DTYPES[tensor.dtype]
@@ -283,12 +261,12 @@ def read_rows(tensor: Stored, *index: slice | int) -> np.ndarray:
         return array
     index = (*index, slice(None), slice(None))
     blocks = [np.arange(tensor.shape[i])[index[i]] // tensor.block[i] for i in range(2)]
-    with np.errstate(over="ignore", invalid="ignore"):  # of damaged scales; what is not finite is found later
+    with np.errstate(over="ignore", invalid="ignore"):  # damaged scales overflow; that is caught later
         return array.astype(np.float32) * read_rows(tensor.scale)[np.ix_(*blocks)].astype(np.float32)
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Tells checkpoints apart by config.json, the sizes of all shards, and some four MiB of samples from them."""
+    """A hash of config.json, of the sizes of all shards, and of about 4 MiB of samples from them."""
     digest = hashlib.sha256(json.dumps(checkpoint.raw_config, sort_keys=True).encode())
     files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
     samples = max(16, 1024 // len(files))
@@ -309,17 +287,15 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool = False) -> dict:
     """The weights of a checkpoint on the devices of `mesh`, as model.abstract_weights declares them.
 
-    Threads read some weights ahead. They reach the devices in the dtype that read_rows gives, and are cast there or,
-    with `int8`, rounded (a checkpoint in int8 stays as it is). A scale needs the whole row, which may lie on several
-    devices: the reduction over them makes it the same on every mesh.
+    Threads read some weights ahead. Weights reach the devices in the dtype that read_rows returns. There they are cast
+    or, with `int8`, rounded (an int8 checkpoint stays as it is). A scale depends on a whole row, which several devices
+    may share: a reduction over them makes it the same on every mesh.
     """
     target = abstract_weights(checkpoint.config, mesh, DTYPES[dtype], int8 or checkpoint.int8)
-    needed, there = stored_bytes(target) / 1e9, memory_of(mesh) / 1e9
+    needed, there = model.stored_bytes(target) / 1e9, memory_of(mesh) / 1e9
     if needed > there:
-        raise InputError(
-            f"{checkpoint.folder}: the weights take {needed:.1f} GB and the devices have {there:.1f}; "
-            "give more devices, --dtype bfloat16 or --quantize int8"
-        )
+        sizes = f"the weights take {needed:.1f} GB and the devices have {there:.1f}"
+        raise InputError(f"{checkpoint.folder}: {sizes}; give more devices, --dtype bfloat16 or --quantize int8")
     print_left_out(checkpoint)
 
     def read(abstract, weight):
@@ -333,7 +309,7 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
 
         def block(index):
             numbers = block_of(checkpoint.tensors, weight, index, values.shape, on_disk)
-            # A router with NaN would choose some experts all the same. In larger weights it shows in the first logits.
+            # A router with NaN would choose experts as if nothing were wrong. In larger weights, logits show a NaN.
             if numbers.size < SMALL and not np.isfinite(numbers).all():
                 bad = [name for name in names if not np.isfinite(read_rows(checkpoint.tensors[name])).all()]
                 raise InputError(f"{', '.join(bad[:3])} has numbers that are not finite: damaged weights")
@@ -354,17 +330,15 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
 
 
 def read_ahead(read, *arguments: list) -> Iterator:
-    """`read` of each argument, in order, with READERS of them under way: no more, which bounds the memory."""
-    pool, pending = ThreadPoolExecutor(READERS), deque()
-    try:
+    """Yields `read` of each set of arguments, in order. At most READERS calls run ahead, which bounds the memory."""
+    pending = deque()
+    with ThreadPoolExecutor(READERS) as pool:
         for each in zip(*arguments, strict=True):
             if len(pending) == READERS:
                 yield pending.popleft().result()
             pending.append(pool.submit(read, *each))
         while pending:
             yield pending.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def scales_of(weight: Weight) -> Weight:
@@ -376,9 +350,7 @@ def scales_of(weight: Weight) -> Weight:
     return dataclasses.replace(weight, parts=(part,), split=None, other_dim=None, suffix=suffix)
 
 
-def block_of(
-    tensors: dict[str, Stored], weight: Weight, index: tuple[slice, ...], shape: tuple[int, ...], dtype: np.dtype
-) -> np.ndarray:
+def block_of(tensors: dict, weight: Weight, index: tuple, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """One device's block `index` of a weight of global `shape`, with zeros for what no tensor has."""
     bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
     block = aligned_zeros([stop - start for start, stop in bounds], dtype)
@@ -427,17 +399,19 @@ def convert(source: Path, output: Path, dtype: str, int8: bool) -> None:
         with progress_bar(total=total, desc="converting", unit="B") as bar:
             for file, shard in shards.items():
                 write_shard(output / file, metadata, shard, checkpoint.tensors, bar)
-        for pattern in (*TOKENIZER_FILES, "generation_config.json"):
-            for file in filter(Path.is_file, sorted(source.glob(pattern))):
-                write_whole(output / file.name, file.read_bytes())
-        write_whole(output / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
-        write_whole(output / "config.json", json.dumps(config, indent=2).encode())
+        found = [file for pattern in COPIED for file in sorted(source.glob(pattern)) if file.is_file()]
+        files = {file.name: file.read_bytes() for file in found}
+        files["model.safetensors.index.json"] = json.dumps(index, indent=2).encode()
+        files["config.json"] = json.dumps(config, indent=2).encode()  # last: without it nothing loads
+        for name, content in files.items():
+            with whole_file(output / name) as f:
+                f.write(content)
     print_left_out(checkpoint)
 
 
 def planned_shards(checkpoint: Checkpoint, dtype: str, int8: bool) -> dict[str, list]:
-    """The files to write. Each is a list of groups, a tensor or an int8 matrix and its scales. Of each tensor they have
-    the name, dtype, shape and bytes."""
+    """The files to write, by name. Each is a list of groups: one tensor, or an int8 matrix and its scales. A tensor is
+    its (name, dtype, shape, bytes)."""
     declared = {name: weight for weight in jax.tree.leaves(weights_of(checkpoint.config)) for name in weight.tensors()}
     shards, shard_bytes = [[]], 0
     for name, tensor in checkpoint.tensors.items():
@@ -463,7 +437,8 @@ def print_left_out(checkpoint: Checkpoint) -> None:
 
 @contextlib.contextmanager
 def claimed(output: Path, source: Path, first: str):
-    """Makes the output folder, or finds that it holds a part of a conversion, whose `first` shard it then has."""
+    """Creates the output folder and locks it. If it is not empty, it must hold the `first` shard, whole or in part: the
+    start of a conversion to go on with."""
     if os.path.realpath(output) == os.path.realpath(source):
         raise InputError(f"{output}: is the source; choose another --output")
     try:
@@ -479,7 +454,7 @@ def claimed(output: Path, source: Path, first: str):
         yield
     except BlockingIOError as error:
         raise InputError(f"{output}: another conversion is writing here; wait for it or choose another") from error
-    except OSError as error:  # of a full disk it names no file
+    except OSError as error:  # if the disk is full, it names no file
         remedy = "once that is mended, this command goes on where it was"
         raise InputError(f"{error.filename or output}: {error.strerror}; {remedy}") from error
     finally:
@@ -488,19 +463,13 @@ def claimed(output: Path, source: Path, first: str):
 
 @contextlib.contextmanager
 def whole_file(path: Path):
-    """A file to write that gets its name when all of it is on disk."""
+    """Opens a file to write. It gets its name when all of it is on disk."""
     part = path.with_name(path.name + ".part")
     with open(part, "wb") as f:
         yield f
         f.flush()
         os.fsync(f.fileno())
     os.replace(part, path)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """A file that is either there with all of `content` or not there."""
-    with whole_file(path) as f:
-        f.write(content)
 
 
 def write_shard(path: Path, metadata: dict[str, str], groups: list, tensors: dict[str, Stored], bar: tqdm) -> None:
@@ -532,7 +501,7 @@ def write_shard(path: Path, metadata: dict[str, str], groups: list, tensors: dic
         for group in groups:
             (name, dtype, *_), tensor = group[0], tensors[group[0][0]]
             for rows in (read_rows(tensor, piece) for piece in pieces(tensor)):
-                with np.errstate(over="ignore", invalid="ignore"):  # the next line says it
+                with np.errstate(over="ignore", invalid="ignore"):  # reported below
                     arrays = quantize_on_device(rows) if dtype == "int8" else [rows.astype(DTYPES[dtype])]
                 if not all(np.isfinite(array).all() for array in (rows, *arrays)):
                     raise InputError(f"{tensor.file}: {name} has NaN or values too large for {dtype}")
@@ -543,22 +512,16 @@ def write_shard(path: Path, metadata: dict[str, str], groups: list, tensors: dic
                     bar.update(array.nbytes)
 
 
-quantize_on_device = jax.jit(quantize)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line
 
 
 class LogLines:
-    """Standard error for a progress bar where it is no terminal: each state of the bar is a line."""
+    """Where a progress bar writes if standard error is not a terminal: each state of the bar becomes a line."""
 
     def write(self, text: str) -> None:
         if text.strip():
             print(text.strip(), file=sys.stderr, flush=True)
-
-    def flush(self) -> None:
-        """write has done it."""
 
 
 def progress_bar(*items, **options) -> tqdm:
@@ -605,10 +568,13 @@ def run(main) -> None:
         print("error: interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        if not (line := users_line(error)):
+        line, is_joined = users_line(error), jax.distributed.is_initialized()
+        if is_joined and isinstance(error, jax.errors.JaxRuntimeError):  # a collective fails if a process is gone
+            line = line or one_line(error)
+        if not line and not is_joined:
             raise
-        print(f"error: {line}", file=sys.stderr)
-        sys.exit(2)
+        print(f"error: {line}" if line else traceback.format_exc(), file=sys.stderr, flush=True)
+        (os._exit if is_joined else sys.exit)(2 if line else 1)  # jax's own exit waits for the other processes
 
 
 def main() -> None:

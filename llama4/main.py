@@ -20,9 +20,8 @@ import re
 import resource
 import signal
 import sys
-import tempfile
 import time
-import traceback
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,56 +30,23 @@ is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
 if __name__ == "__main__" and is_interruptible:  # Python's exception would wait until a library returns
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import convert
 import jax
 import numpy as np
-from convert import (
-    DTYPES,
-    ArgumentParser,
-    Checkpoint,
-    find_checkpoint,
-    find_devices,
-    fingerprint,
-    load,
-    one_line,
-    open_checkpoint,
-    progress_bar,
-    read_json,
-    run,
-    users_line,
-)
+from convert import Checkpoint, find_checkpoint, fingerprint, load, one_line, progress_bar, read_json, users_line
 from jax.experimental import multihost_utils
-from model import (
-    InputError,
-    Sampling,
-    check_mesh,
-    check_prompts,
-    generate_in_batches,
-    make_mesh,
-    mesh_shape,
-    power_of_two,
-)
+from model import InputError, Sampling, check_prompts, generate_in_batches, make_mesh, mesh_shape, power_of_two
 from tokenizers import Regex, pre_tokenizers
-from transformers import (
-    CONFIG_MAPPING,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    SentencePieceBackend,
-)
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast, SentencePieceBackend
 
 DEMO = Path(__file__).resolve().parent / "demo"
-PROMPTS_CHARACTERS = 2**28  # of a file of prompts: more is no file of prompts
+PROMPTS_CHARACTERS = 2**28  # a larger --prompts_file, such as /dev/zero, is refused
 LONG_PROMPT = 2**15  # tokens; a shorter prompt is taken whatever max_position_embeddings says, as in transformers
-MOST_PROCESSES = 2**16
-MESSAGE_BYTES = 2**16  # that a process tells the others before it loads
-ALIKE = (  # flags that all hosts must give alike
-    "num_processes", "raw", "max_new_tokens", "max_seq_len", "dtype", "quantize", "quantize_cache", "dp", "ep", "tp",
-    "temperature", "top_k", "top_p", "seed", "chat",
-)  # fmt: skip
+MESSAGE_BYTES = 2**16  # of the message that each process sends to the others before loading
+OWN = ("model_path", "prompt", "prompts_file", "coordinator", "process_id")  # flags that may differ between hosts
 
-# Published peak memory bandwidth in GB/s of a device, by the beginning of jax's device_kind: the data sheets of
-# Google Cloud's TPU versions and of NVIDIA's accelerators.
+# Published peak memory bandwidth of a device in GB/s, by the first words of jax's device_kind. Sources: the data sheets
+# of Google Cloud's TPU versions and of NVIDIA's accelerators.
 PEAK_GB_PER_S = {
     "TPU v4": 1228, "TPU v5 lite": 819, "TPU v5": 2765, "TPU v6 lite": 1640, "TPU7x": 7380,
     "NVIDIA A100-SXM4-40GB": 1555, "NVIDIA A100-SXM4-80GB": 2039, "NVIDIA A100 80GB PCIe": 1935, "NVIDIA L4": 300,
@@ -95,41 +61,34 @@ PEAK_GB_PER_S = {
 
 def parse_arguments():
     """The command line, each value checked for its range."""
-    parser = ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = convert.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
 
     def number(kind, low, high):
         def parse(text):
-            try:
-                value = kind(text)
-            except ValueError:
-                value = math.nan
+            value = kind(text)  # argparse turns a ValueError into an error that has parse.__name__
             if not low <= value <= high:
                 raise argparse.ArgumentTypeError(f"{text!r} is not a number ({kind.__name__}) from {low} to {high}")
             return value
 
+        parse.__name__ = kind.__name__
         return parse
 
-    def path(text):
-        if not text:
-            raise argparse.ArgumentTypeError("is empty")
-        return text
-
     count = number(int, 1, 2**30)
-    add("--model_path", type=path, help="a Hugging Face checkpoint folder, one that convert.py wrote, or a hub id")
+    add("--model_path", help="a Hugging Face checkpoint folder, one that convert.py wrote, or a hub id")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", nargs="+", help="prompts, decoded as one batch")
-    prompts.add_argument("--prompts_file", type=path, help="one prompt a line, - for standard input")
-    prompts.add_argument("--chat", action="store_true", help="a conversation; /reset forgets it, end of file leaves")
+    prompts.add_argument("--prompts_file", help="one prompt a line, - for standard input")
+    prompts.add_argument("--chat", action="store_true", help="a conversation; /reset starts anew, end of file ends it")
     add("--raw", action="store_true", help="continue the prompt as it is, no chat template")
     add("--max_new_tokens", type=count, default=128, help="default 128")
     add("--max_seq_len", type=count, help="cache slots for a sequence, default what prompts and max_new_tokens need")
-    add("--dtype", choices=[d for d in DTYPES if d != "int8"], default="bfloat16", help="default bfloat16")
+    add("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16", help="default bfloat16")
     add("--quantize", choices=["int8"], help="weights in int8, one scale for each output channel")
     add("--quantize_cache", choices=["int8"], help="KV cache in int8, one scale for each token and head")
-    for axis, split in {"dp": "the batch", "ep": "experts", "tp": "heads and columns"}.items():
-        default = {"dp": "1", "ep": "1, on TPUs what tp cannot split", "tp": "all devices that are left"}[axis]
-        add(f"--{axis}", type=count, help=f"split {split} into this many parts, default {default}")
+    add("--dp", type=count, help="split the batch into this many parts, default 1")
+    add("--ep", type=count, help="split experts into this many parts, default 1, on TPUs what tp cannot split")
+    add("--tp", type=count, help="split heads and columns into this many parts, default all devices that are left")
     add("--temperature", type=number(float, 0, 1e6), default=0.0, help="0, the default, takes the most probable token")
     add("--top_k", type=number(int, 0, math.inf), default=0, help="sample from the K most probable tokens, 0: from all")
     add("--top_p", type=number(float, 1e-6, 1), default=1.0, help="sample from the top P probability, default 1")
@@ -137,17 +96,19 @@ def parse_arguments():
     add("--output", choices=["text", "json"], default="text", help="default text")
     add("--logprobs", action="store_true", help="JSON rows carry the log-probability of every generated token")
     add("--coordinator", metavar="HOST:PORT", help="several hosts, if the cluster does not tell: process 0's address")
-    add("--num_processes", type=number(int, 1, MOST_PROCESSES), help="how many there are")
-    add("--process_id", type=number(int, 0, MOST_PROCESSES), help="which of them this is, from 0")
+    add("--num_processes", type=count, help="how many there are")
+    add("--process_id", type=number(int, 0, 2**30), help="which of them this is, from 0")
     add("--no_compilation_cache", action="store_true", help="do not keep compiled programs for the next run")
-    add("--profile", type=path, metavar="DIR", help="write a jax.profiler trace of the decode loop")
+    add("--profile", metavar="DIR", help="write a jax.profiler trace of the decode loop")
     args = parser.parse_args()
+    for name, value in vars(args).items():
+        if value == "":
+            raise InputError(f"--{name} is empty")
     if 0 < args.temperature < 1e-6:
         raise InputError(f"--temperature {args.temperature} is neither 0 nor at least 1e-6")
     if args.chat and (args.raw or args.output == "json" or args.profile):
         raise InputError("--chat prints text by the chat template: leave out --raw, --output json and --profile")
-    distributed = (args.coordinator, args.num_processes, args.process_id)
-    if any(value is not None for value in distributed) and None in distributed:
+    if 0 < (args.coordinator, args.num_processes, args.process_id).count(None) < 3:
         raise InputError("--coordinator, --num_processes and --process_id go together")
     if args.coordinator:
         port = re.fullmatch(r".+:(\d{1,5})", args.coordinator)
@@ -180,34 +141,31 @@ def read_prompts(args) -> list[str]:
 # Tokens
 
 
-def encode(tokenizer, conversations: list[list[str]], raw: bool) -> list[list[int]]:
-    """Token ids of each conversation, whose messages are the user's and the model's in turn, or `raw` of its one text.
+def encode(tokenizer, prompts: list[str], raw: bool, history: tuple[dict, ...] = ()) -> list[list[int]]:
+    """Token ids of each prompt: as a user's message after those of `history`, or `raw` as it stands.
 
     As in transformers, a special token that is written out in a message becomes that token.
     """
-
-    def from_template(texts):
-        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
     found = []
-    for row, texts in enumerate(conversations, 1):
-        if any("\ud800" <= c <= "\udfff" for c in "".join(texts)):  # how Python has bytes that are no text
+    for row, prompt in enumerate(prompts, 1):
+        if any("\ud800" <= c <= "\udfff" for c in prompt):  # Python's stand-ins for bytes that are not UTF-8
             raise InputError(f"prompt {row} cannot be encoded: it is not in UTF-8")
         try:
-            found.append(tokenizer(texts[0])["input_ids"] if raw else from_template(texts))
+            if not raw:
+                messages = [*history, {"role": "user", "content": prompt}]
+                prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            found.append(tokenizer(prompt, add_special_tokens=raw)["input_ids"])
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # jinja's, the template's, or a panic of the tokenizer, no Exception
+        except BaseException as error:  # from jinja or the template; a tokenizer's panic is no Exception
             remedy = "" if raw else "; --raw leaves the template out"
             raise InputError(f"prompt {row} cannot be encoded: {one_line(error)}{remedy}") from error
     return found
 
 
 def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:
-    """Raises InputError for a prompt of more tokens than LONG_PROMPT and max_position_embeddings: for hours it would
-    compute what the model was not made for."""
+    """Raises InputError for a prompt longer than both LONG_PROMPT and max_position_embeddings: it would take hours, and
+    the model was not trained for it."""
     places = [raw_config, raw_config.get("text_config")]
     given = [place.get("max_position_embeddings") for place in places if isinstance(place, dict)]
     context = max([LONG_PROMPT, *(value for value in given if isinstance(value, int))])
@@ -232,9 +190,10 @@ def read_stop_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
 # Tokenizers
 
 
-# How text is split before a tiktoken vocabulary is applied, which its file does not say. Sources: the tokenizer.py of
-# llama3 and of llama4 in Meta's package llama-models; tokenization_kimi.py of Moonshot's releases. Moonshot's pattern
-# differs from Llama 4's in two ways: runs of Chinese characters stand apart, and no slash follows punctuation.
+# Text is split by these patterns before a tiktoken vocabulary is applied; its file does not hold them. Sources: the
+# tokenizer.py of llama3 and of llama4 in Meta's package llama-models; tokenization_kimi.py of Moonshot's releases. Two
+# things differ from Llama 4's in Moonshot's: a run of Chinese characters stands apart, and no slash follows
+# punctuation.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -254,11 +213,11 @@ TIKTOKEN_PATTERNS = {  # by model_type; Moonlight is a deepseek_v3
 }
 
 
-def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast | SentencePieceBackend:
     """The checkpoint's own tokenizer: tokenizer.json, else the vocabulary of tiktoken, sentencepiece or tekken.
 
-    Of config.json transformers learns only what it chooses a class by: its own check of the rest refuses releases that
-    model.py reads. A tokenizer that is a program of the checkpoint (`auto_map`) is never run.
+    transformers sees only the fields of config.json that choose the class, since its checks of the others refuse
+    releases that model.py reads. Code that comes with a checkpoint (`auto_map`) is never run.
     """
     folder, model_type = checkpoint.folder, checkpoint.raw_config["model_type"]
     file = folder / "tokenizer_config.json"
@@ -282,13 +241,13 @@ def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
             return PreTrainedTokenizerFast.from_pretrained(folder, bos_token="<s>", add_bos_token=True)
     except InputError:
         raise
-    except Exception as error:  # a damaged file shows as almost any exception
+    except Exception as error:  # a damaged file can raise almost anything
         raise InputError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
     raise InputError(f"{folder}: no tokenizer.json, tokenizer.model, tiktoken.model or tekken.json; download them too")
 
 
-def tiktoken_tokenizer(checkpoint: Checkpoint, settings: dict) -> PreTrainedTokenizerBase:
-    """From a tiktoken vocabulary, which holds neither the special tokens nor the pattern that splits text."""
+def tiktoken_tokenizer(checkpoint: Checkpoint, settings: dict) -> PreTrainedTokenizerFast:
+    """A tokenizer from a tiktoken vocabulary, whose file has neither the special tokens nor the splitting pattern."""
     folder, model_type = checkpoint.folder, checkpoint.raw_config["model_type"]
     if model_type not in TIKTOKEN_PATTERNS:
         raise InputError(f"{folder}: how a {model_type} splits text for tiktoken is not known; give its tokenizer.json")
@@ -304,10 +263,10 @@ def tiktoken_tokenizer(checkpoint: Checkpoint, settings: dict) -> PreTrainedToke
 
 
 class SentencePieceTokenizer(SentencePieceBackend):
-    """A model of sentencepiece, run by sentencepiece itself.
+    """A sentencepiece model, run by sentencepiece itself.
 
-    What transformers 5.23 converts it to merges runs of spaces in another order, and loses accents where the model
-    normalizes text.
+    transformers 5.23 would convert it to a tokenizer that merges runs of spaces in another order and, if the model
+    normalizes text, loses accents.
     """
 
     def __init__(self, add_bos_token=True, add_eos_token=False, add_prefix_space=None, legacy=True, **settings):
@@ -318,7 +277,7 @@ class SentencePieceTokenizer(SentencePieceBackend):
             settings.setdefault(f"{name}_token", model.id_to_piece(index) if index >= 0 else None)
         added = [name for name, is_added in (("bos", add_bos_token), ("eos", add_eos_token)) if is_added]
         pattern = "_".join(name for name in added if settings[f"{name}_token"]) or "none"
-        # The model's prefix, a space, stands behind every special token if `legacy`, else at the beginning alone.
+        # The model's prefix is a space. If `legacy`, it also follows each special token; else it only begins the text.
         self.has_prefix = add_prefix_space is not False and model.encode("a", out_type=str)[0].startswith("▁")
         legacy = legacy is not False and self.has_prefix
         super().__init__(legacy=legacy, special_tokens_pattern=pattern, **settings)
@@ -333,7 +292,7 @@ class SentencePieceTokenizer(SentencePieceBackend):
         return tokens[1:] if is_before_special else tokens
 
     def _convert_id_to_token(self, index):
-        """A piece, or nothing for an id that the model has and the vocabulary has not."""
+        """The piece of an id. Empty for an id beyond the vocabulary, which a padded output head can yield."""
         return super()._convert_id_to_token(index) if index < self.vocab_size else ""
 
     def convert_tokens_to_string(self, tokens):
@@ -352,25 +311,19 @@ class SentencePieceTokenizer(SentencePieceBackend):
 
 
 class Progress:
-    """Says on standard error what takes long before there is text: compilations, and prefill by a bar."""
-
-    def __init__(self):
-        self.bar, self.begin = None, 0.0
+    """Reports on standard error what takes time before the first text: each compilation, and prefill as a bar."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if jax.process_index() > 0:
-            return
         if stage == "prefill":
-            self.bar = self.bar or progress_bar(total=total, desc="prefill", unit=" tokens", delay=0)
+            if done == 0:
+                self.bar = progress_bar(total=total, desc="prefill", unit=" tokens", delay=0)
             self.bar.update(done - self.bar.n)
             if done == total:
                 self.bar.close()
-                self.bar = None
-        elif done == 0:
+        elif jax.process_index() == 0:
+            state = f"took {time.perf_counter() - self.begin:.1f} s" if done else "..."
             self.begin = time.perf_counter()
-            print(f"{stage} ...", file=sys.stderr, flush=True)
-        else:
-            print(f"{stage} took {time.perf_counter() - self.begin:.1f} s", file=sys.stderr, flush=True)
+            print(f"{stage} {state}", file=sys.stderr, flush=True)
 
 
 class Results:
@@ -380,79 +333,70 @@ class Results:
         self.args, self.tokenizer, self.prompts, self.prompt_tokens = args, tokenizer, prompts, prompt_tokens
         self.rows = [[] for _ in prompts]
         self.hidden = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.current = -1  # the row being printed
-
-    def next_row(self) -> None:
-        self.current += 1
-        self.taken = 0  # tokens of it
-        self.visible = []  # those of them that decoding does not leave out
-        self.printed = 0  # of the visible ones
-        self.context = 0  # the first of those that were printed last
-        if self.args.output == "text" and 1 < len(self.rows) > self.current:
-            write(f"> {self.prompts[self.current]}\n")
+        self.print_row = self.print_text if args.output == "text" else self.print_json
+        self.printing = self.print_rows()
 
     def add(self, tokens) -> None:
-        """Takes the tokens of one step, prints what can be printed."""
+        """Takes the tokens of one step and prints what can be printed."""
         for token in tokens:
             if not math.isfinite(token.logprob):
                 raise InputError("the model's numbers are not finite: damaged weights, or try --dtype float32")
             self.rows[token.row].append(token)
-        if self.current < 0:
-            self.next_row()
-        while self.current < len(self.rows) and self.print_row():
-            self.next_row()
+        next(self.printing, None)
 
     def break_off(self) -> None:
-        """Prints the finished rows that waited for one that will not be finished."""
+        """Prints the finished rows that were waiting for an unfinished one."""
         if self.args.output == "text" and self.printed:
             write("\n")
-        for i in range(self.current + 1, len(self.rows)):
-            if self.rows[i] and self.rows[i][-1].finish_reason:
-                self.current = i - 1
-                self.next_row()
-                self.print_row()
+        for row in range(self.current + 1, len(self.rows)):
+            if self.rows[row] and self.rows[row][-1].finish_reason:
+                next(self.print_row(row), None)
 
-    def print_row(self) -> bool:
-        """Prints of the current row what can be printed; whether it is finished."""
-        row = self.rows[self.current]
-        if not row:  # it is of a later batch
-            return False
-        is_finished = row[-1].finish_reason is not None
-        if self.args.output == "text":
-            self.print_text([token.id for token in row], is_finished)
-        elif is_finished:
-            self.print_json(row)
-        return is_finished
+    def print_rows(self):
+        """Prints the rows. Like print_text and print_json it is a generator, and yields when it needs more tokens."""
+        for self.current in range(len(self.rows)):
+            yield from self.print_row(self.current)
 
-    def print_text(self, ids, is_finished) -> None:
-        """What the new tokens add to the text. They are decoded together with those printed last, on which their
+    def print_text(self, row: int):
+        """Prints a row's text as it comes. New tokens are decoded together with those printed last, on which their
         spaces may depend; an incomplete character waits for its other tokens."""
-        new, self.taken = ids[self.taken :], len(ids)
-        names = self.tokenizer.convert_ids_to_tokens(new)
-        self.visible += [i for i, name in zip(new, names, strict=True) if name and i not in self.hidden]
-        ids = self.visible
-        before = self.tokenizer.decode(ids[self.context : self.printed], skip_special_tokens=True)
-        text = self.tokenizer.decode(ids[self.context :], skip_special_tokens=True)
-        is_byte = bool(ids) and re.fullmatch("<0x[0-9A-F]{2}>", self.tokenizer.convert_ids_to_tokens(ids[-1]))
-        if is_finished or not (is_byte or text.endswith("\ufffd")):
-            write(text[len(before) :] + "\n" * is_finished)
-            if len(ids) > self.printed:
-                self.context, self.printed = self.printed, len(ids)
+        if len(self.rows) > 1:
+            write(f"> {self.prompts[row]}\n")
+        tokens, taken = self.rows[row], 0
+        ids = []  # of the tokens taken, those that decoding does not leave out
+        context = self.printed = 0  # where those printed last begin and end
+        is_finished = False
+        while not is_finished:
+            while taken == len(tokens):
+                yield
+            is_finished = tokens[-1].finish_reason is not None
+            new, taken = [token.id for token in tokens[taken:]], len(tokens)
+            names = self.tokenizer.convert_ids_to_tokens(new)
+            ids += [i for i, name in zip(new, names, strict=True) if name and i not in self.hidden]
+            before = self.tokenizer.decode(ids[context : self.printed], skip_special_tokens=True)
+            text = self.tokenizer.decode(ids[context:], skip_special_tokens=True)
+            is_byte = bool(ids) and re.fullmatch("<0x[0-9A-F]{2}>", self.tokenizer.convert_ids_to_tokens(ids[-1]))
+            if is_finished or not (is_byte or text.endswith("\ufffd")):
+                write(text[len(before) :] + "\n" * is_finished)
+                if len(ids) > self.printed:
+                    context, self.printed = self.printed, len(ids)
 
-    def print_json(self, tokens) -> None:
-        """A finished row."""
-        ids = [token.id for token in tokens]
-        row = {
-            "prompt": self.prompts[self.current],
+    def print_json(self, row: int):
+        """Prints a row when it is finished."""
+        while not self.rows[row] or not self.rows[row][-1].finish_reason:
+            yield
+        ids = [token.id for token in self.rows[row]]
+        line = {
+            "prompt": self.prompts[row],
             "text": self.tokenizer.decode(ids, skip_special_tokens=True),
-            "prompt_tokens": self.prompt_tokens[self.current],
+            "prompt_tokens": self.prompt_tokens[row],
             "tokens": ids,
-            "logprobs": [token.logprob for token in tokens],
-            "finish_reason": tokens[-1].finish_reason,
+            "logprobs": [token.logprob for token in self.rows[row]],
+            "finish_reason": self.rows[row][-1].finish_reason,
         }
         if not self.args.logprobs:
-            del row["logprobs"]
-        write(json.dumps(row) + "\n")
+            del line["logprobs"]
+        write(json.dumps(line) + "\n")
 
 
 def write(text: str) -> None:
@@ -467,16 +411,15 @@ def write(text: str) -> None:
 def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
     """The line of statistics; null where nothing was decoded or a peak is unknown.
 
-    Rates leave compilation out. (`load_s` with --quantize has that of the rounding to int8, some tenths of a second.)
+    No rate includes compilation. (With --quantize, `load_s` includes compiling the rounding to int8, some 0.1 s.)
     """
     device = mesh.devices.flat[0]
     steps_per_s = measured["decode_steps"] / measured["decode_s"] if measured["decode_steps"] else None
     bandwidth = steps_per_s and measured["step_bytes"] * steps_per_s / 1e9
     kinds = [kind for kind in PEAK_GB_PER_S if device.device_kind.startswith(kind)]
     peak = PEAK_GB_PER_S[max(kinds, key=len)] * mesh.size if kinds else None
-    memory = [d.memory_stats() or {} for d in jax.local_devices()]
-    peak_bytes = max(m.get("peak_bytes_in_use", 0) for m in memory)
-    if not peak_bytes:  # a CPU: of the process, which getrusage gives in KiB, on macOS in bytes
+    peak_bytes = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices())
+    if not peak_bytes:  # on CPUs, that of the process; getrusage gives KiB, on macOS bytes
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
         "model_type": raw_config["model_type"],
@@ -499,62 +442,58 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
 # ---------------------------------------------------------------------------------------------------------------------
 # Several hosts
 #
-# One process on each, and all run the same program: each drives the devices of its host. jax.distributed joins them. If
-# one is missing, is killed or hangs, it ends the others with its own messages.
+# Each host runs one process of this program, which drives that host's devices. jax.distributed joins the processes, and
+# if one is missing, is killed or hangs, ends the others with messages of its own.
 
 
 def join_hosts(args) -> None:
     """Joins the processes of this run: those that the flags name, or that jax finds in a TPU pod, Slurm or Open MPI."""
     jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, and do nothing with it
-    limits = {"initialization_timeout": 30, "heartbeat_timeout_seconds": 20, "shutdown_timeout_seconds": 20}
-    if args.coordinator:
-        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, **limits)
-        return
-    # Of Slurm a job step: sbatch and salloc set the variables too, and start one process.
+    # For Slurm, only a job step counts: sbatch and salloc set the same variables, but start one process.
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1")
-    is_launched = "SLURM_STEP_NODELIST" in os.environ and tasks != "1"
-    is_launched |= os.environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1"
+    is_launched = bool(args.coordinator) or os.environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1"
+    is_launched |= "SLURM_STEP_NODELIST" in os.environ and tasks != "1"
     if not is_launched and not os.path.exists("/dev/accel0") and not os.path.exists("/dev/vfio/0"):
         return
-    # jax expects a process for each GPU. One that is alone on its host has all of them.
+    # Under Slurm and Open MPI, jax gives each process one GPU. A process that is alone on its host gets all of them.
     local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else glob.glob("/dev/nvidia[0-9]*")
     is_alone = gpus and local.partition("(")[0] == "1"  # Slurm writes 1(x2) for two hosts of one
+    devices = list(range(len(gpus))) if is_alone else None
+    limits = {"initialization_timeout": 30, "heartbeat_timeout_seconds": 20, "shutdown_timeout_seconds": 20}
     try:
-        jax.distributed.initialize(local_device_ids=list(range(len(gpus))) if is_alone else None, **limits)
-    except Exception as error:  # whatever jax asks may fail in its own way
+        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, devices, **limits)
+    except Exception as error:  # each way of finding the hosts fails with exceptions of its own
         if isinstance(error, ValueError) and not is_launched:  # jax knows no cluster: a TPU host that is alone
             return
-        remedy = "give --coordinator, --num_processes and --process_id"
+        remedy = "see --coordinator, --num_processes and --process_id"
         raise InputError(f"jax does not find the other hosts ({one_line(error)}): {remedy}") from error
 
 
 def together(action, facts_of=lambda result: {}):
-    """What action() returns. Every process calls it: if one raises an error of the user's, or finds other facts (JSON
-    values by name) than process 0, all of them end with the same line."""
-    result = line = None
+    """Returns action(). Every process calls this. If action raises an error that the user can mend in one of them, or
+    facts_of its result (JSON values by name) differ from process 0's, all processes raise the same InputError."""
+    if jax.process_count() == 1:
+        return action()
+    result, line = None, None
     try:
         result = action()
     except Exception as error:
-        if jax.process_count() == 1 or not (line := users_line(error)):
+        if not (line := users_line(error)):
             raise
-    if jax.process_count() == 1:
-        return result
     name = f"process {jax.process_index()} ({platform.node()}, pid {os.getpid()})"
-    text = json.dumps({"name": name, "error": line, "facts": {} if line else facts_of(result)}).encode()
-    sent = np.zeros(MESSAGE_BYTES, np.uint8)
-    sent[: len(text)] = np.frombuffer(text, np.uint8)
-    said = [json.loads(bytes(row[row > 0])) for row in multihost_utils.process_allgather(sent)]
+    text = json.dumps({"name": name, "error": line, "facts": {} if line else facts_of(result)})
+    sent = np.frombuffer(text.encode().ljust(MESSAGE_BYTES), np.uint8)  # padded with spaces, which JSON allows
+    said = [json.loads(bytes(row)) for row in multihost_utils.process_allgather(sent)]
     for one in said:
         if one["error"]:
             raise InputError(f"{one['name']}: {one['error']}")
+    wanted = said[0]["facts"]
     for one in said:
-        for fact, value in said[0]["facts"].items():
-            if one["facts"][fact] != value:
-                raise InputError(
-                    f"{one['name']} has {fact} {one['facts'][fact]}, process 0 has {value}: give all the same"
-                )
+        for fact, value in one["facts"].items():
+            if value != wanted[fact]:
+                raise InputError(f"{one['name']} has {fact} {value}, process 0 has {wanted[fact]}: give all the same")
     return result
 
 
@@ -572,109 +511,76 @@ def enable_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def main() -> None:
-    args = parse_arguments()
-    if sys.stdout is None:
-        raise InputError("standard output is closed")
-    if not args.no_compilation_cache:
-        enable_compilation_cache()
-    join_hosts(args)
-    find_devices()
-    if jax.process_count() > 1:  # standard output is for results: what libraries print to it goes to standard error
-        sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
-        os.dup2(2, 1)
-    try:
-        decode(args)
-    except Exception as error:
-        if jax.process_count() == 1:
-            raise
-        # This ends the process at once, since jax's regular end waits for the others. If one of them is gone, a
-        # collective has failed, and the error is jax's.
-        is_known = users_line(error) or isinstance(error, jax.errors.JaxRuntimeError)
-        if is_known:
-            print(f"error: {users_line(error) or one_line(error)}", file=sys.stderr, flush=True)
-        else:
-            traceback.print_exception(error)
-        os._exit(2 if is_known else 1)
-
-
 class Inputs(NamedTuple):
-    """All that is read before anything takes long."""
+    """Everything that is read before the weights are loaded."""
 
     checkpoint: Checkpoint
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerFast | SentencePieceBackend
     prompts: list[str]
     prompt_tokens: list[list[int]]
     stop_tokens: tuple[int, ...]
     mesh: jax.sharding.Mesh
 
     def facts(self) -> dict:
-        """What tells this checkpoint and these prompts from others."""
+        """Hashes of the checkpoint and the prompts, which must be the same on all processes."""
         digest = hashlib.sha256(json.dumps(self.prompt_tokens).encode()).hexdigest()
         return {"another checkpoint, SHA-256": fingerprint(self.checkpoint), "other prompts, SHA-256": digest}
 
 
 def read_inputs(args, folder: Path) -> Inputs:
-    """Whatever is wrong is said here, before the weights are loaded."""
+    """Reads and checks everything but the weights, so that mistakes are reported before the long wait."""
+    if args.chat and sys.stdin is None:
+        raise InputError("--chat: standard input is closed")
     prompts = [] if args.chat else read_prompts(args)
-    checkpoint = open_checkpoint(folder)
+    checkpoint = convert.open_checkpoint(folder)
     config = checkpoint.config
     tokenizer = read_tokenizer(checkpoint)
     if args.chat and not tokenizer.chat_template:
         raise InputError(f"{folder}: --chat needs a chat template, and its tokenizer has none")
-    prompt_tokens = encode(tokenizer, [[prompt] for prompt in prompts], args.raw or not tokenizer.chat_template)
+    prompt_tokens = encode(tokenizer, prompts, args.raw or not tokenizer.chat_template)
     if not args.chat:
         check_prompts(prompt_tokens, config, args.max_seq_len)
     check_context(prompt_tokens, checkpoint.raw_config)
     mesh = make_mesh(*mesh_shape(config, jax.devices(), args.dp, args.ep, args.tp))
-    check_mesh(config, mesh)
     if args.profile:
-        try:
-            Path(args.profile).mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=args.profile).close()
-        except OSError as error:
-            raise InputError(f"--profile {args.profile}: cannot be written: {one_line(error)}") from error
+        Path(args.profile).mkdir(parents=True, exist_ok=True)  # its OSError names the folder
+        if not os.access(args.profile, os.W_OK):
+            raise InputError(f"--profile {args.profile}: cannot be written")
     return Inputs(checkpoint, tokenizer, prompts, prompt_tokens, read_stop_tokens(checkpoint), mesh)
 
 
-def generation(args, inputs: Inputs, weights: dict, prompt_tokens, max_seq_len: int | None, measured: dict):
-    """generate_in_batches as the flags ask for it."""
-    return generate_in_batches(
-        weights,
-        prompt_tokens,
-        inputs.checkpoint.config,
-        inputs.mesh,
-        max_new_tokens=args.max_new_tokens,
-        max_seq_len=max_seq_len,
-        stop_tokens=inputs.stop_tokens,
-        sampling=Sampling(args.temperature, args.top_k, args.top_p),
-        seed=args.seed,
-        int8_cache=args.quantize_cache == "int8",
-        stats=measured,
-        progress=Progress(),
-    )
-
-
-def decode(args) -> None:
+def main() -> None:
     """Loads the checkpoint, decodes the prompts, prints results and statistics. All processes do the same."""
-    path = args.model_path or str(DEMO)
-    is_first = jax.process_index() == 0
-    if args.chat and jax.process_count() > 1:
-        raise InputError(f"--chat needs one process alone, and there are {jax.process_count()}")
-    if not is_first:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, process 0 alone prints results
-    elif jax.process_count() > 1:
-        print(f"{jax.device_count()} devices of {jax.process_count()} processes", file=sys.stderr)
-    flags = {"jax": jax.__version__} | {f"--{name}": value for name, value in vars(args).items() if name in ALIKE}
+    args = parse_arguments()
+    if sys.stdout is None:
+        raise InputError("standard output is closed")
+    if not args.no_compilation_cache:
+        enable_compilation_cache()
+    join_hosts(args)
+    convert.find_devices()
+    path, is_first, processes = args.model_path or str(DEMO), jax.process_index() == 0, jax.process_count()
+    if processes > 1:  # process 0 alone prints results; what libraries print goes to standard error
+        results = os.dup(1) if is_first else os.open(os.devnull, os.O_WRONLY)
+        sys.stdout = os.fdopen(results, "w", encoding="utf-8", errors="backslashreplace")
+        os.dup2(2, 1)
+        if args.chat:
+            raise InputError(f"--chat needs one process alone, and there are {processes}")
+        if is_first:
+            print(f"{jax.device_count()} devices of {processes} processes", file=sys.stderr)
+    flags = {"jax": jax.__version__} | {f"--{name}": value for name, value in vars(args).items() if name not in OWN}
     folder = together(lambda: find_checkpoint(path) if is_first else None, lambda _: flags)
-    # Process 0 has downloaded a hub's checkpoint.
+    # If it is a hub id, process 0 has downloaded it by now, and the others find it in the hub's cache.
     inputs = together(lambda: read_inputs(args, folder or find_checkpoint(path, local_files_only=True)), Inputs.facts)
-    if not inputs.tokenizer.chat_template and not args.raw:
-        print("note: this tokenizer has no chat template; the prompts are continued as they are", file=sys.stderr)
     begin = time.perf_counter()
     weights = jax.block_until_ready(load(inputs.checkpoint, inputs.mesh, args.dtype, args.quantize == "int8"))
     load_s = time.perf_counter() - begin
-    measured = chat(args, inputs, weights) if args.chat else answer(args, inputs, weights)
+    if not inputs.tokenizer.chat_template and not args.raw:
+        print("note: this tokenizer has no chat template; the prompts are continued as they are", file=sys.stderr)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    options = {"max_new_tokens": args.max_new_tokens, "stop_tokens": inputs.stop_tokens, "sampling": sampling}
+    options |= {"seed": args.seed, "int8_cache": args.quantize_cache == "int8", "progress": Progress()}
+    generation = partial(generate_in_batches, weights, config=inputs.checkpoint.config, mesh=inputs.mesh, **options)
+    measured = chat(args, inputs, generation) if args.chat else answer(args, inputs, generation)
     if not measured:
         return
     stats = statistics(inputs.checkpoint.raw_config, inputs.mesh, load_s, measured)
@@ -685,20 +591,18 @@ def decode(args) -> None:
         print(f"stats: {json.dumps(rounded)}", file=sys.stderr)
 
 
-def answer(args, inputs: Inputs, weights: dict) -> dict:
+def answer(args, inputs: Inputs, generation) -> dict:
     """Decodes the prompts and prints the results. Returns what was measured."""
     measured = {}
     results = Results(args, inputs.tokenizer, inputs.prompts, inputs.prompt_tokens)
-    steps = generation(args, inputs, weights, inputs.prompt_tokens, args.max_seq_len, measured)
+    steps = generation(inputs.prompt_tokens, max_seq_len=args.max_seq_len, stats=measured)
     results.add(next(steps))  # the first token is prefill's, what follows is the decode loop
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if args.output == "json":  # whose rows appear when they are finished
+        steps = progress_bar(steps, desc="decoding", unit=" steps")
     try:
-        with contextlib.ExitStack() as stack:
-            if args.profile:
-                stack.enter_context(jax.profiler.trace(args.profile))
-            if args.output == "json":  # whose rows appear when they are finished
-                steps = stack.enter_context(progress_bar(steps, desc="decoding", unit=" steps"))
+        with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
             for tokens in steps:
                 results.add(tokens)
     except KeyboardInterrupt:
@@ -708,26 +612,26 @@ def answer(args, inputs: Inputs, weights: dict) -> dict:
     return measured
 
 
-def chat(args, inputs: Inputs, weights: dict) -> dict:
-    """A conversation: each line is a message, and each answer follows from all of them. `/reset` forgets them, end of
-    file leaves, Ctrl-C breaks an answer off. Returns what was measured of the last answer.
+def chat(args, inputs: Inputs, generation) -> dict:
+    """A conversation: each line of input is a message, and the model answers it in the light of all before it. `/reset`
+    starts anew, end of file ends it, Ctrl-C stops an answer. Returns what was measured of the last answer.
 
-    The cache has a power of two of slots, so that a turn compiles nothing until the conversation outgrows it.
+    The number of cache slots is a power of two, so that a turn compiles nothing until the conversation outgrows it.
     """
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdin.reconfigure(errors="surrogateescape")  # what is not in UTF-8 is refused by encode
-    texts, measured = [], {}  # the user's messages and the model's in turn
+    history, measured = (), {}
     while True:
         try:
             text = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return measured
         if text.strip() in ("", "/reset"):
-            texts = texts if not text.strip() else []
+            history = () if text.strip() else history
             continue
         try:
-            prompt_tokens = encode(inputs.tokenizer, [[*texts, text]], raw=False)
+            prompt_tokens = encode(inputs.tokenizer, [text], raw=False, history=history)
             slots = power_of_two(len(prompt_tokens[0]) + args.max_new_tokens - 1)
             slots = min(slots, args.max_seq_len or slots)
             check_prompts(prompt_tokens, inputs.checkpoint.config, slots)
@@ -737,14 +641,15 @@ def chat(args, inputs: Inputs, weights: dict) -> dict:
             continue
         results, measured = Results(args, inputs.tokenizer, [text], prompt_tokens), {}
         try:
-            for tokens in generation(args, inputs, weights, prompt_tokens, slots, measured):
+            for tokens in generation(prompt_tokens, max_seq_len=slots, stats=measured):
                 results.add(tokens)
         except KeyboardInterrupt:
             write("\n")
-        texts += [text, inputs.tokenizer.decode([token.id for token in results.rows[0]], skip_special_tokens=True)]
+        said = inputs.tokenizer.decode([token.id for token in results.rows[0]], skip_special_tokens=True)
+        history += ({"role": "user", "content": text}, {"role": "assistant", "content": said})
 
 
 if __name__ == "__main__":
     if sys.stdout is not None:  # closed by the shell
         sys.stdout.reconfigure(errors="backslashreplace")  # whatever the terminal's encoding, an answer appears
-    run(main)
+    convert.run(main)

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,3 +99,10 @@ def assert_matches(reference, prompts, rows, atol: float = 1e-3) -> None:
         wanted = reference_logprobs(reference, prompt, ids)
         assert ids == wanted.argmax(-1).tolist()
         np.testing.assert_allclose([token.logprob for token in row], wanted.max(-1), atol=atol, rtol=0)
+
+
+def environment_of_users(torch: bool = False, **changes: str) -> dict[str, str]:
+    """The environment for a program as its users run it: as many devices as there are, all optimizations. `torch` says
+    whether transformers finds it."""
+    dropped = ["JAX_NUM_CPU_DEVICES", "JAX_DISABLE_MOST_OPTIMIZATIONS", *["PYTHONPATH"] * torch]
+    return {name: value for name, value in os.environ.items() if name not in dropped} | changes

@@ -1,18 +1,17 @@
 """benchmarks/bench.py: what it counts, against numbers counted by hand, and its errors."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, environment_of_users
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bench
 
 BENCH = [sys.executable, ROOT / "benchmarks" / "bench.py"]
-ENVIRONMENT = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
+ENVIRONMENT = environment_of_users(torch=True, JAX_NUM_CPU_DEVICES="1")
 D, L, N, K, H, F, V = 64, 3, 4, 2, 16, 96, 512
 CONFIG = {
     "model_type": "llama", "hidden_size": D, "num_hidden_layers": L, "num_attention_heads": N, "num_key_value_heads": K,

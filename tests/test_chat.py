@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -10,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, import_folder
+from helpers import ROOT, environment_of_users, import_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 llama3 = import_folder("llama3")
@@ -89,9 +88,8 @@ def test_a_checkpoint_without_a_template(monkeypatch, capsys, tmp_path):
 
 def test_stages_in_a_log_file(tmp_path):
     """Compilations with their seconds, prefill with its rate; nothing that a log file shows badly."""
-    environment = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
     command = [sys.executable, ROOT / "llama3" / "main.py", "--no_compilation_cache", "--max_new_tokens", "3"]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    finished = subprocess.run(command, env=environment_of_users(), capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert "\r" not in finished.stderr
     lines = finished.stderr.splitlines()

@@ -14,6 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from shared import folders
 
+pytestmark = pytest.mark.optimized
+
 FOLDERS = {name: import_folder(name) for name in folders()}
 KERNEL = re.compile(r"%(ragged_decode_attention|latent_attention|exchange|routing|experts|streamed_product)[.\d]* = ")
 COLLECTIVE = re.compile(r"= [^=]*? (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")

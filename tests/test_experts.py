@@ -136,6 +136,7 @@ def test_rows_do_not_depend_on_others():
     assert_close(out[rest], reference(*arguments)[rest], jnp.float32)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(("topology", "int8"), [("v5e:4x4", True), ("v5e:4x4", False), ("v5p:2x2x4", False)])
 @pytest.mark.parametrize(
     ("ep", "tp", "B", "k", "E", "D", "F"),

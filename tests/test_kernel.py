@@ -144,6 +144,7 @@ def test_streamed_product(rows, O, C, dtype, int8):
     np.testing.assert_allclose(np.asarray(y, np.float64), wanted, atol=2e-6 * np.abs(wanted).max())
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
 @pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
 @pytest.mark.parametrize(

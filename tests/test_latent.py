@@ -185,6 +185,7 @@ def test_routing_against_float64(monkeypatch, platform, has_bias, B, E, groups, 
         np.testing.assert_allclose(scores[b], weights, rtol=1e-5)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
 @pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ROOT, import_folder, reference_logprobs, save_random
+from helpers import ROOT, environment_of_users, import_folder, reference_logprobs, save_random
 from safetensors.numpy import load_file, save_file
 from shared import folders
 from test_parity import llama
@@ -51,9 +51,8 @@ def json_rows(text):
 def test_golden_text_of_a_folder_copied_alone(tmp_path, folder):
     """`python3 main.py` with no arguments, in a new process and far from the repository, and from another folder."""
     shutil.copytree(ROOT / folder, tmp_path / "copied", ignore=shutil.ignore_patterns("__pycache__"))
-    environment = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
     command = [sys.executable, tmp_path / "copied" / "main.py"]
-    finished = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
+    finished = subprocess.run(command, cwd="/", env=environment_of_users(), capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout == "".join(f"> {prompt}\n{answer}\n" for prompt, answer in GOLDEN[folder].items())
     assert finished.stderr.splitlines()[-1].startswith("stats: {")
@@ -472,7 +471,7 @@ def test_standard_output_that_is_full():
         command = [sys.executable, ROOT / "llama3" / "main.py", "--tp", "8"]
         finished = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert finished.returncode == 2
-    assert finished.stderr.startswith("error: standard output") and finished.stderr.count("\n") == 1
+    assert finished.stderr.splitlines()[-1].startswith("error: standard output cannot be written")
 
 
 def test_compiled_programs_are_kept(tmp_path):

@@ -368,6 +368,6 @@ def test_a_row_does_not_depend_on_its_batch(checkpoints, dtype):
 def test_the_cache_grows_no_further_than_asked_for(checkpoints, monkeypatch):
     """A row that has filled max_seq_len is decoded until the host has looked at it, in the cache that there is."""
     modules, path, _ = checkpoints("llama 3.1")
-    monkeypatch.setattr(modules.model, "grown", None)
+    monkeypatch.setattr(modules.model, "grow_cache", None)
     rows = decode(modules, path, random_prompts(250, 2), max_new_tokens=300, max_seq_len=256)
     assert [len(row) for row in rows] == [7, 255]

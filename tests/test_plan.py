@@ -5,14 +5,15 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, environment_of_users
 
 PLAN = [sys.executable, ROOT / "benchmarks" / "plan.py"]
+ENVIRONMENT = environment_of_users()
 
 
 def test_8b_on_two_by_four_chips():
     command = [*PLAN, "llama3", "--config", "llama-3.1-8b", "--target", "v5e:2x4", "--batch", "4", "--json"]
-    report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    report = json.loads(subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=True).stdout)
     parameters, embedding, norms = 8_030_261_248, 128256 * 4096, 65 * 4096  # of the released model
     cache = 2 * 32 * 8 * 128 * 2048 * 4 * 2
     # Everything is split over the eight chips but the norms, which every chip holds.
@@ -37,7 +38,7 @@ def test_8b_on_two_by_four_chips():
     ],
 )
 def test_errors(arguments, words):
-    finished = subprocess.run([*PLAN, *arguments], capture_output=True, text=True)
+    finished = subprocess.run([*PLAN, *arguments], capture_output=True, text=True, env=ENVIRONMENT)
     assert finished.returncode == 2 and words in finished.stderr.splitlines()[-1]
     assert finished.stderr.splitlines()[-1].startswith("error: ")
 
@@ -56,7 +57,7 @@ def test_a_sweep_as_a_table():
         "int8",
     ]
     command += ["--quantize_cache", "int8", "--batch", "8", "32", "--max_seq_len", "2048", "--tp", "8", "16"]
-    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    table = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=True).stdout.splitlines()
     assert len(table) == 2 + 4
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
     assert [row[1:4] for row in cells] == [
@@ -70,7 +71,7 @@ def test_a_sweep_as_a_table():
 def test_devices_that_share_a_head_read_the_cache_once():
     command = [*PLAN, "llama3", "--config", "llama-3.1-70b", "--layers", "2", "--target", "v5e:4x4", "--json"]
     command += ["--quantize", "int8", "--quantize_cache", "int8", "--max_seq_len", "8192"]
-    report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    report = json.loads(subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=True).stdout)
     assert report["cache_bytes"] == 2 * 2 * 8 * 8192 * 8 * (128 + 4) // 16
     assert report["exchanges"] == 4 and report["copy_bytes"] == 0
     assert report["collectives"] == {"all-reduce": 5, "all-gather": 1}

@@ -16,6 +16,8 @@ from transformers import AutoTokenizer
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import precision
 
+pytestmark = pytest.mark.optimized
+
 FOLDERS = {name: import_folder(name) for name in folders()}
 linear, quantize = FOLDERS["llama3"].model.linear, FOLDERS["llama3"].model.quantize
 

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import precision
 
+pytestmark = pytest.mark.optimized
+
 llama3 = import_folder("llama3")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "open-llms-in-jax-tests")
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from helpers import ROOT, import_folder, reference_logprobs, save_random
+from helpers import ROOT, environment_of_users, import_folder, reference_logprobs, save_random
 from llama_models.llama3.tokenizer import Tokenizer as Llama3Tokenizer
 from llama_models.llama4.tokenizer import Tokenizer as Llama4Tokenizer
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
@@ -377,7 +377,7 @@ def test_pickled_weights_and_the_command_that_the_refusal_names(main, tmp_path):
     status, _, err = main(*arguments)
     assert status == 2 and "pickled weights are never read" in err
     command = re.search(r"python3 -c .*(?= saves them)", err)[0].replace("python3", sys.executable)
-    subprocess.run(command, shell=True, check=True, capture_output=True)
+    subprocess.run(command, shell=True, check=True, capture_output=True, env=environment_of_users(torch=True))
     assert {str(tensor.dtype) for tensor in load_file(tmp_path / "model.safetensors").values()} == {"float16"}
     status, out, err = main(*arguments)
     assert status == 0, err
