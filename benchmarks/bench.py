@@ -12,7 +12,7 @@ experts those that it chooses, 4 for each number of a query and each token it at
 token alone) over the published dense bfloat16 peak. MBU is what a decode step has to read (model.py's step_bytes) over
 the published bandwidth. They are null where the peak is not known, as for CPUs.
 
---vs transformers runs the Hugging Face class in this same process on the same weights, turn about: a round of ours,
+--vs transformers runs the Hugging Face class in this same process on the same weights, alternating: a round of ours,
 a round of theirs, each prefill and decode loop timed apart. --components divides a decode step's time among the parts
 of the model, by a profiler's trace. --save NAME writes benchmarks/results/NAME.json, from which draw.py draws.
 """

@@ -1,4 +1,4 @@
-r"""Compiles a model's real step for a machine that is not there, and reads off the program what a step costs.
+r"""Compiles a model's real step for a machine that is not at hand, and reads off the program what a step costs.
 
     python3 benchmarks/plan.py llama3 --config llama-3.1-70b --target v5e:4x4 --batch 8 --max_seq_len 2048 \
         --quantize int8 --quantize_cache int8
@@ -78,7 +78,7 @@ CHIPS = {
     "h200": Chip(141e9, 4800e9, 450e9, None),
 }
 
-# What the compiler wants to know of a GPU that is not there: the text form of its device description.
+# What the compiler needs to know of a GPU that is not at hand: the text form of its device description.
 GPU = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
@@ -101,7 +101,7 @@ SHAPE = re.compile(r"(pred|[subf]\w*?(\d+))\[([\d,]*)\]")
 
 
 def devices_of(target: str) -> list:
-    """The devices of a machine that is not there, as jax.experimental.topologies describes them."""
+    """The devices of a machine that is not at hand, as jax.experimental.topologies describes them."""
     chip, _, shape = target.partition(":")
     if chip in ("h100", "h200"):
         text = GPU.format(bandwidth=CHIPS[chip].bandwidth, memory=CHIPS[chip].memory)

@@ -29,6 +29,8 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would advise agai
 is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not if a shell has it ignored
 if __name__ == "__main__" and is_interruptible:  # Python's exception would wait until a library returns
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+if __name__ == "__main__" and sys.stderr is not None and sys.stderr.isatty():  # in a log file, errors stand alone
+    print("importing jax and transformers ...", file=sys.stderr)
 
 import convert
 import jax

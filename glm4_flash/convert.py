@@ -275,7 +275,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
         digest.update(f"{file.name} {size} ".encode())
         with open(file, "rb") as f:
             for sample in range(samples):
-                f.seek(size * sample // samples)
+                f.seek(max(size - 4096, 0) * sample // (samples - 1))
                 digest.update(f.read(4096))
     return digest.hexdigest()
 
@@ -325,7 +325,8 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
 
     abstract, tree = jax.tree.flatten(target, is_leaf=lambda x: isinstance(x, Int8))
     arrays = read_ahead(read, abstract, jax.tree.leaves(weights_of(checkpoint.config)))
-    with progress_bar(zip(abstract, arrays, strict=True), total=len(abstract), desc="loading", unit=" weights") as bar:
+    pairs, delay = zip(abstract, arrays, strict=True), 1 if needed < 0.1 else 0  # seconds before the bar appears
+    with progress_bar(pairs, total=len(abstract), desc="loading", unit=" weights", delay=delay) as bar:
         return tree.unflatten([cast_or_rounded(*pair) for pair in bar])
 
 

