@@ -71,7 +71,7 @@ def test_the_reference_class_reads_it(checkpoint, tmp_path):
 def test_int8_is_what_loading_in_int8_gives(of_every_folder, tmp_path, monkeypatch):
     """Converted, and quantized while loading, are the same weights, on one device and on several."""
     modules, path, originals = of_every_folder
-    monkeypatch.setattr(modules.convert, "SHARD_BYTES", 60_000)
+    monkeypatch.setattr(modules.convert, "SHARD_BYTES", 30_000)
     monkeypatch.setattr(modules.convert, "PIECE_BYTES", 5_000)
     modules.convert.convert(path, tmp_path / "out", "float32", int8=True)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2

@@ -145,8 +145,7 @@ def test_streamed_product(rows, O, C, dtype, int8):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
-@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize(("topology", "int8"), [("v5e:2x2", True), ("v6e:2x2", False)])
 @pytest.mark.parametrize(
     "shape",
     [

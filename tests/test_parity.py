@@ -33,7 +33,7 @@ SMALL = {
     "vocab_size": 331,  # no multiple of anything: the vocabulary's shards are uneven
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "initializer_range": 0.15,
@@ -178,7 +178,7 @@ CASES = {
     "deepseek v2": deepseek_2(topk_method="group_limited_greedy", routed_scaling_factor=3.0, n_shared_experts=2),
     "glm 4.7 flash": flash(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "glm 4.7 flash, other layers, groups": flash(
-        mlp_layer_types=["sparse", "dense", "sparse"], q_lora_rank=None, n_group=4, topk_group=1, rms_norm_eps=0.1
+        mlp_layer_types=["sparse", "dense"], q_lora_rank=None, n_group=4, topk_group=1, rms_norm_eps=0.1
     ),
 }
 
@@ -203,7 +203,7 @@ def random_prompts(*lengths):
     return [rng.integers(0, SMALL["vocab_size"], length).tolist() for length in lengths]
 
 
-ONE = "llama 3.1", "llama 4 scout, nested", "deepseek v2"
+ONE = "llama 3.1", "deepseek v2"
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_long_prompt_and_a_growing_cache(checkpoints, name, monkeypatch):
 )
 def test_sharp_attention_far_along(tmp_path, family, scale, rope):
     """Weights so large that attention picks single tokens: a last place of a rotary frequency changes what it picks."""
-    options = {"initializer_range": scale, "hidden_size": 128, "num_hidden_layers": 4, "rope_parameters": rope}
+    options = {"initializer_range": scale, "hidden_size": 128, "num_hidden_layers": 3, "rope_parameters": rope}
     modules, *reference = family(**options)
     reference = save_random(tmp_path, *reference, seed=4)
     prompts = random_prompts(2000, 3, 511)
@@ -344,7 +344,7 @@ def test_rows_stop_on_their_own(checkpoints):
     assert_matches(reference, prompts, rows)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_a_row_does_not_depend_on_its_batch(checkpoints, dtype):
     modules, path, _ = checkpoints("llama 3.1")
     prompts = random_prompts(9, 400, 17, 3, 50)

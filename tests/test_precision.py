@@ -16,8 +16,6 @@ from transformers import AutoTokenizer
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import precision
 
-pytestmark = pytest.mark.optimized
-
 FOLDERS = {name: import_folder(name) for name in folders()}
 linear, quantize = FOLDERS["llama3"].model.linear, FOLDERS["llama3"].model.quantize
 
@@ -44,11 +42,9 @@ def log_probabilities(folder, dtype, int8, int8_cache, mesh_shape=(1, 1, 1)):
 @pytest.mark.parametrize(
     ("folder", "dtype", "int8", "int8_cache", "mesh", "limit"),
     [
-        *((folder, "bfloat16", False, False, (1, 1, 1), 2e-3) for folder in FOLDERS),
+        *((folder, "bfloat16", False, False, (1, 1, 1), 2e-3) for folder in ("glm4", "llama4", "deepseek")),
         *((folder, "bfloat16", True, True, (1, 2, 4), 2e-2) for folder in FOLDERS),
         ("glm4", "float16", False, False, (1, 1, 1), 2e-3),
-        ("llama4", "float32", True, False, (1, 1, 1), 1e-2),
-        ("deepseek", "bfloat16", False, True, (1, 1, 1), 1e-2),
     ],
 )
 def test_mean_kl_from_float32(folder, dtype, int8, int8_cache, mesh, limit):
@@ -90,6 +86,7 @@ def test_a_single_row_on_a_cpu_is_one_loop(int8):
     assert len(reductions) == 1 and "kind=kLoop" in reductions[0]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
 @pytest.mark.parametrize(
     ("rows", "contracted", "dtype"),

@@ -19,8 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import precision
 
-pytestmark = pytest.mark.optimized
-
 llama3 = import_folder("llama3")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "open-llms-in-jax-tests")
 
@@ -44,6 +42,7 @@ def smollm2() -> Path:
     return folder
 
 
+@pytest.mark.optimized
 def test_it_answers(main, smollm2):  # noqa: F811
     prompts = ["What is the capital of France?", "Why is the sky blue?"]
     arguments = [

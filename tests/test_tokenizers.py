@@ -195,7 +195,7 @@ def test_special_tokens_of_tiktoken(tmp_path, name, text):
     assert ids == case.encode(text)
 
 
-@pytest.mark.parametrize("name", ["deepseek", "kimi k2", "openllama"])
+@pytest.mark.parametrize("name", ["kimi k2", "openllama"])
 def test_the_whole_program(main, tmp_path, name):  # noqa: F811
     """A tiny checkpoint with the real vocabulary: ids of the prompt, and text of random ids as one and as it comes."""
     case = CASES[name]
@@ -265,7 +265,7 @@ def test_tokens_added_to_a_sentencepiece_model(tmp_path, file):
     assert tokenizer.decode([32003, 99999], skip_special_tokens=True) == ""
 
 
-@pytest.mark.parametrize("name", ["openllama", "mistral v3", "kimi k2", "llama json"])
+@pytest.mark.parametrize("name", ["openllama", "kimi k2", "llama json"])
 def test_any_tokens_as_they_come(tmp_path, monkeypatch, name):
     """Among them special tokens, bytes that are no character, and ids beyond the vocabulary: printed one by one they
     make the text that they make at once."""
@@ -279,7 +279,7 @@ def test_any_tokens_as_they_come(tmp_path, monkeypatch, name):
     monkeypatch.setattr(llama3.main, "write", written.append)
     special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
     pools = [range(len(tokenizer)), range(3, 260), special, [len(tokenizer) + 5]]
-    for _ in range(200):
+    for _ in range(100):
         ids = [int(random.choice(pools[random.choice(4, p=[0.4, 0.4, 0.15, 0.05])])) for _ in range(12)]
         results = llama3.main.Results(SimpleNamespace(output="text"), tokenizer, [""], [[]])
         written.clear()
@@ -308,7 +308,7 @@ def test_the_class_that_transformers_chooses(tmp_path, model_type, legacy, prefi
         assert found(text)["input_ids"] == wanted(text)["input_ids"], text
 
 
-@pytest.mark.parametrize("name", ["llama 3", "llama 4", "kimi k2"])
+@pytest.mark.parametrize("name", ["kimi k2"])
 def test_tokenizer_json_beside_a_program(tmp_path, name):
     """Where a release, or somebody's copy of it, has both, tokenizer.json is read, and the program is not run."""
     case = CASES[name]
