@@ -20,6 +20,7 @@ import re
 import resource
 import signal
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,16 @@ import jax
 import numpy as np
 from convert import Checkpoint, find_checkpoint, fingerprint, load, one_line, progress_bar, read_json, users_line
 from jax.experimental import multihost_utils
-from model import InputError, Sampling, check_prompts, generate_in_batches, make_mesh, mesh_shape, power_of_two
+from model import (
+    InputError,
+    Sampling,
+    check_mesh,
+    check_prompts,
+    generate_in_batches,
+    make_mesh,
+    mesh_shape,
+    power_of_two,
+)
 from tokenizers import Regex, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast, SentencePieceBackend
 
@@ -98,8 +108,8 @@ def parse_arguments():
     add("--output", choices=["text", "json"], default="text", help="default text")
     add("--logprobs", action="store_true", help="JSON rows carry the log-probability of every generated token")
     add("--coordinator", metavar="HOST:PORT", help="several hosts, if the cluster does not tell: process 0's address")
-    add("--num_processes", type=count, help="how many there are")
-    add("--process_id", type=number(int, 0, 2**30), help="which of them this is, from 0")
+    add("--num_processes", type=number(int, 1, 2**16), help="how many there are")
+    add("--process_id", type=number(int, 0, 2**16), help="which of them this is, from 0")
     add("--no_compilation_cache", action="store_true", help="do not keep compiled programs for the next run")
     add("--profile", metavar="DIR", help="write a jax.profiler trace of the decode loop")
     args = parser.parse_args()
@@ -544,10 +554,13 @@ def read_inputs(args, folder: Path) -> Inputs:
         check_prompts(prompt_tokens, config, args.max_seq_len)
     check_context(prompt_tokens, checkpoint.raw_config)
     mesh = make_mesh(*mesh_shape(config, jax.devices(), args.dp, args.ep, args.tp))
+    check_mesh(config, mesh)
     if args.profile:
-        Path(args.profile).mkdir(parents=True, exist_ok=True)  # its OSError names the folder
-        if not os.access(args.profile, os.W_OK):
-            raise InputError(f"--profile {args.profile}: cannot be written")
+        try:
+            Path(args.profile).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=args.profile).close()
+        except OSError as error:
+            raise InputError(f"--profile {args.profile}: cannot be written: {one_line(error)}") from error
     return Inputs(checkpoint, tokenizer, prompts, prompt_tokens, read_stop_tokens(checkpoint), mesh)
 
 
@@ -601,7 +614,7 @@ def answer(args, inputs: Inputs, generation) -> dict:
     results.add(next(steps))  # the first token is prefill's, what follows is the decode loop
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if args.output == "json":  # whose rows appear when they are finished
+    if args.output == "json" and not sys.stdout.isatty():  # rows appear when they are finished
         steps = progress_bar(steps, desc="decoding", unit=" steps")
     try:
         with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
@@ -623,28 +636,37 @@ def chat(args, inputs: Inputs, generation) -> dict:
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdin.reconfigure(errors="surrogateescape")  # what is not in UTF-8 is refused by encode
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401, input() then edits lines of any length
     history, measured = (), {}
     while True:
+        if sys.stdin.isatty() and not sys.stdout.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
         try:
-            text = input("> " if sys.stdin.isatty() else "")
+            text = input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
         except EOFError:
             return measured
         if text.strip() in ("", "/reset"):
             history = () if text.strip() else history
             continue
+        results = Results(args, inputs.tokenizer, [text], [])
         try:
             prompt_tokens = encode(inputs.tokenizer, [text], raw=False, history=history)
-            slots = power_of_two(len(prompt_tokens[0]) + args.max_new_tokens - 1)
-            slots = min(slots, args.max_seq_len or slots)
-            check_prompts(prompt_tokens, inputs.checkpoint.config, slots)
+            needed = len(prompt_tokens[0]) + args.max_new_tokens - 1
+            needed, rounded = (min(n, args.max_seq_len or n) for n in (needed, power_of_two(needed)))
+            check_prompts(prompt_tokens, inputs.checkpoint.config, needed)
             check_context(prompt_tokens, inputs.checkpoint.raw_config)
+            measured = {}
+            with contextlib.suppress(InputError):  # no memory for so many slots: then for no more than are needed
+                steps = generation(prompt_tokens, max_seq_len=rounded, stats=measured)
+                results.add(next(steps))
+            if not results.rows[0]:
+                steps = generation(prompt_tokens, max_seq_len=needed, stats=measured)
+            for tokens in steps:
+                results.add(tokens)
         except InputError as error:
             print(f"error: {users_line(error)}; /reset forgets the conversation", file=sys.stderr)
             continue
-        results, measured = Results(args, inputs.tokenizer, [text], prompt_tokens), {}
-        try:
-            for tokens in generation(prompt_tokens, max_seq_len=slots, stats=measured):
-                results.add(tokens)
         except KeyboardInterrupt:
             write("\n")
         said = inputs.tokenizer.decode([token.id for token in results.rows[0]], skip_special_tokens=True)

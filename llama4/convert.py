@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import re
 import shlex
 import sys
@@ -123,14 +124,22 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise InputError(f"{folder}: no config.json: no checkpoint, or a conversion to be run again until it finishes")
     raw_config = read_json(folder / "config.json")
     quantization = raw_config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    unsupported = (
+        f"{folder}: quantization {method or quantization!r:.40} is not supported; give the unquantized checkpoint"
+    )
     if quantization not in (None, INT8) and method not in ("fp8", "compressed-tensors"):
-        raise InputError(f"{folder}: quantization {method!r:.40} is not supported; give the unquantized checkpoint")
+        raise InputError(unsupported)
     Config.from_dict(raw_config)  # reports what is wrong with config.json before what is wrong with the tensors
     found = stored_tensors(folder)
     with_fp8_scales(folder, found, quantization)
     config, int8 = Config.from_dict(raw_config, found), quantization == INT8
-    return Checkpoint(folder, config, raw_config, int8, *check_tensors(folder, found, config, int8))
+    try:
+        return Checkpoint(folder, config, raw_config, int8, *check_tensors(folder, found, config, int8))
+    except InputError as error:
+        if quantization in (None, INT8) or any(tensor.scale for tensor in found.values()):
+            raise
+        raise InputError(f"{unsupported} ({error})") from error  # of these methods, only FP8 is read
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
@@ -266,17 +275,17 @@ def read_rows(tensor: Stored, *index: slice | int) -> np.ndarray:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """A hash of config.json, of the sizes of all shards, and of about 4 MiB of samples from them."""
+    """Tells checkpoints apart without reading them whole: by config.json, every tensor's place, dtype and shape, and
+    the first and last row of up to a thousand tensors."""
     digest = hashlib.sha256(json.dumps(checkpoint.raw_config, sort_keys=True).encode())
-    files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
-    samples = max(16, 1024 // len(files))
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
-        with open(file, "rb") as f:
-            for sample in range(samples):
-                f.seek(max(size - 4096, 0) * sample // (samples - 1))
-                digest.update(f.read(4096))
+    names = sorted(checkpoint.tensors)
+    for name in names:
+        tensor = checkpoint.tensors[name]
+        digest.update(f"{name} {tensor.file.name} {tensor.dtype} {tensor.shape} ".encode())
+    for name in random.Random(0).sample(names, min(len(names), 1000)):
+        for end in (slice(0, 1), slice(-1, None)):
+            rows = [end] * max(1, len(checkpoint.tensors[name].shape) - 1)
+            digest.update(read_rows(checkpoint.tensors[name], *rows).tobytes())
     return digest.hexdigest()
 
 
@@ -450,7 +459,8 @@ def claimed(output: Path, source: Path, first: str):
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         names = os.listdir(output)
-        if names and not {first, f"{first}.part"} & set(names):
+        is_ours = first in names or (f"{first}.part" in names and "config.json" not in names)  # which comes last
+        if names and not is_ours:
             raise InputError(f"{output}: is not empty (it has {names[0]}); choose another --output")
         yield
     except BlockingIOError as error:
@@ -493,9 +503,11 @@ def write_shard(path: Path, metadata: dict[str, str], groups: list, tensors: dic
     if path.exists():
         with open(path, "rb") as f:
             if f.read(len(head)) != head:
-                raise InputError(f"{path}: of a conversion of another checkpoint or with other options; remove it")
-        bar.update(end)
-        return
+                what = f"{path.name} is of a conversion of another checkpoint or with other options"
+                raise InputError(f"{path.parent}: {what}; choose another --output")
+        if path.stat().st_size == len(head) + end:
+            bar.update(end)
+            return
     written = {name: len(head) + header[name]["data_offsets"][0] for name in header if name != "__metadata__"}
     with whole_file(path) as f:
         f.write(head)

@@ -604,7 +604,7 @@ class Weight:
         spec = [] if self.split is None else [None] * len(shape)
         if spec:
             spec[self.split] = self.axes()
-        if self.is_matrix() and not int8 and not self.experts:
+        if self.is_matrix() and not int8 and not self.experts and not self.per_head:
             cuts = shards if self.split == 1 else 1
             shape[1] = cuts * stored_width(shape[1] // cuts, dtype, mesh)
         if self.experts:

@@ -1,6 +1,7 @@
 """convert.py: what it writes, that it streams, resumes and accounts for every tensor; and what load refuses."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -277,3 +278,22 @@ def test_each_device_reads_its_own_slices(checkpoint, monkeypatch):
         if tensor.ndim == 2:
             copies = 4 if "k_proj" in name or "v_proj" in name else 1  # 8 devices, 2 kv heads
             assert sum(size for other, size in read if other == stored.tensors[name]) == copies * tensor.numel()
+
+
+def test_a_finished_shard_that_is_damaged_is_written_again(checkpoint, tmp_path):
+    path, _ = checkpoint
+    llama3.convert.convert(path, tmp_path / "out", "float32", int8=False)
+    before = files(tmp_path / "out")
+    shard = min((tmp_path / "out").glob("*.safetensors"))
+    os.truncate(shard, shard.stat().st_size - 100)
+    llama3.convert.convert(path, tmp_path / "out", "float32", int8=False)
+    assert files(tmp_path / "out") == before
+
+
+def test_a_checkpoint_that_is_being_downloaded_is_not_taken_over(checkpoint, tmp_path):
+    path, _ = checkpoint
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model-00001-of-00001.safetensors.part").write_text("")
+    with pytest.raises(llama3.model.InputError, match="is not empty"):
+        llama3.convert.convert(path, tmp_path, "float32", int8=False)
+    assert (tmp_path / "config.json").read_text() == "{}"
