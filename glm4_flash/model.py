@@ -1,13 +1,15 @@
 """GLM-4.7-Flash inference in JAX: the whole model in one file.
 
-It covers `Glm4MoeLiteForCausalLM` of transformers. The layer of multi-token prediction is left out on purpose. The
-file has three parts. "The model" is what makes this a GLM-4.7-Flash: its configuration, its weights, its layers.
-"Running it" is what every model here shares: sharding, prefill and decoding, attention in plain JAX, int8. "Fast on
-each machine" is the appendix: kernels, and what compilers need to be told. The file needs only jax and numpy.
+It covers `Glm4MoeLiteForCausalLM` of transformers. The layer of multi-token prediction is left out on purpose. The file
+has three parts. "The model" is what makes this a GLM-4.7-Flash: its configuration, its weights, its layers. "Running
+it" is the rest in plain JAX: sharding, prefill and decoding, attention over the cache, int8. "Fast on each machine" is
+the appendix: kernels, and what compilers need to be told. The last two consist of blocks that other models have too,
+with options that not every model uses. The file needs only jax and numpy.
 
 Differs from deepseek in: `Config` and `route`, whose router has sigmoids and a bias in every model. Differs from
-llama3 in: `attention`, which is latent attention; `feed_forward` and `route`, which have experts; `rope_frequencies`,
-`rope_scale` and `softmax_scale`, for yarn.
+llama3 in: `attention` and the cache, which are latent; `feed_forward`, which has experts in most layers, with `mlp`,
+`route`, `weighed` and `activation`; `rope`, which turns pairs of neighbouring numbers; and `rope_frequencies`,
+`rope_scale` and `softmax_scale`, which know yarn.
 
     config = Config.from_dict(json.loads(Path("config.json").read_text()))
     mesh = make_mesh(tp=jax.device_count())
@@ -15,23 +17,27 @@ llama3 in: `attention`, which is latent attention; `feed_forward` and `route`, w
     for tokens in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):
         ...
 
-Latent attention (DeepSeek-AI 2024, "DeepSeek-V2"). For each token, all heads share one latent vector and one rotary
-key. The keys and values of each head are linear in the latent. Only these two are cached. Prefill expands them to keys
-and values. Decoding multiplies the query by the key expansion, and the output by the value expansion, instead.
-
-Parallelism. A mesh of devices has three axes. `dp` splits the batch. `ep` splits the experts, and `tp` the columns of
-each. Both together split all other matrices but the router: attention by heads and MLPs by columns (Shoeybi et al.
-2019, "Megatron-LM"). All device code runs under `jax.shard_map`: an array there is this device's part of it, and
-devices exchange nothing except in the collectives that the code spells out. A decode step has one `psum` in the
-embedding and two `all_gather` for the next token; each layer has two psums and an all_gather of the outputs of `qkv_a`.
-The cache has no heads to split: devices deal out its rows and its tokens, and `exchange` queries and outputs.
+Latent attention (DeepSeek-AI 2024, "DeepSeek-V2"). The cache holds two vectors for each token, which all heads share:
+a latent c and a rotary key r. The key of a head is (k_b c, r), and its value is v_b c, where k_b and v_b are the head's
+own matrices. Prefill computes these keys and values. Decoding does not: q . (k_b c) = (q k_b) . c, so it multiplies
+the query by k_b, attends to the latents themselves, and multiplies their weighted sum by v_b.
 
 Some words of JAX. A pytree is nested dicts, lists and tuples of arrays; jax.tree.map applies a function to each array.
-jit compiles a function once for each set of shapes. Inside it, an array is traced: it has a shape and a dtype, but no
-values yet. A donated argument gives its memory to the result. A mesh names the axes of a grid of devices, and a
-PartitionSpec (P) says which of them splits which dimension of an array. psum adds the arrays of all devices (an
-all-reduce), all_gather concatenates them. axis_index is the place of this device along axes of the mesh. A
-ShapeDtypeStruct is an array's shape, dtype and sharding without the array.
+Arrays never change: code that stores something returns a new array. A donated argument gives its memory to the result.
+jit compiles a function once for each set of shapes, and for each value of its static arguments. Inside it, an array is
+traced: it has a shape and a dtype, but no values yet. A ShapeDtypeStruct is an array's shape, dtype and sharding
+without the array. A mesh names the axes of a grid of devices, and a PartitionSpec (P) says which of them splits which
+dimension of an array. Under shard_map, code sees this device's part of each array. A collective acts among the devices
+along the axes that it names: psum adds their arrays (an all-reduce), all_gather stacks them or, with tiled=True,
+concatenates them. axis_index is the place of this device along such axes.
+
+Parallelism. A mesh of devices has three axes. `dp` splits the batch. `ep` splits the experts, and `tp` the intermediate
+dimension of each. Both together split all other matrices but the router: attention by heads, and MLPs by their
+intermediate dimension (Shoeybi et al. 2019, "Megatron-LM"). All device code runs under `jax.shard_map`, and devices
+exchange nothing except in the collectives that the code spells out. A decode step has one `psum` in the embedding and
+two `all_gather` for the next token; each layer has two psums and an all_gather of the outputs of `qkv_a`. The cache has
+no heads to split: each device holds some of its rows and some of their tokens. Prefill gathers them in blocks; decoding
+exchanges queries and outputs (see `exchange`).
 
 Dimension letters, in shapes and einsums. Under shard_map B, N, F, E and V are the sizes on one device.
 
@@ -42,10 +48,10 @@ Dimension letters, in shapes and einsums. Under shard_map B, N, F, E and V are t
     E  n_routed_experts          H  qk_nope_head_dim      U  qk_rope_head_dim
     k  num_experts_per_tok       W  v_head_dim
 
-Dtypes. Weights, residual stream and cache are bfloat16 by default; `cache_layout` and `head_dtype` name the exceptions.
-Matrices and the cache can be int8 with float32 scales. Every product accumulates in float32, and `linear` returns
-float32. The partial sums that devices add with a psum are rounded to the residual stream's dtype first, which halves
-the traffic. Norms, rotary embedding, softmax, routing and logits are float32.
+Dtypes. Weights, residual stream and cache are bfloat16 by default; `weights_of`, `cache_layout` and `head_dtype` name
+the exceptions. Matrices that devices split, and the cache, can be int8 with float32 scales. Products accumulate in
+float32, and `linear` returns float32. The partial sums that devices add with a psum are rounded to the residual
+stream's dtype first, which halves the traffic. Norms, rotary embedding, softmax, routing and logits are float32.
 """
 
 from __future__ import annotations
@@ -89,7 +95,7 @@ ROPE_PARAMETERS = {  # required and optional parameters of each rope_type
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The numbers of config.json that inference needs, under config.json's own names, and a fact of the checkpoint.
+    """The values of config.json that inference needs, under config.json's own names, and a fact of the checkpoint.
 
     The rope fields may stand in `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5). Defaults are the
     reference's.
@@ -174,7 +180,7 @@ class Config:
             raise InputError(f"config.json: qk_rope_head_dim {self.qk_rope_head_dim} must be even: rope turns pairs")
         if self.rope_type == "yarn" and self.rope_theta <= 1:
             raise InputError(f"config.json: rope_theta {self.rope_theta} must exceed 1: yarn divides by its logarithm")
-        if experts >= 2**12:
+        if experts >= 2**12:  # before tables of that length are made
             raise InputError(f"config.json: n_routed_experts cannot be {experts}")
         if experts % groups:
             raise InputError(f"config.json: n_group {groups} does not divide n_routed_experts {experts}")
@@ -212,7 +218,8 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
 
 
 def weights_of(config: Config) -> dict:
-    """Every weight: the tensors of the checkpoint that it consists of, its shape, and how devices split it.
+    """A pytree of Weight: the tensors of the checkpoint that each array is made of, its shape, and how devices split
+    it.
 
     A matrix is [output, input], as in the checkpoint. Split by output, each device computes some of the outputs. Split
     by input, each device computes a partial sum of all outputs, and a psum adds the sums. `qkv_a` is one product for
@@ -290,8 +297,8 @@ def rope_frequencies(config: Config) -> np.ndarray:
     """float32 [U / 2]: the angle by which each pair rotates per position (Su et al. 2021).
 
     "linear" divides all frequencies by `factor`. "yarn" (Peng et al. 2023) divides those that make fewer than
-    `beta_slow` rotations over the original context, keeps those that make more than `beta_fast`, and blends between. It
-    rounds as transformers does: at large positions the last digit of a frequency matters.
+    `beta_slow` rotations over the original context, keeps those that make more than `beta_fast`, and interpolates
+    between. The rounding is that of transformers: at large positions the last digit of a frequency matters.
     """
     U, theta, factor = config.qk_rope_head_dim, config.rope_theta, config.factor
     exponents = np.arange(0, U, 2, dtype=np.float32) / np.float32(U)
@@ -321,7 +328,8 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def rope_scale(config: Config) -> float:
-    """The factor of the rotated part of queries and keys. Yarn has two mscale parameters for it."""
+    """The factor of the rotated part of queries and keys. As in transformers, attention_factor wins over the two
+    mscales."""
     if config.rope_type != "yarn":
         return 1.0
     if config.attention_factor:
@@ -340,12 +348,12 @@ def softmax_scale(config: Config) -> float:
 
 
 def rope(x: Array, positions: Array, config: Config) -> Array:
-    """Rotates the pairs of float32 x [B, T, heads, U] by angles that grow with positions [B, T]. The pairs are
+    """Rotates the pairs of float32 x [B, T, heads, U] by position times frequency, positions [B, T]. The pairs are
     (x[2i], x[2i + 1]) or, if rope_interleave is false, (x[i], x[i + U / 2])."""
     angles = positions[:, :, None, None].astype(jnp.float32) * rope_frequencies(config)
     cos, sin = rope_scale(config) * jnp.cos(angles), rope_scale(config) * jnp.sin(angles)
     x1, x2 = (x[..., 0::2], x[..., 1::2]) if config.rope_interleave else jnp.split(x, 2, axis=-1)
-    # The order does not matter: queries and keys share it, and only their dot products count.
+    # The result is not interleaved again: queries and keys are permuted alike, and their dot products stay the same.
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
 
@@ -356,11 +364,13 @@ LATENT_EPS = 1e-6  # of the norms within attention, whatever rms_norm_eps is
 def attention(
     x: Array, w: dict, cache: LayerCache, positions: Array, attend, config: Config
 ) -> tuple[Array, LayerCache]:
-    """The first half of a layer, on x [B, T, D] at positions [B, T]. Returns the new x and the new cache.
+    """The first half of a layer, on x [B, T, D] at positions [B, T]: norm, attention, residual. Returns the new x and
+    the new cache.
 
-    `attend(q, q_rope, new, cache, positions, w)` stores `new` of these T tokens, [B, T, L] and [B, T, U] in x's
-    dtype, in `cache`, and returns the attention output float32 [B, T, N, W] and the cache. q [B, T, N, H] and
-    q_rope [B, T, N, U] are scaled. Prefill and decode pass different `attend`, and differ in nothing else.
+    `attend(q, q_rope, new, cache, positions, w)` is prefill_attention or decode_attention; otherwise both run the same
+    layers. q [B, T, N, H] and q_rope [B, T, N, U] are scaled already; `new` is the latents [B, T, L] and rotary keys
+    [B, T, U] of these tokens, in x's dtype. It returns the attention output float32 [B, T, N, W], and this layer's
+    cache with `new` stored.
     """
     B, T, _ = x.shape
     Q, L, H, U = config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
@@ -406,11 +416,12 @@ def mlp(x: Array, gate_up: Array | Int8, down: Array | Int8) -> Array:
 
 
 def route(logits: Array, bias: Array, config: Config) -> tuple[Array, Array]:
-    """The experts of each token and their scores, int32 and float32 [B, k], from the router's float32 logits [B, E].
+    """The experts of each token, int32 [B, k], and the weights of their outputs, float32 [B, k], from the router's
+    float32 logits [B, E]. B counts tokens here, and E all experts.
 
-    The sigmoids plus a bias [E] choose, and the sigmoids alone are the scores (DeepSeek-AI 2024, "DeepSeek-V3"). If
-    there are groups of experts, the groups whose two best experts add up to the most are eligible. B counts tokens, and
-    E all experts.
+    The sigmoids plus a bias [E] choose the experts, and the sigmoids alone become the weights, see `weighed`
+    (DeepSeek-AI 2024, "DeepSeek-V3"). If there are groups of experts, the groups whose two best experts add up to the
+    most are eligible.
     """
     scores = jax.nn.sigmoid(logits)
     return choose_experts(scores, scores + bias, 2, config)
@@ -437,8 +448,8 @@ def forward(
 ) -> tuple[Array, list[LayerCache]]:
     """The layers on tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the new cache.
 
-    Unlike a scan over stacked weights, a Python loop lets the compiler fetch the next layer's weights ahead, and it
-    copies neither weights nor cache. `layer` is jitted so that it is traced once for each kind of layer.
+    It is a Python loop, not a jax.lax.scan over stacked weights: the compiler can then fetch the next layer's weights
+    ahead, and copies neither weights nor cache. The inner jit has JAX trace `layer` once for each kind of layer.
     """
 
     @jax.jit
@@ -447,7 +458,7 @@ def forward(
         return feed_forward(x, w, config), layer_cache
 
     x = embed(tokens, weights, config)
-    cache = list(cache)
+    cache = list(cache)  # the caller's list stays as it is
     for i, w in enumerate(weights["layers"]):
         x, cache[i] = layer(x, w, cache[i])
     return x, cache
@@ -476,7 +487,7 @@ class InputError(ValueError):
 def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None) -> Mesh:
     """A mesh (dp, ep, tp) over `devices`, by default all of them.
 
-    The innermost axes communicate in every layer: jax.make_mesh places their devices next to each other.
+    jax.make_mesh places devices along `ep` and `tp` next to each other, since they communicate in every layer.
     """
     devices = jax.devices() if devices is None else devices
     if dp * ep * tp != len(devices):
@@ -499,7 +510,7 @@ def shard_index(R: int) -> Array | int:
 
 
 def sharer_groups(R: int) -> list[list[int]]:
-    """The devices of MODEL_AXES in groups of R consecutive ones: what a collective within each group is given."""
+    """The devices of MODEL_AXES in groups of R consecutive ones, for the axis_index_groups of a collective."""
     return np.arange(jax.lax.axis_size(MODEL_AXES)).reshape(-1, R).tolist()
 
 
@@ -520,7 +531,7 @@ def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, ou
         mesh=mesh,
         in_specs=(weight_specs, *in_specs),
         out_specs=out_specs,
-        check_vma=False,  # the kernels' outputs do not say which axes they vary over
+        check_vma=False,  # a check of which outputs are equal on all devices, which kernels do not declare
     )
 
 
@@ -674,10 +685,11 @@ def whole(name: str, *shape: int, dtype: str | None = None) -> Weight:
 
 
 def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = False) -> dict:
-    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises as check_mesh.
+    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises what check_mesh
+    raises.
 
     Matrices are [output, input], as Hugging Face stores them: the contracted dimension comes last, so that a row is
-    contiguous, and loading transposes nothing but packed experts. Where devices cannot share rows evenly, the arrays
+    contiguous, and loading transposes nothing but packed experts. If devices cannot share rows evenly, the arrays
     have rows or columns of zeros, which change nothing.
     """
     check_mesh(config, mesh)
@@ -696,8 +708,8 @@ def prefill(weights: dict, cache, tokens, start, lengths, seeds, *, config: Conf
     later token could. A row whose prompt ended before this piece stores nothing.
 
     Args: cache, donated; tokens int32 [B, T]; start int32 []; lengths int32 [B], of the prompts; seeds as in
-    next_token. Returns the cache, and for the rows that end in this piece the first token that follows and its
-    log-probability, in int32 [B] and float32 [B].
+    next_token. Returns the cache, and for each row a next token, int32 [B], and its log-probability, float32 [B],
+    which mean something if the row's prompt ends in this piece.
     """
 
     def body(weights, cache, tokens, start, lengths, seeds):
@@ -798,7 +810,7 @@ def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
 
 PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
 PREFILL_PIECE = 1024  # of one row: enough for each weight that is read to serve many tokens; not yet tuned on hardware
-LOOKAHEAD = 2  # decode steps in flight before the host reads their tokens
+LOOKAHEAD = 2  # decode steps started beyond the one whose tokens the host reads
 
 
 class Token(NamedTuple):
@@ -828,9 +840,10 @@ def generate(
 ) -> Iterator[list[Token]]:
     """Decodes all prompts as one batch and yields, step by step, the new tokens of the rows that are not finished.
 
-    A row ends with the first of `stop_tokens`, after `max_new_tokens`, or when it has filled `max_seq_len` slots (by
-    default as many as the longest row needs). What a row generates does not depend on the others: sampling uses the
-    seed and the row's number, `Token.row`. `rows` gives these numbers, by default the indices in `prompts`.
+    A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
+    `max_seq_len` slots (by default as many as the longest row needs). What a row generates does not depend on the
+    others: sampling uses the seed and the row's number, `Token.row`. `rows` gives these numbers, by default the indices
+    in `prompts`.
 
     The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
     reads them LOOKAHEAD steps later. On machines whose attention reads the whole cache, the cache doubles as it fills,
@@ -937,7 +950,7 @@ def generate(
     begin = time.perf_counter()
     while live:
         while tokens_started < max(limits[row] for row in live) and len(in_flight) <= LOOKAHEAD:
-            # No further than a row's limit: a row that has reached it is live until the host has read its tokens.
+            # A row at its limit is live until the host has read its last token, and needs no more slots.
             position = max(lengths[row] + min(tokens_started, limits[row] - 1) for row in live) - 1
             if position >= capacity(cache, config, R):
                 jax.block_until_ready(tokens)  # no step runs while the clock stands still
@@ -1112,11 +1125,11 @@ CACHE_SHARERS = 32  # more devices exchange so much that a second copy of the ca
 class LayerCache(NamedTuple):
     """What a layer keeps of each token: its latent [B, X, S, L], and its key of rotary embedding [B, X, S, U].
 
-    The R devices that share a cache deal out rows first, then tokens. There are I groups of B / I rows, and R / I
-    devices to each, the parts: device r of R belongs to group r // (R / I) and is part r % (R / I). A device has slots
-    for the B / I rows of its group: a row has I entries of the first dimension. The token at position p of a row is on
-    part p % (R / I), and there, with n = p // (R / I), in entry n % I of the row, slot n // I: slot s of entry e holds
-    position (s I + e) R / I + part, and a cache that grows, grows at the end of each entry.
+    The R devices that share a cache divide its rows first, then their tokens. There are I groups of B / I rows, and R /
+    I devices to each, the parts: device r of R belongs to group r // (R / I) and is part r % (R / I). A device has
+    slots for the B / I rows of its group: a row has I entries of the first dimension. The token at position p of a row
+    is on part p % (R / I), and there, with n = p // (R / I), in entry n % I of the row, slot n // I: slot s of entry e
+    holds position (s I + e) R / I + part, and a cache that grows, grows at the end of each entry.
     """
 
     latent: Array | Int8

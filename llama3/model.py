@@ -2,9 +2,9 @@
 
 It covers `LlamaForCausalLM` and `MistralForCausalLM` of transformers: Llama 2, 3, 3.1, 3.2 and 3.3, OpenLLaMA,
 DeepSeek-R1-Distill-Llama, Mistral 7B. The file has three parts. "The model" is what makes this a Llama: its
-configuration, its weights, its layers. "Running it" is what every model here shares: sharding, prefill and decoding,
-attention in plain JAX, int8. "Fast on each machine" is the appendix: kernels, and what compilers need to be told. The
-file needs only jax and numpy.
+configuration, its weights, its layers. "Running it" is the rest in plain JAX: sharding, prefill and decoding, attention
+over the cache, int8. "Fast on each machine" is the appendix: kernels, and what compilers need to be told. The last two
+consist of blocks that other models have too, with options that not every model uses. The file needs only jax and numpy.
 
     config = Config.from_dict(json.loads(Path("config.json").read_text()))
     mesh = make_mesh(tp=jax.device_count())
@@ -12,32 +12,34 @@ file needs only jax and numpy.
     for tokens in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):
         ...
 
-Parallelism. A mesh of devices has three axes. `dp` splits the batch. `ep` and `tp` together split every layer:
-attention by heads and the MLP by columns (Shoeybi et al. 2019, "Megatron-LM"). All device code runs under
-`jax.shard_map`: an array there is this device's part of it, and devices exchange nothing except in the collectives that
-the code spells out. A decode step has one `psum` in the embedding, two in each layer, and two `all_gather` for the next
-token. If ep x tp exceeds num_key_value_heads, the R devices of a kv head split the sequence, and `exchange` queries and
-outputs.
-
 Some words of JAX. A pytree is nested dicts, lists and tuples of arrays; jax.tree.map applies a function to each array.
-jit compiles a function once for each set of shapes. Inside it, an array is traced: it has a shape and a dtype, but no
-values yet. A donated argument gives its memory to the result. A mesh names the axes of a grid of devices, and a
-PartitionSpec (P) says which of them splits which dimension of an array. psum adds the arrays of all devices (an
-all-reduce), all_gather concatenates them. axis_index is the place of this device along axes of the mesh. A
-ShapeDtypeStruct is an array's shape, dtype and sharding without the array.
+Arrays never change: code that stores something returns a new array. A donated argument gives its memory to the result.
+jit compiles a function once for each set of shapes, and for each value of its static arguments. Inside it, an array is
+traced: it has a shape and a dtype, but no values yet. A ShapeDtypeStruct is an array's shape, dtype and sharding
+without the array. A mesh names the axes of a grid of devices, and a PartitionSpec (P) says which of them splits which
+dimension of an array. Under shard_map, code sees this device's part of each array. A collective acts among the devices
+along the axes that it names: psum adds their arrays (an all-reduce), all_gather stacks them or, with tiled=True,
+concatenates them. axis_index is the place of this device along such axes.
 
-Dimension letters, in shapes and einsums. Under shard_map B, N, K, F and V are the sizes on one device.
+Parallelism. A mesh of devices has three axes. `dp` splits the batch. `ep` and `tp` together split every layer:
+attention by heads, and the MLP by intermediate_size (Shoeybi et al. 2019, "Megatron-LM"). All device code runs under
+`jax.shard_map`, and devices exchange nothing except in the collectives that the code spells out. A decode step has one
+`psum` in the embedding, two in each layer, and two `all_gather` for the next token. If ep x tp exceeds
+num_key_value_heads, R devices share each kv head, and each caches every R-th token for it. Prefill gathers such a cache
+in blocks; decoding exchanges queries and outputs (see `exchange`).
+
+Dimension letters, in shapes and einsums. Under shard_map B, N, K, G, F and V are the sizes on one device.
 
     B  rows of the batch         D  hidden_size               V  vocab_size
     T  tokens of a row           N  num_attention_heads       F  intermediate_size
     S  cache slots of a row      K  num_key_value_heads       X  devices that share a layer, ep x tp
-    C  any contracted dimension  G  query heads per kv head   R  devices of a kv head, at least 1
+    C  any contracted dimension  G  query heads per kv head   R  devices that share a kv head
     O  any output dimension      H  head_dim
 
-Dtypes. Weights, residual stream and cache are bfloat16 by default; `cache_layout` and `head_dtype` name the exceptions.
-Matrices and the cache can be int8 with float32 scales. Every product accumulates in float32, and `linear` returns
-float32. The partial sums that devices add with a psum are rounded to the residual stream's dtype first, which halves
-the traffic. Norms, rotary embedding, softmax and logits are float32.
+Dtypes. Weights, residual stream and cache are bfloat16 by default; `weights_of` and `cache_layout` name the exceptions.
+Matrices that devices split, and the cache, can be int8 with float32 scales. Products accumulate in float32, and
+`linear` returns float32. The partial sums that devices add with a psum are rounded to the residual stream's dtype
+first, which halves the traffic. Norms, rotary embedding, softmax and logits are float32.
 """
 
 from __future__ import annotations
@@ -80,9 +82,9 @@ ROPE_PARAMETERS = {  # what each rope_type needs in config.json
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The numbers of config.json that inference needs, under config.json's own names.
+    """The values of config.json that inference needs, under config.json's own names.
 
-    The rope parameters are flat here; config.json nests them in `rope_scaling` (transformers 4) or `rope_parameters`
+    The rope parameters are flat here; config.json may nest them in `rope_scaling` (transformers 4) or `rope_parameters`
     (transformers 5).
     """
 
@@ -107,8 +109,8 @@ class Config:
 
     @classmethod
     def from_dict(cls, config: dict, names: Collection[str] = ()) -> Config:
-        """Reads the dict of a config.json, as transformers 4 or 5 writes it. `names`, those of the checkpoint's
-        tensors, say nothing more about these models.
+        """Reads the dict of a config.json, as transformers 4 or 5 writes it. `names`, of the
+        checkpoint's tensors, are not needed for these models.
 
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
@@ -119,13 +121,13 @@ class Config:
             partial_rotary_factor=(rope.get("partial_rotary_factor", 1), (1,)),
             hidden_act=(config.get("hidden_act", "silu"), ("silu", "swish")),
         )
+        needed = ROPE_PARAMETERS[rope["rope_type"]]
+        rope_fields = {name: value for name, value in rope.items() if name in ("rope_type", "rope_theta", *needed)}
         # In transformers Mistral has no biases, and Llama has no window. The defaults are transformers' too.
         is_mistral = config["model_type"] == "mistral"
         defaults = {"num_key_value_heads": 8, "sliding_window": 4096} if is_mistral else {}
         overrides = {"attention_bias": False, "mlp_bias": False} if is_mistral else {"sliding_window": None}
-        needed = ROPE_PARAMETERS[rope["rope_type"]]
-        rope = {name: value for name, value in rope.items() if name in ("rope_type", "rope_theta", *needed)}
-        given = read_fields(cls, {**defaults, **config, **rope, **overrides}, needed)
+        given = read_fields(cls, defaults | config | rope_fields | overrides, needed)
         given.setdefault("num_key_value_heads", given["num_attention_heads"])
         given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
         result = cls(**given)
@@ -142,7 +144,7 @@ class Config:
         if self.rope_type == "llama3" and self.low_freq_factor > self.high_freq_factor:
             raise InputError("config.json: low_freq_factor must not be above high_freq_factor")
 
-    def mask(self, layer: int = 0) -> Mask:
+    def mask(self, layer: int) -> Mask:
         """Which tokens a token attends to in a layer: here the same in all layers."""
         return Mask(window=self.sliding_window)
 
@@ -158,18 +160,22 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
 
 
 def weights_of(config: Config) -> dict:
-    """Every weight: the tensors of the checkpoint that it consists of, its shape, and how devices split it.
+    """A pytree of Weight: the tensors of the checkpoint that each array is made of, its shape, and how devices split
+    it.
 
     A matrix is [output, input], as in the checkpoint. Split by output, each device computes some of the outputs. Split
-    by input, each device computes a partial sum of all outputs, and a psum adds the sums. `qkv` and `gate_up` are one
-    product each: a device holds its query, key and value heads, or its gate and up rows, one after the other.
-    "Declaring weights" explains Part, by_output, by_input, bias and whole.
+    by input, each device computes a partial sum of all outputs, and a psum adds the sums. `qkv` joins q_proj, k_proj
+    and v_proj, so that they are one product: a device holds its query heads, then its key heads, then its value heads.
+    `gate_up` joins gate_proj and up_proj likewise. "Declaring weights" explains Part, by_output, by_input, bias and
+    whole.
     """
     D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
     N, K = config.num_attention_heads, config.num_key_value_heads
 
     def layer(i):
         attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        # A device has whole kv heads with their query heads. If R devices share a kv head, each has some of its query
+        # heads, and all have a copy of its key and value rows.
         q, o = (Part({f"{attention}.{name}": N * H}, units=N, groups=K) for name in ("q_proj", "o_proj"))
         k, v = (
             Part({f"{attention}.{name}": K * H}, units=K, groups=K, replicated=True) for name in ("k_proj", "v_proj")
@@ -212,8 +218,8 @@ def rope_frequencies(config: Config) -> np.ndarray:
     """float32 [H / 2]: the angle by which each pair rotates per position (Su et al. 2021).
 
     "linear" divides all frequencies by `factor`. "llama3" divides those that make fewer than `low_freq_factor`
-    rotations over the original context, keeps those that make more than `high_freq_factor`, and blends between. It
-    rounds as transformers does: at large positions the last digit of a frequency matters.
+    rotations over the original context, keeps those that make more than `high_freq_factor`, and interpolates between.
+    The rounding is that of transformers: at large positions the last digit of a frequency matters.
     """
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     frequencies = 1 / (np.float64(config.rope_theta) ** exponents).astype(np.float32)
@@ -221,14 +227,15 @@ def rope_frequencies(config: Config) -> np.ndarray:
         frequencies = frequencies / np.float32(config.factor)
     if config.rope_type == "llama3":
         rotations = config.original_max_position_embeddings / (np.float32(2 * np.pi) / frequencies)
-        between = max(config.high_freq_factor - config.low_freq_factor, 1e-30)
-        smooth = np.clip((rotations - config.low_freq_factor) / between, 0, 1)
+        span = max(config.high_freq_factor - config.low_freq_factor, 1e-30)  # not 0
+        smooth = np.clip((rotations - config.low_freq_factor) / span, 0, 1)
         frequencies = (1 - smooth) * frequencies / config.factor + smooth * frequencies
     return frequencies.astype(np.float32)
 
 
 def rope(x: Array, positions: Array, config: Config) -> Array:
-    """Rotates the pairs (x[i], x[i + H/2]) of float32 x [B, T, heads, H] by angles that grow with positions [B, T]."""
+    """Rotates the pairs (x[i], x[i + H/2]) of float32 x [B, T, heads, H] by position times frequency, positions [B,
+    T]."""
     angles = positions[:, :, None, None].astype(jnp.float32) * rope_frequencies(config)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     x1, x2 = jnp.split(x, 2, axis=-1)
@@ -237,17 +244,18 @@ def rope(x: Array, positions: Array, config: Config) -> Array:
 
 @jax.named_scope("attention")  # the name in a profiler's trace
 def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, config: Config):
-    """The first half of a layer, on x [B, T, D] at positions [B, T]. Returns the new x and the new cache.
+    """The first half of a layer, on x [B, T, D] at positions [B, T]: norm, attention, residual. Returns the new x and
+    the new cache.
 
-    `attend(q, k, v, cache, positions, mask)` stores k and v, float32 [B, T, K, H], in `cache`, this layer's keys and
-    values. It returns the attention output [B, T, N H] of q [B, T, N, H], which is scaled, and the cache. Prefill and
-    decode pass different `attend`, and differ in nothing else.
+    `attend(q, k, v, cache, positions, mask)` is prefill_attention or decode_attention; otherwise both run the same
+    layers. q [B, T, N, H] is scaled already; k and v are float32 [B, T, K, H]. It returns the attention output
+    [B, T, N H], and this layer's cache with k and v stored.
     """
     h = rms_norm(x, w["attention_norm"], config.rms_norm_eps)
     q, k, v = split_heads(linear(h, w["qkv"], w.get("qkv_bias")), config)
     q, k = rope(q, positions, config), rope(k, positions, config)
     q = (q * config.head_dim**-0.5).astype(x.dtype)  # scales the attention scores
-    out, cache = attend(q, k, v, cache, positions, config.mask())
+    out, cache = attend(q, k, v, cache, positions, config.mask(layer=0))  # the same in all layers
     x = x + jax.lax.psum(linear(out, w["o"]).astype(x.dtype), MODEL_AXES)
     if config.attention_bias:
         x = x + w["o_bias"]  # after the psum; otherwise it is added X times
@@ -256,7 +264,7 @@ def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, co
 
 @jax.named_scope("mlp")
 def feed_forward(x: Array, w: dict, config: Config) -> Array:
-    """The second half of a layer, on x [B, T, D]: a gated MLP, SwiGLU (Shazeer 2020)."""
+    """The second half of a layer, on x [B, T, D]: norm, a gated MLP, SwiGLU (Shazeer 2020), and residual."""
     h = rms_norm(x, w["mlp_norm"], config.rms_norm_eps)
     gate, up = jnp.split(linear(h, w["gate_up"], w.get("gate_up_bias")), 2, axis=-1)
     h = (jax.nn.silu(gate) * up).astype(x.dtype)
@@ -271,8 +279,8 @@ def forward(
 ) -> tuple[Array, list[LayerCache]]:
     """The layers on tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the new cache.
 
-    Unlike a scan over stacked weights, a Python loop lets the compiler fetch the next layer's weights ahead, and it
-    copies neither weights nor cache. `layer` is jitted so that it is traced once.
+    It is a Python loop, not a jax.lax.scan over stacked weights: the compiler can then fetch the next layer's weights
+    ahead, and copies neither weights nor cache. The inner jit has JAX trace `layer` once.
     """
 
     @jax.jit
@@ -281,7 +289,7 @@ def forward(
         return feed_forward(x, w, config), layer_cache
 
     x = embed(tokens, weights, config)
-    cache = list(cache)
+    cache = list(cache)  # the caller's list stays as it is
     for i, w in enumerate(weights["layers"]):
         x, cache[i] = layer(x, w, cache[i])
     return x, cache
@@ -310,7 +318,7 @@ class InputError(ValueError):
 def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None) -> Mesh:
     """A mesh (dp, ep, tp) over `devices`, by default all of them.
 
-    The innermost axes communicate in every layer: jax.make_mesh places their devices next to each other.
+    jax.make_mesh places devices along `ep` and `tp` next to each other, since they communicate in every layer.
     """
     devices = jax.devices() if devices is None else devices
     if dp * ep * tp != len(devices):
@@ -333,7 +341,7 @@ def shard_index(R: int) -> Array | int:
 
 
 def sharer_groups(R: int) -> list[list[int]]:
-    """The devices of MODEL_AXES in groups of R consecutive ones: what a collective within each group is given."""
+    """The devices of MODEL_AXES in groups of R consecutive ones, for the axis_index_groups of a collective."""
     return np.arange(jax.lax.axis_size(MODEL_AXES)).reshape(-1, R).tolist()
 
 
@@ -354,7 +362,7 @@ def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, ou
         mesh=mesh,
         in_specs=(weight_specs, *in_specs),
         out_specs=out_specs,
-        check_vma=False,  # the kernels' outputs do not say which axes they vary over
+        check_vma=False,  # a check of which outputs are equal on all devices, which kernels do not declare
     )
 
 
@@ -508,10 +516,11 @@ def whole(name: str, *shape: int, dtype: str | None = None) -> Weight:
 
 
 def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = False) -> dict:
-    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises as check_mesh.
+    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises what check_mesh
+    raises.
 
     Matrices are [output, input], as Hugging Face stores them: the contracted dimension comes last, so that a row is
-    contiguous, and loading transposes nothing but packed experts. Where devices cannot share rows evenly, the arrays
+    contiguous, and loading transposes nothing but packed experts. If devices cannot share rows evenly, the arrays
     have rows or columns of zeros, which change nothing.
     """
     check_mesh(config, mesh)
@@ -530,8 +539,8 @@ def prefill(weights: dict, cache, tokens, start, lengths, seeds, *, config: Conf
     later token could. A row whose prompt ended before this piece stores nothing.
 
     Args: cache, donated; tokens int32 [B, T]; start int32 []; lengths int32 [B], of the prompts; seeds as in
-    next_token. Returns the cache, and for the rows that end in this piece the first token that follows and its
-    log-probability, in int32 [B] and float32 [B].
+    next_token. Returns the cache, and for each row a next token, int32 [B], and its log-probability, float32 [B],
+    which mean something if the row's prompt ends in this piece.
     """
 
     def body(weights, cache, tokens, start, lengths, seeds):
@@ -632,7 +641,7 @@ def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
 
 PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
 PREFILL_PIECE = 1024  # of one row: enough for each weight that is read to serve many tokens; not yet tuned on hardware
-LOOKAHEAD = 2  # decode steps in flight before the host reads their tokens
+LOOKAHEAD = 2  # decode steps started beyond the one whose tokens the host reads
 
 
 class Token(NamedTuple):
@@ -662,9 +671,10 @@ def generate(
 ) -> Iterator[list[Token]]:
     """Decodes all prompts as one batch and yields, step by step, the new tokens of the rows that are not finished.
 
-    A row ends with the first of `stop_tokens`, after `max_new_tokens`, or when it has filled `max_seq_len` slots (by
-    default as many as the longest row needs). What a row generates does not depend on the others: sampling uses the
-    seed and the row's number, `Token.row`. `rows` gives these numbers, by default the indices in `prompts`.
+    A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
+    `max_seq_len` slots (by default as many as the longest row needs). What a row generates does not depend on the
+    others: sampling uses the seed and the row's number, `Token.row`. `rows` gives these numbers, by default the indices
+    in `prompts`.
 
     The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
     reads them LOOKAHEAD steps later. On machines whose attention reads the whole cache, the cache doubles as it fills,
@@ -771,7 +781,7 @@ def generate(
     begin = time.perf_counter()
     while live:
         while tokens_started < max(limits[row] for row in live) and len(in_flight) <= LOOKAHEAD:
-            # No further than a row's limit: a row that has reached it is live until the host has read its tokens.
+            # A row at its limit is live until the host has read its last token, and needs no more slots.
             position = max(lengths[row] + min(tokens_started, limits[row] - 1) for row in live) - 1
             if position >= capacity(cache, config, R):
                 jax.block_until_ready(tokens)  # no step runs while the clock stands still
@@ -1011,7 +1021,7 @@ def piece_length(longest: int, rows: int, R: int, config: Config) -> int:
 def split_heads(qkv: Array, config: Config) -> tuple[Array, Array, Array]:
     """This device's queries [B, T, N, H], keys and values [B, T, K, H] of the product with `qkv`.
 
-    Devices that share a kv head deal out its query heads. If R does not divide them, some devices have heads of zeros.
+    Devices that share a kv head divide its query heads. If R does not divide them, some devices have heads of zeros.
     """
     X, kv_heads = jax.lax.axis_size(MODEL_AXES), config.num_key_value_heads
     K = max(kv_heads // X, 1)
