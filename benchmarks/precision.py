@@ -111,8 +111,10 @@ def measure(folder, path: Path, rows: list[list[int]], vs_transformers: bool = F
     exact = [score([row])[0] for row in rows]
     table = {}
     for name in [*FORMATS, *["transformers bfloat16"] * vs_transformers]:
-        score = scorer(folder, checkpoint, *FORMATS[name]) if name in FORMATS else reference_scorer(path)
-        found = [compare(e, score([row])[0], row) for e, row in zip(exact, rows, strict=True)]
+        if name != "float32":
+            score = scorer(folder, checkpoint, *FORMATS[name]) if name in FORMATS else reference_scorer(path)
+        rounded = exact if name == "float32" else [score([row])[0] for row in rows]
+        found = [compare(*each) for each in zip(exact, rounded, rows, strict=True)]
         kl, other, nll = (np.concatenate([f[key] for f in found]) for key in ("kl", "other", "nll"))
         table[name] = {
             "mean_kl": float(kl.mean()),

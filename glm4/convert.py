@@ -81,7 +81,7 @@ class Checkpoint(NamedTuple):
     left_out: dict[str, str]  # those it does not, with the reason
 
 
-def find_checkpoint(path: str, local_files_only: bool = False) -> Path:
+def find_checkpoint(path: str) -> Path:
     """The folder `path`, or the snapshot of the hub id `path`: downloaded, or found in the hub's cache folder."""
     folder = Path(path)
     if path and folder.is_dir():
@@ -91,7 +91,7 @@ def find_checkpoint(path: str, local_files_only: bool = False) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(path, allow_patterns=list(HUB_FILES), local_files_only=local_files_only))
+        folder = Path(snapshot_download(path, allow_patterns=list(HUB_FILES)))
     except Exception as error:  # from the network, the hub or the disk
         raise InputError(f"{path}: no such folder, and the hub did not give it: {one_line(error)}") from error
     if not any(folder.glob("model*.safetensors")):

@@ -483,7 +483,7 @@ def join_hosts(args) -> None:
         raise InputError(f"jax does not find the other hosts ({one_line(error)}): {remedy}") from error
 
 
-def together(action, facts_of=lambda result: {}):
+def together(action, facts_of):
     """Returns action(). Every process calls this. If action raises an error that the user can mend in one of them, or
     facts_of its result (JSON values by name) differ from process 0's, all processes raise the same InputError."""
     if jax.process_count() == 1:
@@ -539,8 +539,9 @@ class Inputs(NamedTuple):
         return {"another checkpoint, SHA-256": fingerprint(self.checkpoint), "other prompts, SHA-256": digest}
 
 
-def read_inputs(args, folder: Path) -> Inputs:
+def read_inputs(args) -> Inputs:
     """Reads and checks everything but the weights, so that mistakes are reported before the long wait."""
+    folder = find_checkpoint(args.model_path or str(DEMO))
     if args.chat and sys.stdin is None:
         raise InputError("--chat: standard input is closed")
     prompts = [] if args.chat else read_prompts(args)
@@ -573,7 +574,7 @@ def main() -> None:
         enable_compilation_cache()
     join_hosts(args)
     convert.find_devices()
-    path, is_first, processes = args.model_path or str(DEMO), jax.process_index() == 0, jax.process_count()
+    is_first, processes = jax.process_index() == 0, jax.process_count()
     if processes > 1:  # process 0 alone prints results; what libraries print goes to standard error
         results = os.dup(1) if is_first else os.open(os.devnull, os.O_WRONLY)
         sys.stdout = os.fdopen(results, "w", encoding="utf-8", errors="backslashreplace")
@@ -583,9 +584,7 @@ def main() -> None:
         if is_first:
             print(f"{jax.device_count()} devices of {processes} processes", file=sys.stderr)
     flags = {"jax": jax.__version__} | {f"--{name}": value for name, value in vars(args).items() if name not in OWN}
-    folder = together(lambda: find_checkpoint(path) if is_first else None, lambda _: flags)
-    # If it is a hub id, process 0 has downloaded it by now, and the others find it in the hub's cache.
-    inputs = together(lambda: read_inputs(args, folder or find_checkpoint(path, local_files_only=True)), Inputs.facts)
+    inputs = together(lambda: read_inputs(args), lambda inputs: flags | inputs.facts())
     begin = time.perf_counter()
     weights = jax.block_until_ready(load(inputs.checkpoint, inputs.mesh, args.dtype, args.quantize == "int8"))
     load_s = time.perf_counter() - begin
@@ -652,17 +651,10 @@ def chat(args, inputs: Inputs, generation) -> dict:
         results = Results(args, inputs.tokenizer, [text], [])
         try:
             prompt_tokens = encode(inputs.tokenizer, [text], raw=False, history=history)
-            needed = len(prompt_tokens[0]) + args.max_new_tokens - 1
-            needed, rounded = (min(n, args.max_seq_len or n) for n in (needed, power_of_two(needed)))
-            check_prompts(prompt_tokens, inputs.checkpoint.config, needed)
             check_context(prompt_tokens, inputs.checkpoint.raw_config)
+            slots = power_of_two(len(prompt_tokens[0]) + args.max_new_tokens - 1)
             measured = {}
-            with contextlib.suppress(InputError):  # no memory for so many slots: then for no more than are needed
-                steps = generation(prompt_tokens, max_seq_len=rounded, stats=measured)
-                results.add(next(steps))
-            if not results.rows[0]:
-                steps = generation(prompt_tokens, max_seq_len=needed, stats=measured)
-            for tokens in steps:
+            for tokens in generation(prompt_tokens, max_seq_len=min(slots, args.max_seq_len or slots), stats=measured):
                 results.add(tokens)
         except InputError as error:
             print(f"error: {users_line(error)}; /reset forgets the conversation", file=sys.stderr)

@@ -514,25 +514,16 @@ def sharer_groups(R: int) -> list[list[int]]:
     return np.arange(jax.lax.axis_size(MODEL_AXES)).reshape(-1, R).tolist()
 
 
-def specs(abstract) -> object:
-    """The PartitionSpecs of a pytree of arrays or ShapeDtypeStructs."""
-    return jax.tree.map(lambda x: x.sharding.spec, abstract)
-
-
 def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, out_specs: object):
     """`body(weights, ..)` under shard_map: outside, an array is the whole one; inside `body` it is this device's part.
 
     The specs of the weights come from their declaration, since traced arrays have none.
     """
     int8 = isinstance(weights["embedding"], Int8)
-    weight_specs = specs(abstract_weights(config, mesh, weights["norm"].dtype, int8))
-    return jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(weight_specs, *in_specs),
-        out_specs=out_specs,
-        check_vma=False,  # a check of which outputs are equal on all devices, which kernels do not declare
-    )
+    abstract = abstract_weights(config, mesh, weights["norm"].dtype, int8)
+    in_specs = (jax.tree.map(lambda weight: weight.sharding.spec, abstract), *in_specs)
+    # check_vma would have each kernel declare which devices' outputs differ.
+    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -854,8 +845,7 @@ def generate(
     `progress(stage, done, total)` is called before and after a compilation, and with the tokens of each piece of
     prefill.
 
-    The first `next` raises InputError for prompts that check_prompts refuses and for a cache that does not fit, a later
-    one if no memory is left for the cache to grow.
+    The first `next` raises InputError for prompts that check_prompts refuses and for a cache that cannot fit.
     """
     stats = {} if stats is None else stats
     stats |= {"compile_s": 0.0, "decode_s": 0.0, "decode_steps": 0, "decode_tokens": 0}
@@ -883,17 +873,10 @@ def generate(
     seeds = on_mesh(np.array([(row, seed) for row in rows + [0] * padding], np.uint32), P("dp"))
 
     most_slots = max(max_seq_len, prompt_tokens.shape[1])
-    too_large = f"no memory for a cache of {batch} x {most_slots} tokens; lower max_new_tokens or max_seq_len"
 
     def cache_for(position):
         """The cache that a step at `position` is compiled with: all slots, or as many as are needed there."""
         return abstract_cache(config, mesh, batch, slots_until(position, most_slots, mesh), dtype, int8_cache)
-
-    def allocated(make, *arguments):
-        try:
-            return jax.block_until_ready(make(*arguments))
-        except jax.errors.JaxRuntimeError as error:
-            raise InputError(too_large) from error
 
     def compiled(stage, program, *arguments):
         begin, options = time.perf_counter(), {"config": config, "mesh": mesh, "sampling": sampling}
@@ -902,15 +885,15 @@ def generate(
         return executable
 
     if stored_bytes((weights, cache_for(most_slots - 1))) > memory_of(mesh):
-        raise InputError(too_large)  # now, and not when the cache has grown
-    cache = allocated(zeros, cache_for(max(*lengths, prompt_tokens.shape[1] - 1)))
+        what = f"a cache of {batch} x {most_slots} tokens"  # found now, and not when the cache has grown
+        raise InputError(f"no memory for {what}; lower max_new_tokens or max_seq_len")
+    cache = zeros(cache_for(max(*lengths, prompt_tokens.shape[1] - 1)))
 
     # Prefill. All that it and the first decode step need is compiled before the clock starts.
     tokens = on_mesh(prompt_tokens[:, :piece])
     prefill_piece = compiled("prefill", prefill, weights, cache, tokens, on_mesh(np.int32(0)), positions, seeds)
     step = compiled("decoding", decode_step, weights, cache, on_mesh(prompt_tokens[:, 0]), positions, seeds)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("compiled")  # or the clock would count other processes' compilation
+    multihost_utils.sync_global_devices("compiled")  # or the clock would count other processes' compilation
     begin = time.perf_counter()
     chosen = []  # in each piece: tokens and their log-probabilities
     for start in starts:
@@ -955,7 +938,7 @@ def generate(
             if position >= capacity(cache, config, R):
                 jax.block_until_ready(tokens)  # no step runs while the clock stands still
                 pause = time.perf_counter()
-                cache = allocated(grow_cache, cache, cache_for(position))
+                cache = grow_cache(cache, cache_for(position))
                 step = compiled("decoding", decode_step, weights, cache, tokens, positions, seeds)
                 begin += time.perf_counter() - pause
             cache, tokens, logprobs, positions = step(weights, cache, tokens, positions, seeds)
@@ -1533,14 +1516,12 @@ def read_rope(config: dict) -> dict:
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(table, dict):
         raise InputError(f"config.json: the rope parameters must be a table, not {table!r:.40}")
-    given_types = [table[name] for name in ("rope_type", "type") if table.get(name) is not None]
-    rope_type = given_types[0] if given_types else "default"
     top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    given = {name: value for name, value in table.items() if value is not None}
-    given = {name: value for name, value in top_level.items() if value is not None} | given
+    given = {name: value for part in (top_level, table) for name, value in part.items() if value is not None}
+    given.setdefault("rope_type", given.get("type", "default"))
     key = "original_max_position_embeddings"
     given[key] = config.get(key) or given.get(key) or config.get("max_position_embeddings")
-    return given | {"rope_type": rope_type}
+    return given
 
 
 def check_supported(**features: tuple[object, tuple]) -> None:
@@ -1603,9 +1584,8 @@ def memory_of(mesh: Mesh) -> float:
         local = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
         local = sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in devices)
-    if jax.process_count() > 1:
-        local = float(np.min(multihost_utils.process_allgather(np.float32(local))))
-    return local * mesh.size / len(devices)
+    least = float(np.min(multihost_utils.process_allgather(np.float32(local))))
+    return least * mesh.size / len(devices)
 
 
 def mesh_shape(
@@ -1619,15 +1599,10 @@ def mesh_shape(
     dp = dp or 1
     left = len(devices) // dp
     if not ep and not tp and devices[0].platform == "tpu":
-        weights = [weight for weight in jax.tree.leaves(weights_of(config)) if weight.experts and weight.split == 1]
-
-        def fits(ep):
-            lanes = left // ep * 128
-            return all(
-                weight.experts % ep == 0 and weight.parts[0].rows_per_device(1) % lanes == 0 for weight in weights
-            )
-
-        ep = next((n for n in range(1, left + 1) if left % n == 0 and fits(n)), None)
+        down = [weight for weight in jax.tree.leaves(weights_of(config)) if weight.experts and weight.split == 1]
+        sizes = {(weight.experts, weight.parts[0].rows_per_device(1)) for weight in down}
+        divisors = (n for n in range(1, left + 1) if left % n == 0)
+        ep = next((n for n in divisors if all(E % n == 0 and F % (left // n * 128) == 0 for E, F in sizes)), None)
     ep = ep or 1
     return dp, ep, tp or max(1, left // ep)
 
@@ -1801,9 +1776,8 @@ def tpu_product(x: Array, w: Array | Int8) -> Array:
     """product for TPUs. A kernel streams the weight if it is too large to be fetched ahead and the rows are few."""
     (B, C), O = x.shape, w.shape[0]
     itemsize = jax.tree.leaves(w)[0].dtype.itemsize
-    vmem = (
-        2 * C * (128 * itemsize + B * x.dtype.itemsize)
-    )  # two buffers each, of 128 rows of w and of x; a kernel gets 16 MiB
+    # Two buffers each of 128 rows of w and of x. A kernel gets 16 MiB.
+    vmem = 2 * C * (128 * itemsize + B * x.dtype.itemsize)
     is_streamed = B <= 64 and C % 128 == 0 and O * C * itemsize >= STREAM_BYTES and vmem <= 12 * 2**20
     return streamed_product(x, w) if is_streamed else product(x, w, min_rows=8)
 

@@ -52,27 +52,25 @@ def tpu_mesh(topology, tp):
 
 
 @pytest.mark.parametrize(
-    ("folder", "name", "topology", "tp", "int8", "slots", "gigabytes"),
+    ("folder", "name", "topology", "tp", "int8", "slots"),
     [
-        ("llama3", "llama-3.1-8b", "v5e:2x4", 8, False, 2048, None),
-        ("llama3", "llama-3.1-70b", "v5e:4x4", 16, True, 2048, 4.7),
-        ("glm4", "glm-4-9b-0414", "v5e:4x4", 16, False, 2048, None),
-        ("llama4", "llama-4-scout-17b-16e", "v5e:4x4", 16, True, 4096, None),
+        ("llama3", "llama-3.1-8b", "v5e:2x4", 8, False, 2048),
+        ("llama3", "llama-3.1-70b", "v5e:4x4", 16, True, 2048),
+        ("glm4", "glm-4-9b-0414", "v5e:4x4", 16, False, 2048),
+        ("llama4", "llama-4-scout-17b-16e", "v5e:4x4", 16, True, 4096),
     ],
 )
-def test_full_size_on_tpus(folder, name, topology, tp, int8, slots, gigabytes):
-    """Two all-reduces a layer, one for the embedding, one all-gather for the next token, and no other collective.
-    Without a limit of gigabytes, eight layers stand for all."""
-    config = full_size(name, folder, **({} if gigabytes else {"num_hidden_layers": 8}))
-    program = compile_step(config, tpu_mesh(topology, tp), 8, slots, int8, folder)
-    text, memory = program.as_text(), program.memory_analysis()
+def test_full_size_on_tpus(folder, name, topology, tp, int8, slots):
+    """Two all-reduces a layer, one for the embedding, one all-gather for the next token, and no other collective. Eight
+    layers stand for all; test_plan.py compiles a whole model."""
+    config = full_size(name, folder, num_hidden_layers=8)
+    text = compile_step(config, tpu_mesh(topology, tp), 8, slots, int8, folder).as_text()
     counts, layers = Counter(COLLECTIVE.findall(text)), config.num_hidden_layers
     assert counts == {"all-reduce": 2 * layers + 1, "all-gather": 1}
     kernels = Counter(KERNEL.findall(text))
     assert kernels["ragged_decode_attention"] == layers
     assert kernels["exchange"] == (2 * layers if tp > config.num_key_value_heads else 0)
     assert kernels["experts"] == len(getattr(config, "moe_layers", ()))
-    assert not gigabytes or memory.argument_size_in_bytes + memory.temp_size_in_bytes < gigabytes * 1e9
     assert largest_copy(text) < 2**20
 
 

@@ -42,8 +42,8 @@ def log_probabilities(folder, dtype, int8, int8_cache, mesh_shape=(1, 1, 1)):
 @pytest.mark.parametrize(
     ("folder", "dtype", "int8", "int8_cache", "mesh", "limit"),
     [
-        *((folder, "bfloat16", False, False, (1, 1, 1), 2e-3) for folder in ("glm4", "llama4", "deepseek")),
-        *((folder, "bfloat16", True, True, (1, 2, 4), 2e-2) for folder in FOLDERS),
+        *((folder, "bfloat16", False, False, (1, 1, 1), 2e-3) for folder in ("llama4", "deepseek")),
+        *((folder, "bfloat16", True, True, (1, 2, 4), 2e-2) for folder in ("glm4", "deepseek")),
         ("glm4", "float16", False, False, (1, 1, 1), 2e-3),
     ],
 )
@@ -65,13 +65,10 @@ def test_matrices_stored_wider_on_a_cpu(tmp_path, mesh):
     )
     reference = save_random(tmp_path, model_class, config)
     prompts = random_prompts(3, 9)
-    for int8, limit in ((False, 0.1), (True, 0.2)):
-        rows = decode(FOLDERS["llama3"], tmp_path, prompts, mesh, "bfloat16", int8, max_new_tokens=1)
-        for prompt, (token,) in zip(prompts, rows, strict=True):
-            wanted = reference_logprobs(reference, prompt, [token.id])[0]
-            assert (
-                token.logprob == pytest.approx(wanted[token.id], abs=limit) and wanted[token.id] > wanted.max() - limit
-            )
+    rows = decode(FOLDERS["llama3"], tmp_path, prompts, mesh, "bfloat16", max_new_tokens=1)
+    for prompt, (token,) in zip(prompts, rows, strict=True):
+        wanted = reference_logprobs(reference, prompt, [token.id])[0]
+        assert token.logprob == pytest.approx(wanted[token.id], abs=0.1) and wanted[token.id] > wanted.max() - 0.1
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])

