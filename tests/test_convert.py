@@ -78,9 +78,8 @@ def test_int8_is_what_loading_in_int8_gives(of_every_folder, tmp_path, monkeypat
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     tensors = load_all(tmp_path / "out")
     for name, original in originals.items():
-        if (
-            original.ndim > 1 and "router" not in name and "mlp.gate." not in name
-        ):  # half a step of the scale, and the largest of each row exact
+        if original.ndim > 1 and "router" not in name and "mlp.gate." not in name:
+            # Half a step of the scale, and the largest of each row exact.
             inputs = 1 if original.ndim == 3 else -1  # packed experts are [E, input, output]
             scale = tensors[f"{name}_scale"].unsqueeze(inputs)
             error = (tensors[name] * scale - original).abs()

@@ -66,7 +66,7 @@ def test_model_py_alone(tmp_path, folder):
     subprocess.run([sys.executable, "-c", "import model"], cwd=alone, check=True)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", ["llama3", "llama4", "glm4_flash"])
 def test_golden_text_in_int8_on_a_mesh(main, folder):
     options = ["--dp", "2", "--ep", "2", "--quantize", "int8", "--quantize_cache", "int8", "--dtype", "float16"]
     status, out, _ = main("--output", "json", *options, folder=folder)
