@@ -29,6 +29,15 @@ def import_from(folder: str, module: str) -> ModuleType:
     return importlib.import_module(module)
 
 
+def import_model(folder: str) -> ModuleType:
+    """model.py of a folder, for programs that need those of several: sys.modules does not keep it."""
+    sys.modules.pop("model", None)
+    module = import_from(folder, "model")
+    del sys.modules["model"]
+    sys.path.remove(str(ROOT / folder))
+    return module
+
+
 def read_config(folder: str, name: str, layers: int | None = None) -> dict:
     """config.json of a released size of the folder, or of the file `name`, cut to `layers` layers.
 
@@ -45,6 +54,20 @@ def read_config(folder: str, name: str, layers: int | None = None) -> dict:
             raise ValueError(f"--layers {layers} is not from 1 to the model's {text['num_hidden_layers']}")
         text["num_hidden_layers"] = layers
     return config
+
+
+def shape_of(weight) -> tuple[int, ...]:
+    """The shape of a weight that weights_of declares, on all devices together."""
+    shape = weight.shape(sum(part.rows_per_device(1) for part in weight.parts))
+    return (weight.experts, *shape) if weight.experts else shape
+
+
+def split_of(weight) -> str:
+    """How devices split it."""
+    if weight.split is None:
+        return "whole on each device"
+    split = f"{('rows', 'columns')[weight.split]} over {' x '.join(weight.axes())}"
+    return f"experts over ep, {split}" if weight.experts else split
 
 
 def provenance(packages: tuple[str, ...]) -> dict:

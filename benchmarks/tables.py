@@ -1,19 +1,31 @@
 """Writes the tables of the pages from the files of benchmarks/results, so that no figure is typed twice.
 
-    python3 benchmarks/tables.py    # rewrites, in README.md and docs/performance.md, what the markers enclose
+    python3 benchmarks/tables.py    # rewrites what the markers enclose in PAGES
 
-A table stands between the markers `<!-- KIND NAME [NAME ...] -->` and `<!-- end -->`. KIND is a function below; a NAME is
-a file of benchmarks/results without .json. Below each table stand the command and the versions that the file holds.
+A table stands between the markers `<!-- KIND NAME [NAME ...] -->` and `<!-- end -->`. KIND is a function below; a NAME
+is a file of benchmarks/results without .json, and for `sizes` and `weights` a model. Below a table of results stand the
+commands and the versions that the files hold.
 """
 
 import argparse
 import json
+import math
 import re
+from types import SimpleNamespace
 
-from folders import RESULTS, ROOT, run
+import jax
+from folders import RESULTS, ROOT, import_model, read_config, run, shape_of, split_of
 
-PAGES = ("README.md", "docs/performance.md")
-MARKED = re.compile(r"(<!-- (plans|speeds|formats) ([\w. -]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+FOLDERS = sorted(file.parent.name for file in ROOT.glob("*/model.py"))
+PAGES = ("README.md", "docs/performance.md", *(f"{folder}/README.md" for folder in FOLDERS))
+MARKED = re.compile(r"(<!-- (plans|speeds|formats|sizes|weights) ([\w./ -]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+MACHINES = [  # in the order of their memory: name, bytes of all devices, platform, number of devices
+    *((name, gb * 1e9, "gpu", 1) for name, gb in {"RTX 4090": 24, "L40S": 48, "H100": 80, "H200": 141}.items()),
+    ("8 x H100", 640e9, "gpu", 8),
+    ("8 x H200", 1128e9, "gpu", 8),
+    *((f"v5e:{shape}", 16 * 2**30 * n, "tpu", n) for shape, n in {"1x1": 1, "2x2": 4, "2x4": 8, "4x4": 16}.items()),
+    *((f"v5e:{shape}", 16 * 2**30 * n, "tpu", n) for shape, n in {"8x8": 64, "8x16": 128, "16x16": 256}.items()),
+]
 
 
 def table(header: list[str], rows: list[list]) -> list[str]:
@@ -45,7 +57,13 @@ def plans(reports: list[dict]) -> list[str]:
                 cells += ["does not fit", None, None, None, f"{row['floor_ms']:.2f}", None, None]
             published = row["published_ms"]
             rows.append(cells + [f"{published:.2f}" if published else None] * has_published)
-        lines += [f"{arguments['config']}, {', '.join(filter(None, kinds))}:", "", *table(header, rows), "", source(report)]
+        lines += [
+            f"{arguments['config']}, {', '.join(filter(None, kinds))}:",
+            "",
+            *table(header, rows),
+            "",
+            source(report),
+        ]
     return lines
 
 
@@ -79,11 +97,73 @@ def formats(reports: list[dict]) -> list[str]:
     lines = []
     for report in reports:
         rows = [
-            [name, f"{row['mean_kl']:.1e}", f"{row['p99_kl']:.1e}", f"{row['other_token']:.1%}", f"{row['perplexity']:.3f}"]
+            [
+                name,
+                f"{row['mean_kl']:.1e}",
+                f"{row['p99_kl']:.1e}",
+                f"{row['other_token']:.1%}",
+                f"{row['perplexity']:.3f}",
+            ]
             for name, row in report["results"].items()
         ]
         lines += [*table(header, rows), "", source(report)]
     return lines
+
+
+def sizes(names: list[str]) -> list[str]:
+    """FOLDER/CONFIG each: the parameters, and the smallest GPUs and TPU slice whose memory holds the weights."""
+    rows = []
+    for name in names:
+        folder, config = name.split("/")
+        model = import_model(folder)
+        config = model.Config.from_dict(read_config(folder, config))
+        weights, cells = jax.tree.leaves(model.weights_of(config)), []
+        count = sum(math.prod(shape_of(weight)) for weight in weights)
+        for int8 in (False, True):
+            nbytes = sum(bytes_of(weight, int8) for weight in weights)
+            fitting = [m for m in MACHINES if nbytes <= model.MEMORY_SHARE * m[1] and divides(model, config, *m[2:])]
+            smallest = [next((m[0] for m in fitting if m[2] == kind), "none of these") for kind in ("gpu", "tpu")]
+            cells.append(f"{billions(nbytes)} GB: {', '.join(smallest)}")
+        rows.append([name.split("/")[1], f"{billions(count)} B", *cells])
+    return table(["model", "parameters", "bfloat16", "int8"], rows)
+
+
+def weights(names: list[str]) -> list[str]:
+    """FOLDER/CONFIG/LAYER: the weights of a layer and around the layers, their shapes, and how devices split them."""
+    rows = []
+    for name in names:
+        folder, config, layer = name.split("/")
+        model = import_model(folder)
+        declared = model.weights_of(model.Config.from_dict(read_config(folder, config)))
+        layers = declared.pop("layers")
+        for weight_name, weight in (layers[int(layer)] | declared).items():
+            tensors = dict.fromkeys(tensor.split(".")[-1] for part in weight.parts for tensor in part.tensors)
+            tensors = ", ".join(tensor for tensor in tensors if tensor != "weight") or None
+            rows.append([f"`{weight_name}`", list(shape_of(weight)), split_of(weight), tensors])
+    return table(["weight", "shape", "split", "made of"], rows)
+
+
+def billions(n: float) -> str:
+    """n in billions, with three digits or as a whole number."""
+    return f"{n / 1e9:.3g}" if n < 1e11 else f"{n / 1e9:,.0f}"
+
+
+def bytes_of(weight, int8: bool) -> int:
+    """Its bytes in memory, in bfloat16 or, with a float32 scale for each row, in int8."""
+    shape = shape_of(weight)
+    if int8 and weight.is_matrix():
+        return math.prod(shape) + 4 * math.prod(shape[:-1])
+    return math.prod(shape) * (4 if weight.dtype == "float32" else 2)
+
+
+def divides(model, config, platform: str, count: int) -> bool:
+    """Whether the mesh that main.py takes on so many devices divides the model."""
+    dp, ep, tp = model.mesh_shape(config, [SimpleNamespace(platform=platform)] * count)
+    try:
+        model.check_mesh(config, SimpleNamespace(shape={"dp": dp, "ep": ep, "tp": tp}))
+    except model.InputError:
+        return False
+    return True
 
 
 def source(report: dict) -> str:
@@ -96,8 +176,10 @@ def filled(text: str) -> str:
     """A page with its tables written anew."""
 
     def replaced(match: re.Match) -> str:
-        reports = [json.loads((RESULTS / f"{name}.json").read_text()) for name in match[3].split()]
-        return match[1] + "\n".join(globals()[match[2]](reports)) + "\n" + match[4]
+        names = match[3].split()
+        if match[2] not in ("sizes", "weights"):
+            names = [json.loads((RESULTS / f"{name}.json").read_text()) for name in names]
+        return match[1] + "\n".join(globals()[match[2]](names)) + "\n" + match[4]
 
     return MARKED.sub(replaced, text)
 

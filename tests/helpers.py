@@ -98,7 +98,9 @@ def assert_matches(reference, prompts, rows, atol: float = 1e-3) -> None:
         ids = [token.id for token in row]
         wanted = reference_logprobs(reference, prompt, ids)
         assert ids == wanted.argmax(-1).tolist()
-        np.testing.assert_allclose([token.logprob for token in row], wanted.max(-1), atol=atol, rtol=0)
+        difference = np.abs(wanted.max(-1) - [token.logprob for token in row]).max()
+        print(f"largest difference {difference:.1e}")  # README.md states the largest of these
+        assert difference <= atol
 
 
 def environment_of_users(torch: bool = False, **changes: str) -> dict[str, str]:

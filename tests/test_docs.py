@@ -1,12 +1,20 @@
-"""The pages of docs/: their excerpts are the code's own lines, their flags exist, their links lead somewhere."""
+"""The pages: their excerpts are the code's own lines, their flags and links exist, their tables are of the results."""
 
 import ast
 import re
+import sys
+import xml.etree.ElementTree
 
 import pytest
 from helpers import ROOT
+from shared import folders
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import architecture
+import tables
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+LINKING = [*PAGES, *ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("*/*/README.md")]
 PROGRAMS = ["llama3/main.py", "llama3/convert.py"]
 PROGRAMS += ["benchmarks/plan.py", "benchmarks/bench.py", "benchmarks/precision.py"]
 OTHER_FLAGS = {  # of other programs (pytest, say, or here gcloud, Slurm, mpirun and ipyparallel), by page
@@ -118,10 +126,25 @@ def test_flags_exist(page):
     assert mentioned <= defined, mentioned - defined
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_programs_exist(page):
     text = page.read_text()
     for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link} leads nowhere"
     for program in re.findall(r"python3 ([\w/]+\.py)", text):
-        assert (ROOT / program).is_file(), f"{page.name}: {program}: no such program"
+        assert any((place / program).is_file() for place in (ROOT, page.parent)), f"{page.name}: {program}"
+
+
+def test_tables_are_those_of_the_results():
+    for page in tables.PAGES:
+        text = (ROOT / page).read_text()
+        assert "<!-- end -->" in text and tables.filled(text) == text, f"{page}: run python3 benchmarks/tables.py"
+
+
+def test_pictures_are_those_of_the_models():
+    for folder in folders():
+        file = ROOT / folder / "architecture.svg"
+        drawn = architecture.draw(folder)
+        xml.etree.ElementTree.fromstring(drawn)
+        assert drawn == file.read_text(), f"{file}: run python3 benchmarks/architecture.py"
+        assert f"({file.name})" in (ROOT / folder / "README.md").read_text()
