@@ -4,17 +4,17 @@
     python3 benchmarks/bench.py llama3 --config llama-3.2-1b --layers 4 --vs transformers
     python3 benchmarks/bench.py llama3 --config llama-3.1-8b --components --save h200-8b
 
-Each pair of --batch and --prompt_len is measured by `generate`, which main.py calls too, on random prompts: --rounds
-times after one that does not count, and the median counts. Compilation is never inside.
+`generate`, which main.py calls too, decodes random prompts of each pair of --batch and --prompt_len: once to warm up,
+then --rounds times, of which the median counts. No figure includes compilation.
 
-MFU is the arithmetic that prefill has to do (2 operations for each token and each number of a layer's matrices, of
-experts those that it chooses, 4 for each number of a query and each token it attends to, the output head for the last
-token alone) over the published dense bfloat16 peak. MBU is what a decode step has to read (model.py's step_bytes) over
-the published bandwidth. They are null where the peak is not known, as for CPUs.
+MFU is the arithmetic of prefill over the published dense bfloat16 peak: 2 operations for each token and each number of
+a matrix that it meets (of experts, the chosen ones), 4 for each number of a query and each token attended to, and the
+output head for the last token alone. MBU is what a decode step has to read (model.py's step_bytes) over the published
+bandwidth. They are null if the peak is not known, as for CPUs.
 
 --vs transformers runs the Hugging Face class in this same process on the same weights, alternating: a round of ours,
-a round of theirs, each prefill and decode loop timed apart. --components divides a decode step's time among the parts
-of the model, by a profiler's trace. --save NAME writes benchmarks/results/NAME.json, from which draw.py draws.
+a round of theirs, prefill and decode loop timed apart. --components divides a decode step's time among the parts of the
+model, by a profiler's trace. --save NAME writes benchmarks/results/NAME.json, which draw.py and tables.py read.
 """
 
 import argparse

@@ -6,20 +6,21 @@ r"""Compiles a model's real step for a machine that is not at hand, and reads of
 The target is a TPU slice (v5e:4x4, v6e:2x4, v5p:2x2x4) or a GPU (h100, h200). No weights are needed, and no
 memory: the shapes of a released size are in FOLDER/configs. Several targets, batches, lengths or tp give a table.
 
-What a step is expected to take is core_ms + collective_ms, an estimate:
+The estimate is core_ms + collective_ms.
 
-core_ms is the larger of two times. One is the compiler's own count of cycles for all that XLA compiled, over the clock;
-weights that it fetches ahead cost it nothing there. The other is all bytes that a device reads, every weight but the
-embedding and the whole cache, over the memory bandwidth. Of kernels (Pallas) the compiler counts no cycles, so for
-attention, and for weights that a kernel streams, the bytes stand alone. serial_ms is a warning beside the estimate:
-what it would be if nothing overlapped a kernel, and each took a microsecond and the time of the bytes that it says it
-reads, besides the compiler's cycles of all else. Of GPUs the compiler counts no cycles at all: there, core_ms is the
-time of the bytes and 1.3 microseconds for each kernel, which is what one costs even inside a captured graph.
+core_ms is the larger of two times. The first is the compiler's count of cycles over the clock; a weight that XLA
+fetches ahead costs no cycles. The second is the bytes that a device reads (every weight but the embedding, and the
+whole cache) over the memory bandwidth. The compiler counts no cycles for a Pallas kernel, so attention, and weights
+that a kernel streams, count by their bytes alone. For GPUs it counts no cycles at all: core_ms is the time of the bytes
+plus 1.3 microseconds for each kernel, which is what one costs even in a captured graph.
 
-collective_ms takes for each collective a microsecond to start and 2 (n - 1) / n of an all-reduce's bytes, (n - 1) / n
-of an all-gather's, over all of a chip's links, n being the devices that share a layer; and the same for the model's own
-kernels that exchange data between chips (`exchanges`), which carry all of their bytes. Both constants are held against
-one published measurement: jax-llm-examples' Llama 3.1 70B int8 step (v5e:4x4, batch 8, cache 2048) took 6.29 ms by its
+serial_ms is a warning beside the estimate: the time if nothing overlapped a kernel. It adds up the compiler's cycles
+and, for each kernel, a microsecond and the time of the bytes that the kernel says it reads.
+
+collective_ms takes a microsecond for each collective, and the time of its bytes over all links of a chip. If n devices
+share a layer, these are 2 (n - 1) / n of an all-reduce's bytes and (n - 1) / n of an all-gather's. The model's own
+kernels that exchange data between chips (`exchanges`) carry all of their bytes. Both constants were held against one
+published measurement: jax-llm-examples' Llama 3.1 70B int8 step (v5e:4x4, batch 8, cache 2048) took 6.29 ms by its
 README. That program reads 5.91 ms of bytes and has 160 all-reduces of 128 KiB, from which these constants make 6.27.
 """
 
