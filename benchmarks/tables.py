@@ -3,8 +3,8 @@
     python3 benchmarks/tables.py    # rewrites what the markers enclose in PAGES
 
 A table stands between the markers `<!-- KIND NAME [NAME ...] -->` and `<!-- end -->`. KIND is a function below; a NAME
-is a file of benchmarks/results without .json, and for `sizes` and `weights` a model. Below a table of results stand the
-commands and the versions that the files hold.
+is a file of benchmarks/results without .json, and for `sizes` and `weights` a model. Below most tables of results stand
+the commands and the versions that the files hold.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from folders import RESULTS, ROOT, import_model, read_config, run, shape_of, spl
 
 FOLDERS = sorted(file.parent.name for file in ROOT.glob("*/model.py"))
 PAGES = ("README.md", "docs/performance.md", *(f"{folder}/README.md" for folder in FOLDERS))
-MARKED = re.compile(r"(<!-- (plans|speeds|formats|sizes|weights) ([\w./ -]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- (plans|speeds|formats|summary|sizes|weights) (\S[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 MACHINES = [  # in the order of their memory: name, bytes of all devices, platform, number of devices
     *((name, gb * 1e9, "gpu", 1) for name, gb in {"RTX 4090": 24, "L40S": 48, "H100": 80, "H200": 141}.items()),
     ("8 x H100", 640e9, "gpu", 8),
@@ -110,6 +110,28 @@ def formats(reports: list[dict]) -> list[str]:
     return lines
 
 
+def summary(names: list[str]) -> list[str]:
+    """NAME of a file of bench.py, or NAME/TARGET of one of plan.py: decode steps/s at batch 1 and 8, 2,048 slots."""
+    rows = []
+    for name in names:
+        name, _, target = name.partition("/")
+        report = json.loads((RESULTS / f"{name}.json").read_text())
+        arguments, found = report["arguments"], {}
+        for row in report.get("plans", report.get("results")):
+            if not target:
+                ratio = ratio_of(row["transformers"], "decode_steps_per_s")
+                found[row["batch"]] = f"{row['decode_steps_per_s']:.1f}, {ratio} times transformers"
+            elif row["target"] == target and row["max_seq_len"] == 2048 and row["batch"] not in found:
+                published = row["published_ms"]
+                elsewhere = f" (measured by jax-llm-examples: {1e3 / published:.0f})" if published else ""
+                found[row["batch"]] = f"{1e3 / row['estimated_ms']:.0f}{elsewhere}"
+        model = arguments["config"].removeprefix("benchmarks/").removesuffix(".json")
+        weights = arguments["quantize"] or arguments["dtype"]
+        machine, kind = (target, "estimated") if target else (f"{report['host']['cores']} CPU cores", "**measured**")
+        rows.append([f"{model}, {weights}", machine, found.get(1), found.get(8), kind])
+    return table(["model", "machine", "steps/s at batch 1", "at batch 8", ""], rows)
+
+
 def sizes(names: list[str]) -> list[str]:
     """FOLDER/CONFIG each: the parameters, and the smallest GPUs and TPU slice whose memory holds the weights."""
     rows = []
@@ -177,7 +199,7 @@ def filled(text: str) -> str:
 
     def replaced(match: re.Match) -> str:
         names = match[3].split()
-        if match[2] not in ("sizes", "weights"):
+        if match[2] in ("plans", "speeds", "formats"):
             names = [json.loads((RESULTS / f"{name}.json").read_text()) for name in names]
         return match[1] + "\n".join(globals()[match[2]](names)) + "\n" + match[4]
 
