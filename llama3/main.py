@@ -254,7 +254,8 @@ def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast | Sentence
     except InputError:
         raise
     except Exception as error:  # a damaged file can raise almost anything
-        raise InputError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
+        what = f"{type(error).__name__}: {one_line(error)}"
+        raise InputError(f"{folder}: the tokenizer cannot be loaded ({what}); download its files again") from error
     raise InputError(f"{folder}: no tokenizer.json, tokenizer.model, tiktoken.model or tekken.json; download them too")
 
 

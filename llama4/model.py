@@ -347,7 +347,9 @@ def l2_norm(x: Array, eps: float) -> Array:
 def attention_temperature(positions: Array, config: Config) -> Array:
     """The factor of queries at positions [B, T] in layers without rope: float32 [B, T]. It grows with each
     `floor_scale` tokens, so that attention stays sharp far along a sequence (Nakanishi 2025, "Scalable-Softmax")."""
-    return jnp.log1p(jnp.floor((positions + 1.0) / config.floor_scale)) * config.attn_scale + 1.0
+    # In integers: XLA multiplies floats by 1 / floor_scale, which is below the quotient at some of its multiples.
+    passed = (positions + 1) // config.floor_scale
+    return jnp.log1p(passed.astype(jnp.float32)) * config.attn_scale + 1.0
 
 
 @jax.named_scope("attention")  # the name in a profiler's trace

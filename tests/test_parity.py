@@ -76,7 +76,7 @@ LLAMA4 = {
     "num_hidden_layers": 5,  # the fourth has no rope and sees all tokens
     "num_local_experts": 4,
     "attention_chunk_size": 48,
-    "floor_scale": 20,  # so that the temperature rises within a short prompt
+    "floor_scale": 41,  # the temperature rises within a short prompt; as a float32, 1 / 41 is rounded down
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 SCOUT_ROPE = LLAMA3_ROPE | {"high_freq_factor": 1.0}
