@@ -19,7 +19,8 @@ MLP = ["gate_up", "silu(gate) * up", "down"]
 
 def over_heads(rope: str, *end: str) -> list:
     """The steps of attention over heads."""
-    return ["attention_norm", "qkv", rope, "attention over the cache", "o", PSUM, *end, ADD]
+    attention = "attention over the cache (exchange over ep x tp if devices share a kv head)"
+    return ["attention_norm", "qkv", rope, attention, "o", PSUM, *end, ADD]
 
 
 def with_experts(product: str) -> list:
@@ -29,8 +30,10 @@ def with_experts(product: str) -> list:
 
 
 LATENT = ["attention_norm", "qkv_a", "all_gather over ep x tp", "q_norm, kv_norm; rope on the shared key", "q"]
-LATENT += ["attention over latents, with k_b and v_b", "o", PSUM, ADD, *with_experts("silu(gate) * up * score")]
-GLM4 = over_heads("rope on a part of q and k", "post_attention_norm")
+LATENT += ["rope on the last part of each query", "exchange of queries over ep x tp (decoding)"]
+LATENT += ["attention over latents, with k_b and v_b", "exchange of outputs over ep x tp (decoding)", "o", PSUM, ADD]
+LATENT += with_experts("silu(gate) * up * score")
+GLM4 = over_heads("+ qkv_bias; rope on a part of q and k", "post_attention_norm")
 LLAMA4 = over_heads("rope, then a norm, on q and k") + with_experts("silu(gate * score) * up * score")
 DRAWN = {  # folder: the released size, the layer, its steps
     "llama3": ("llama-3.1-8b", 0, [*over_heads("rope on q and k"), "mlp_norm", *MLP, PSUM, ADD]),

@@ -24,7 +24,10 @@ MACHINES = [  # in the order of their memory: name, bytes of all devices, platfo
     ("8 x H100", 640e9, "gpu", 8),
     ("8 x H200", 1128e9, "gpu", 8),
     *((f"v5e:{shape}", 16 * 2**30 * n, "tpu", n) for shape, n in {"1x1": 1, "2x2": 4, "2x4": 8, "4x4": 16}.items()),
-    *((f"v5e:{shape}", 16 * 2**30 * n, "tpu", n) for shape, n in {"8x8": 64, "8x16": 128, "16x16": 256}.items()),
+    *(
+        (f"v5e:{shape}", 16 * 2**30 * n, "tpu", n)
+        for shape, n in {"4x8": 32, "8x8": 64, "8x16": 128, "16x16": 256}.items()
+    ),
 ]
 
 
@@ -144,7 +147,8 @@ def sizes(names: list[str]) -> list[str]:
         for int8 in (False, True):
             nbytes = sum(bytes_of(weight, int8) for weight in weights)
             fitting = [m for m in MACHINES if nbytes <= model.MEMORY_SHARE * m[1] and divides(model, config, *m[2:])]
-            smallest = [next((m[0] for m in fitting if m[2] == kind), "none of these") for kind in ("gpu", "tpu")]
+            beyond = {"gpu": "more than 8 GPUs", "tpu": "more than 256 chips"}
+            smallest = [next((m[0] for m in fitting if m[2] == kind), more) for kind, more in beyond.items()]
             cells.append(f"{billions(nbytes)} GB: {', '.join(smallest)}")
         rows.append([name.split("/")[1], f"{billions(count)} B", *cells])
     return table(["model", "parameters", "bfloat16", "int8"], rows)

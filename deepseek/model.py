@@ -1128,6 +1128,9 @@ class LayerCache(NamedTuple):
     slots for the B / I rows of its group: a row has I entries of the first dimension. The token at position p of a row
     is on part p % (R / I), and there, with n = p // (R / I), in entry n % I of the row, slot n // I: slot s of entry e
     holds position (s I + e) R / I + part, and a cache that grows, grows at the end of each entry.
+
+    With 3 rows on 8 devices I is 1: each device has every eighth token of all rows. With 4 rows I is 4: two devices
+    have a row, every second token each.
     """
 
     latent: Array | Int8

@@ -6,10 +6,10 @@ it" is the rest in plain JAX: sharding, prefill and decoding, attention over the
 the appendix: kernels, and what compilers need to be told. The last two consist of blocks that other models have too,
 with options that not every model uses. The file needs only jax and numpy.
 
-Differs from deepseek in: `Config` and `route`, whose router has sigmoids and a bias in every model. Differs from
-llama3 in: `attention` and the cache, which are latent; `feed_forward`, which has experts in most layers, with `mlp`,
-`route`, `weighed` and `activation`; `rope`, which turns pairs of neighbouring numbers; and `rope_frequencies`,
-`rope_scale` and `softmax_scale`, which know yarn.
+Differs from deepseek in: `Config`, `weights_of` and `route`, whose router has sigmoids and a bias in every model.
+Differs from llama3 in: `attention` and the cache, which are latent; `feed_forward`, which has experts in most layers,
+with `mlp`, `route`, `weighed` and `activation`; `rope`, which turns pairs of neighbouring numbers; and
+`rope_frequencies`, `rope_scale` and `softmax_scale`, which know yarn.
 
     config = Config.from_dict(json.loads(Path("config.json").read_text()))
     mesh = make_mesh(tp=jax.device_count())
@@ -1113,6 +1113,9 @@ class LayerCache(NamedTuple):
     slots for the B / I rows of its group: a row has I entries of the first dimension. The token at position p of a row
     is on part p % (R / I), and there, with n = p // (R / I), in entry n % I of the row, slot n // I: slot s of entry e
     holds position (s I + e) R / I + part, and a cache that grows, grows at the end of each entry.
+
+    With 3 rows on 8 devices I is 1: each device has every eighth token of all rows. With 4 rows I is 4: two devices
+    have a row, every second token each.
     """
 
     latent: Array | Int8
