@@ -10,6 +10,7 @@ Results go to standard output, from process 0 alone; progress and statistics go 
 
 import argparse
 import contextlib
+import faulthandler
 import glob
 import hashlib
 import json
@@ -475,6 +476,8 @@ def join_hosts(args) -> None:
     is_alone = gpus and local.partition("(")[0] == "1"  # Slurm writes 1(x2) for two hosts of one
     devices = list(range(len(gpus))) if is_alone else None
     limits = {"initialization_timeout": 30, "heartbeat_timeout_seconds": 20, "shutdown_timeout_seconds": 20}
+    # jax's last try to connect can wait forever: what is left of its 30 seconds may round to 0, which means no limit.
+    faulthandler.dump_traceback_later(120, exit=True, file=2)
     try:
         jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, devices, **limits)
     except Exception as error:  # each way of finding the hosts fails with exceptions of its own
@@ -482,6 +485,8 @@ def join_hosts(args) -> None:
             return
         remedy = "see --coordinator, --num_processes and --process_id"
         raise InputError(f"jax does not find the other hosts ({one_line(error)}): {remedy}") from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def together(action, facts_of):
