@@ -66,6 +66,7 @@ def plans(reports: list[dict]) -> list[str]:
             *table(header, rows),
             "",
             source(report),
+            "",
         ]
     return lines
 
@@ -77,7 +78,8 @@ def speeds(reports: list[dict]) -> list[str]:
     for report in reports:
         arguments = report["arguments"]
         name = arguments["config"].removeprefix("benchmarks/").removesuffix(".json")
-        name += f", {arguments['layers']} layers" * bool(arguments["layers"])
+        if layers := arguments["layers"]:
+            name += f", {layers} layer{'s' * (layers > 1)}"
         for row in report["results"]:
             theirs = row.get("transformers", {})
             rows.append([
@@ -102,14 +104,14 @@ def formats(reports: list[dict]) -> list[str]:
         rows = [
             [
                 name,
-                f"{row['mean_kl']:.1e}",
-                f"{row['p99_kl']:.1e}",
+                f"{row['mean_kl']:.2g}",
+                f"{row['p99_kl']:.2g}",
                 f"{row['other_token']:.1%}",
-                f"{row['perplexity']:.3f}",
+                f"{row['perplexity']:.5g}",
             ]
             for name, row in report["results"].items()
         ]
-        lines += [*table(header, rows), "", source(report)]
+        lines += [*table(header, rows), "", source(report), ""]
     return lines
 
 

@@ -477,7 +477,7 @@ def join_hosts(args) -> None:
     devices = list(range(len(gpus))) if is_alone else None
     limits = {"initialization_timeout": 30, "heartbeat_timeout_seconds": 20, "shutdown_timeout_seconds": 20}
     # jax's last try to connect can wait forever: what is left of its 30 seconds may round to 0, which means no limit.
-    faulthandler.dump_traceback_later(120, exit=True, file=2)
+    faulthandler.dump_traceback_later(60, exit=True, file=2)
     try:
         jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, devices, **limits)
     except Exception as error:  # each way of finding the hosts fails with exceptions of its own
