@@ -1,6 +1,7 @@
 """What the model folders share, so that each can be copied alone: main.py, convert.py, and the blocks of model.py.
 
-A block is what stands below a heading of model.py's second half. Blocks with the same heading are the same text.
+A block is what stands below a heading of model.py after its first part, "The model". Blocks with the same heading are
+the same text.
 
     python3 tests/shared.py llama3            # llama3's main.py, convert.py and blocks to every other folder
     python3 tests/shared.py llama3 Decoding   # one block alone
@@ -22,7 +23,7 @@ def folders() -> list[str]:
 
 
 def blocks(folder: str) -> dict[str, str]:
-    """The text of each block of a folder's model.py, its heading included, in order. Under "" stands the first half."""
+    """The text of each block of a folder's model.py, its heading included, in order. Under "" stands the first part."""
     text = (ROOT / folder / "model.py").read_text()
     half = text.index(SECOND_HALF)
     starts = [match for match in HEADING.finditer(text) if match.start() >= half]

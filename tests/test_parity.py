@@ -203,7 +203,7 @@ def random_prompts(*lengths):
     return [rng.integers(0, SMALL["vocab_size"], length).tolist() for length in lengths]
 
 
-OTHER_MESHES = {  # than (2, 2, 2); tp beyond the kv heads too, and dp that does not divide the batch
+OTHER_MESHES = {  # meshes that replace (2, 2, 2): tp beyond the kv heads too, and dp that does not divide the batch
     "llama 3.2, tied": [(8, 1, 1)],
     "llama 3.1": [(1, 1, 1), (2, 2, 2)],
     "llama, biases, large eps, wide heads, one kv head": [(1, 1, 8)],
