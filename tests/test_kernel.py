@@ -84,6 +84,45 @@ def test_against_float64(shape, positions, window, block, dtype, int8):
 
 @pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
 @pytest.mark.parametrize(
+    ("shape", "T", "start", "window", "rows", "block", "dtype"),
+    [
+        ((2, 2, 4, 512, 64), 64, 0, None, 64, 128, jnp.float32),  # from the beginning; several tiles
+        ((1, 2, 3, 768, 128), 128, 384, None, 1024, 128, jnp.bfloat16),  # one tile, no power of two of heads
+        ((1, 1, 1, 512, 96), 40, 300, 70, 32, 128, jnp.float32),  # a window; a tile that is not full
+        ((1, 2, 2, 1024, 64), 64, 900, 10, 64, 256, jnp.float32),  # blocks that no query sees
+        ((2, 1, 2, 256, 64), 1, 77, None, 1024, 1024, jnp.float32),  # one token
+        ((1, 1, 2, 256, 64), 64, -32, None, 1024, 64, jnp.float32),  # keys that begin after the first queries
+        ((1, 1, 2, 256, 64), 64, 300, 50, 64, 64, jnp.float32),  # keys that end before the window of some queries
+        ((1, 1, 3, 128, 64), 64, 192, 100, 1024, 32, jnp.float32),  # keys that end, and a window of several blocks
+    ],
+)
+def test_piece_against_float64(shape, T, start, window, rows, block, dtype, int8):
+    """Attention of prefill: the kernel, and plain JAX. Queries that see nothing must only say so."""
+    B, K, G, S, H = shape
+    keys = jax.random.split(jax.random.key(1), 3)
+    q = (jax.random.normal(keys[0], (B, K, G, T, H)) * 3 / H**0.5).astype(dtype)
+    k, v = (jax.random.normal(key, (B, K, S, H)).astype(dtype) for key in keys[1:])
+    k, v = (model.quantize(x) if int8 else x for x in (k, v))
+    scores = np.einsum("bkgth,bksh->bkgts", *(np.asarray(floats(x), np.float64) for x in (q, k)))
+    at, queries = np.arange(S), start + np.arange(T)[:, None]
+    seen = (at <= queries) & (at > queries - (window or 2 * S))
+    sees = seen.any(-1)
+    p = np.exp(scores - scores.max(-1, keepdims=True)) * seen
+    wanted = (
+        np.einsum("bkgts,bksh->bkgth", p, np.asarray(floats(v), np.float64)) / np.maximum(p.sum(-1), 1e-300)[..., None]
+    )
+    wanted_sum = np.log(np.maximum(p.sum(-1), 1e-300)) + scores.max(-1)
+    kernel = partial(model.piece_attention_kernel, rows=rows, block=block, interpret=STRICT)
+    tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
+    for attend in (kernel, model.plain_piece_attention):
+        out, log_sum_exp = map(np.asarray, jax.jit(partial(attend, window=window))(q, k, v, jnp.int32(start)))
+        np.testing.assert_allclose(out[..., sees, :], wanted[..., sees, :], atol=tolerance)
+        np.testing.assert_allclose(log_sum_exp[..., sees, 0], wanted_sum[..., sees], atol=tolerance)
+        assert np.isfinite(out).all() and (log_sum_exp[..., ~sees, 0] < -1e29).all()
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize(
     ("mesh", "kv_heads", "G", "positions", "window"),
     [
         ((1, 1, 4), 2, 4, (0, 255, 511), None),
@@ -119,6 +158,38 @@ def test_devices_that_share_a_head(monkeypatch, platform, mesh, kv_heads, G, pos
     np.testing.assert_allclose(np.asarray(out, np.float64).reshape(wanted.shape), wanted, atol=1e-5)
     after = jax.tree.map(lambda x, n: dealt(jnp.asarray(np_set(x, n, positions))), cache, new)
     jax.tree.map(np.testing.assert_array_equal, updated, after)
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize("window", [None, 100])
+def test_prefill_of_devices_that_share_a_head(monkeypatch, window, int8):
+    """Pieces of a prompt by the kernel, in several blocks gathered from two devices, as by plain JAX."""
+    mesh, R, B, T = model.make_mesh(1, 2, 2, devices=jax.devices()[:4]), 2, 2, 64
+    heads = jax.sharding.PartitionSpec("dp", None, model.MODEL_AXES)
+    attend = partial(model.prefill_attention, mask=model.Mask(window=window), is_live=jnp.ones(B, bool), R=R)
+    specs = heads, heads, heads, model.CACHE_SPEC, jax.sharding.PartitionSpec("dp")
+
+    def prefilled():
+        program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(heads, specs[3]), check_vma=False)
+        q, _, cache = random_arguments(B, 4, 3, 256, 64, jnp.float32, int8)
+        outs, program = [], jax.jit(program)
+        for i in range(4):
+            q, k, v = (jax.random.normal(jax.random.key(10 * i + n), (B, T, N, 64)) for n, N in enumerate((12, 4, 4)))
+            out, cache = program(q / 8, k, v, cache, jnp.broadcast_to(i * T + jnp.arange(T), (B, T)))
+            outs.append(out)
+        return outs, cache
+
+    (wanted, wanted_cache) = prefilled()
+    monkeypatch.setattr(
+        jax.lax, "platform_dependent", lambda *args, default, tpu=None, cpu=None: (tpu or default)(*args)
+    )
+    monkeypatch.setattr(model, "PIECE_KEYS", 128)
+    monkeypatch.setattr(
+        model, "piece_attention_kernel", partial(model.piece_attention_kernel, block=32, interpret=STRICT)
+    )
+    outs, cache = prefilled()
+    np.testing.assert_allclose(outs, wanted, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, cache, wanted_cache)
 
 
 def np_set(cache, new, positions):
@@ -166,3 +237,30 @@ def test_compiles_for_tpus(topology, int8, shape):
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < cache_bytes / 8  # no copy of the cache
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
+@pytest.mark.parametrize(
+    ("shape", "T", "window", "int8"),
+    [
+        ((1, 2, 4, 2048, 128), 1024, None, True),  # 8B on four chips
+        ((1, 2, 16, 1280, 128), 256, 300, False),  # GLM-4-9B on one
+        ((2, 3, 1, 512, 192), 512, None, False),  # heads of a latent model, which are wider than their values
+    ],
+)
+def test_piece_compiles_for_tpus(topology, shape, T, window, int8):
+    (B, K, G, S, H), W = shape, min(shape[-1], 128)
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    device = jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+
+    k, v = array(B, K, S, H), array(B, K, S, W)
+    if int8:
+        scale = array(B, K, S, dtype=jnp.float32)
+        k, v = (model.Int8(array(*x.shape, dtype=jnp.int8), scale) for x in (k, v))
+    kernel = partial(model.piece_attention_kernel, window=window)
+    program = jax.jit(kernel).lower(array(B, K, G, T, H), k, v, array(dtype=jnp.int32)).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 3 * 4 * B * K * G * T * 128  # no scores: output, padding

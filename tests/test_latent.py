@@ -85,8 +85,44 @@ def select(monkeypatch, platform):
             return (tpu or default)(*arguments)
 
         monkeypatch.setattr(jax.lax, "platform_dependent", choose)
-        for kernel in ("latent_attention_kernel", "exchange_kernel", "routing_kernel"):
+        for kernel in ("latent_attention_kernel", "piece_attention_kernel", "exchange_kernel", "routing_kernel"):
             monkeypatch.setattr(model, kernel, partial(getattr(model, kernel), interpret=STRICT))
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 2), (1, 1, 4)], ids=str)
+@pytest.mark.parametrize(("B", "int8"), [(1, False), (2, True), (3, False)])
+def test_prefill_of_a_tpu(monkeypatch, mesh, B, int8):
+    """Pieces of a prompt by the kernel, in several blocks, as by plain JAX."""
+    T, tokens = 64, 256
+    mesh = model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
+    R = model.cache_sharers(None, model.model_shards(mesh))
+    heads = P("dp", None, model.MODEL_AXES)
+    attend = partial(model.prefill_attention, is_live=jnp.ones(B, bool), R=R)
+    specs = heads, heads, P("dp"), model.CACHE_SPEC, P("dp"), P(model.MODEL_AXES)
+    kv_b = random_arguments(B, 1, jnp.float32)[4]
+    w = {"k_b": kv_b[:, :H].reshape(-1, L), "v_b": kv_b[:, H:].reshape(-1, L)}
+
+    def prefilled():
+        program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(heads, specs[3]), check_vma=False)
+        cache = model.LayerCache(*(jnp.zeros((B, R, tokens // R, width)) for width in (L, U)))
+        cache = model.LayerCache(*map(model.quantize, cache)) if int8 else cache
+        random, outs, program = np.random.default_rng(1), [], jax.jit(program)
+        for i in range(tokens // T):
+            q, q_rope, latent, rope_key = (
+                jnp.asarray(random.standard_normal((B, T, *shape)), jnp.float32)
+                for shape in ((N, H), (N, U), (L,), (U,))
+            )
+            positions = jnp.broadcast_to(i * T + jnp.arange(T), (B, T))
+            out, cache = program(q / 5, q_rope / 5, model.LayerCache(latent, rope_key), cache, positions, w)
+            outs.append(out)
+        return outs, cache
+
+    wanted, wanted_cache = prefilled()
+    select(monkeypatch, "tpu")
+    monkeypatch.setattr(model, "PIECE_KEYS", 128)
+    outs, cache = prefilled()
+    np.testing.assert_allclose(outs, wanted, atol=2e-5)
+    jax.tree.map(np.testing.assert_array_equal, cache, wanted_cache)
 
 
 @pytest.mark.parametrize(("platform", "int8"), [("cpu", False), ("tpu", True)])
