@@ -1897,7 +1897,7 @@ def local_experts(x, ids, scores, w_gate_up, w_down) -> Array:
     on_cpu = partial(in_tiles, partial(expert_loop, columns=2048), tile=1) if has_few else shared
     on_gpu = gathered_experts if has_few else partial(in_tiles, whole, tile=512)
     in_lanes = w_down.shape[2] % 128 == 0  # of a TPU, and of its memory: the kernel fetches no less
-    on_tpu = partial(in_tiles, expert_kernel if in_lanes else whole, tile=128)
+    on_tpu = expert_kernel if in_lanes else partial(in_tiles, whole, tile=128)
     arguments = x, ids, scores, w_gate_up, w_down
     return jax.lax.platform_dependent(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
@@ -1959,18 +1959,33 @@ def gathered_experts(x, ids, scores, w_gate_up, w_down) -> Array:
     return jnp.sum(pair_product(h, w_down).reshape(B, k, -1), axis=1)
 
 
-def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int, interpret=False) -> Array:
-    """One Pallas kernel for TPUs: it fetches the experts that a tile's rows chose, each once, and no others.
+def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int = 128, interpret=False) -> Array:
+    """One Pallas kernel for TPUs: it fetches the experts that tokens chose, and no others.
 
-    The grid is the tiles of rows. For each tile the kernel lists its experts, from the ids in scalar memory, in less
-    time than XLA's launches would take. Then it goes through these experts, 128 of their columns at a time, and fetches
-    the next piece of gate, up and down while it multiplies this one. The hidden columns never leave the chip, and the
-    sums stay in VMEM until the tile is done. A tile, or a device, without work fetches nothing.
+    It first lists its visits, in less time than XLA's launches would take. Then it goes through them, 128 of an
+    expert's columns at a time, and fetches the next piece of gate, up and down while it multiplies this one. The hidden
+    columns never leave the chip, and the sums stay in VMEM until the end. A device without work fetches nothing.
+
+    Up to `tile` tokens are all multiplied with every expert that one of them chose, so a visit is an expert. Of more
+    tokens, a visit is an expert and at most `tile` of those that chose it: the kernel copies their rows together, and
+    adds each result to the sum of its token. The pairs are sorted before, by expert. The grid is groups of tokens, as
+    many as VMEM holds.
     """
-    (B, D), (E, _, F) = x.shape, w_down.shape
-    entries = tile * ids.shape[1]  # of the ids, for a tile
+    (B, D), (E, _, F), k = x.shape, w_down.shape, ids.shape[1]
     columns = 128
     pieces = F // columns
+    is_sorted = tile < B
+    fitting = 48 * 2**20 // (D * (x.dtype.itemsize + 4))  # tokens whose rows and sums fit in VMEM
+    group = min(power_of_two(B), power_of_two(fitting + 1) // 2) if is_sorted else B
+    groups, pairs = ceil_div(B, group), group * k
+    visits = min(E, pairs) + pairs // tile * is_sorted
+    dtype, missing = x.dtype, ((0, groups * group - B), (0, 0))
+    x, ids, scores = jnp.pad(x, missing), jnp.pad(ids, missing, constant_values=E), jnp.pad(scores, missing)
+    scores, ids = scores_by_expert(ids, scores, E), ids.reshape(groups, pairs)
+    tokens = jnp.zeros(1, jnp.int32)
+    if is_sorted:
+        x, tokens = packed(x), (jnp.argsort(ids, axis=1) // k).astype(jnp.int32).ravel()
+        ids = jnp.sum(ids[:, :, None] < jnp.arange(E + 1), axis=1, dtype=jnp.int32)  # where each expert's pairs begin
 
     def piece(w_gate_up, w_down, e, f):
         """Of an expert, the f-th piece of gate, up and down."""
@@ -1985,28 +2000,43 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int, interpret=False)
             Int8(w_down.values.at[e, :, here], w_down.scale.at[row]),
         )
 
-    def kernel(ids, x, scores, w_gate_up, w_down, out, seen, active, buffers, semaphores):
-        # seen[e] is 1 once e is listed in active; buffers has two slots for a piece of gate, of up and of down.
+    def kernel(ids, tokens, x, scores, w_gate_up, w_down, out, seen, active, first, rows, picked, y, buffers, arrived):
+        # active has the expert of each visit, first its first pair. seen[e] is 1 once e is listed; buffers has two
+        # slots for a piece of gate, of up and of down; rows, picked and y are a visit's rows, scores and results.
+        pairs_of = pl.program_id(0) * (E + 1)
+
         def clear(e, _):
             seen[e] = 0
 
         def enter(i, count):
-            e = ids[pl.program_id(0) * entries + i]
+            e = ids[i]
             active[count] = e  # the next one takes this place if this is in the list already
             count += 1 - seen[e]
             seen[e] = 1
             return count
 
-        jax.lax.fori_loop(0, E, clear, None)
-        seen[E] = 1  # what is elsewhere never enters the list
-        steps = jax.lax.fori_loop(0, entries, enter, 0) * pieces
+        def enter_pairs(e, count):
+            begin, end = ids[pairs_of + e], ids[pairs_of + e + 1]
+
+            def enter_tile(i, count):
+                active[count], first[count] = e, begin + i * tile
+                return count + 1
+
+            return jax.lax.fori_loop(0, pl.cdiv(end - begin, tile), enter_tile, count)
+
+        if is_sorted:
+            steps = jax.lax.fori_loop(0, E, enter_pairs, 0) * pieces
+        else:
+            jax.lax.fori_loop(0, E, clear, None)
+            seen[E] = 1  # what is elsewhere never enters the list
+            steps = jax.lax.fori_loop(0, pairs, enter, 0) * pieces
 
         def copies(i):
             sources = piece(w_gate_up, w_down, active[jax.lax.div(i, pieces)], jax.lax.rem(i, pieces))
             slot = jax.lax.rem(i, 2)
 
             def copy(source, buffer):
-                return pltpu.make_async_copy(source, buffer.at[slot], semaphores.at[slot])
+                return pltpu.make_async_copy(source, buffer.at[slot], arrived.at[slot])
 
             return jax.tree.leaves(jax.tree.map(copy, sources, buffers))
 
@@ -2016,11 +2046,33 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int, interpret=False)
                 for copy in copies(i):
                     copy.start()
 
+        def for_rows(visit, action):
+            """action(row of the visit, row of its token), for each pair of the visit."""
+            begin, end = first[visit], ids[pairs_of + active[visit] + 1]
+
+            def of_row(n, _):
+                action(pl.ds(n, 1), pl.ds(tokens[pl.program_id(0) * pairs + begin + n], 1))
+
+            jax.lax.fori_loop(0, jnp.minimum(end - begin, tile), of_row, None)
+
+        def collect(row, token):
+            rows[row], picked[row] = x[token], scores[token]
+
+        def add_to_token(row, token):
+            out[token] += y[row]
+
         def add(i, _):
             start(i + 1)
+            visit, f, slot = jax.lax.div(i, pieces), jax.lax.rem(i, pieces), jax.lax.rem(i, 2)
+            if is_sorted:
+
+                @pl.when(f == 0)
+                def begin():
+                    for_rows(visit, collect)
+                    y[...] = jnp.zeros(y.shape, jnp.float32)
+
             for copy in copies(i):
                 copy.wait()
-            e, slot = active[jax.lax.div(i, pieces)], jax.lax.rem(i, 2)
 
             def multiply(x, w):
                 if isinstance(w, Int8):
@@ -2028,10 +2080,14 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int, interpret=False)
                 return einsum("bc,oc->bo", x, w[slot])
 
             gate, up, down = buffers
-            is_e = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1) == e
-            score = jnp.sum(jnp.where(is_e, scores[...], 0), axis=1, keepdims=True)
-            h = activation(multiply(x[...], gate), multiply(x[...], up), score)
-            out[...] += multiply(h.astype(x.dtype), down)
+            h, score = (unpacked(rows[...], dtype), picked) if is_sorted else (x[...], scores)
+            is_e = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1) == active[visit]
+            score = jnp.sum(jnp.where(is_e, score[...], 0), axis=1, keepdims=True)
+            h = activation(multiply(h, gate), multiply(h, up), score)
+            total = y if is_sorted else out
+            total[...] += multiply(h.astype(dtype), down)
+            if is_sorted:
+                pl.when(f == pieces - 1)(lambda: for_rows(visit, add_to_token))
 
         start(0)
         out[...] = jnp.zeros(out.shape, jnp.float32)
@@ -2044,35 +2100,56 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int, interpret=False)
         rows = Int8(pltpu.VMEM((2, columns, D), jnp.int8), pltpu.VMEM((2, 1, columns), jnp.float32))
         return rows, rows, Int8(pltpu.VMEM((2, D, columns), jnp.int8), pltpu.VMEM((2, 1, D), jnp.float32))
 
-    def of_tile(width):
-        return pl.BlockSpec((tile, width), lambda t, ids: (t, 0))
+    def of_group(width):
+        return pl.BlockSpec((group, width), lambda g, *_: (g, 0), pipeline_mode=pl.Buffered(1))
 
     # How many experts are read if the router prefers none.
-    reads = B // tile * E * (1 - (1 - 1 / (E * jax.lax.axis_size("ep"))) ** entries)
+    reads = groups * E * (1 - (1 - 1 / (E * jax.lax.axis_size("ep"))) ** pairs)
     nbytes = int(reads / E * sum(w.size * w.dtype.itemsize for w in jax.tree.leaves((w_gate_up, w_down))))
+    flops = 6 * D * F * (B * k // jax.lax.axis_size("ep") if is_sorted else int(B * reads))
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     # Otherwise XLA moves all weights to VMEM if they fit, chosen or not.
     weights = jax.tree.map(lambda w: pltpu.with_memory_space_constraint(w, pltpu.HBM), (w_gate_up, w_down))
-    return pl.pallas_call(
+    y = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((B, D), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((groups * group, D), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(B // tile,),
-            in_specs=[of_tile(D), of_tile(E), *jax.tree.map(lambda _: in_hbm, weights)],
-            out_specs=of_tile(D),
+            num_scalar_prefetch=2,
+            grid=(groups,),
+            in_specs=[of_group(x.shape[1]), of_group(E), *jax.tree.map(lambda _: in_hbm, weights)],
+            out_specs=of_group(D),
             scratch_shapes=[
                 pltpu.SMEM((E + 1,), jnp.int32),
-                pltpu.SMEM((min(E, entries) + 1,), jnp.int32),
+                pltpu.SMEM((visits + 1,), jnp.int32),
+                pltpu.SMEM((visits + 1,), jnp.int32),
+                pltpu.VMEM((tile, x.shape[1]), x.dtype),
+                *(pltpu.VMEM((tile, width), jnp.float32) for width in (E, D)),
                 buffers(),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=2**26),
-        cost_estimate=pl.CostEstimate(flops=int(6 * tile * D * F * reads), bytes_accessed=nbytes, transcendentals=0),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=60 * 2**20),
+        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0),
         interpret=interpret,
         name="experts",
-    )(ids.ravel(), x, scores_by_expert(ids, scores, E), *weights)
+    )(ids.ravel(), tokens, x, scores, *weights)
+    return y[:B]
+
+
+def packed(x: Array) -> Array:
+    """x [B, D] of 16 bits as uint32 [B, D / 2], one half over the other: a kernel cannot copy a row of 16 bits."""
+    if x.dtype == jnp.float32:
+        return x
+    low, high = (jax.lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32) for half in jnp.split(x, 2, axis=1))
+    return low | high << 16
+
+
+def unpacked(x: Array, dtype: jnp.dtype) -> Array:
+    """The inverse of packed."""
+    if dtype == jnp.float32:
+        return x
+    halves = (x & 0xFFFF, x >> 16)
+    return jnp.concatenate([jax.lax.bitcast_convert_type(half.astype(jnp.uint16), dtype) for half in halves], axis=1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def select(monkeypatch, platform):
     [
         *(("cpu", *rows) for rows in ((1, 1), (300, 1), (5, 8), (300, 2))),
         *(("gpu", *rows) for rows in ((1, 1), (300, 2))),
-        *(("tpu", *rows) for rows in ((1, 1), (5, 8), (140, 2))),
+        *(("tpu", *rows) for rows in ((1, 1), (5, 8), (140, 2), (300, 3))),
     ],
 )
 @KINDS
