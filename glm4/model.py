@@ -1585,8 +1585,8 @@ def piece_attention_kernel(q, k, v, start, window: int | None, rows=1024, block=
     query heads, `rows` rows in all. Blocks that no query of the piece sees are not in the grid; those that a tile does
     not see are neither fetched nor computed, and only those at the edge of what it sees are masked.
 
-    By the schedule of the compiled kernel, it does 84 % of the arithmetic of which a v5e is capable, and 36 % of that
-    of a v6e, whose matrix units are twice as wide as a head.
+    By the length of the compiled kernel's schedule, a whole block takes 4,248 cycles on a v5e (head_dim 128): 96 % of
+    the chip's arithmetic. On a v6e, whose matrix units are twice as wide as a head, it takes 2,651: 39 %.
     """
     (B, K, G, T, H), (S, W) = q.shape, v.shape[2:]
     block = math.gcd(S, block)
@@ -1623,7 +1623,7 @@ def piece_attention_kernel(q, k, v, start, window: int | None, rows=1024, block=
             if mask is not None:
                 scores = jnp.where(mask, scores.reshape(G, tile, block), MASKED).reshape(scores.shape)
             new_m = jnp.maximum(m[...], jnp.max(scores, axis=-1, keepdims=True))
-            alpha, p = jnp.exp(m[...] - new_m), jnp.exp(scores - new_m[:, :1])
+            alpha, p = jnp.exp(m[...] - new_m), jnp.exp(scores - jnp.tile(new_m, (1, block // lanes)))
             m[...] = new_m
             # l has a sum for each of 128 lanes: to add up lanes is slow, and is done once, at the end.
             l[...] = l[...] * alpha + sum(jnp.split(p, block // l.shape[1], axis=1))
