@@ -19,7 +19,6 @@ model, by a profiler's trace. --save NAME writes benchmarks/results/NAME.json, w
 
 import argparse
 import json
-import math
 import os
 import re
 import statistics
@@ -38,7 +37,7 @@ if "--components" in sys.argv:  # in a captured graph, a GPU's kernels would not
 import jax
 import jax.numpy as jnp
 import numpy as np
-from folders import import_from, provenance, read_config, run, save
+from folders import flops, import_from, provenance, read_config, run, save
 
 # Published dense bfloat16 peak in TFLOP/s of a device, by the beginning of jax's device_kind; sources as main.py's.
 PEAK_TFLOPS = {
@@ -76,37 +75,6 @@ def random_weights(model, abstract: dict, seed: int) -> dict:
         make.setdefault(x, jax.jit(lambda key, x=x: numbers(key, x), out_shardings=shardings))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     return tree.unflatten(make[x](key) for key, x in zip(keys, leaves, strict=True))
-
-
-def flops(model, config, batch: int, first: int, last: int) -> int:
-    """Operations that the tokens of `batch` rows at positions first to last - 1 need, on all devices.
-
-    The output head counts once a row.
-    """
-    weights = model.abstract_weights(config, model.make_mesh(devices=jax.devices()[:1]), jnp.bfloat16)
-    active = 0  # numbers of the matrices that a token meets
-    for x in jax.tree.leaves(weights["layers"]):
-        if len(x.shape) > 1:
-            active += math.prod(x.shape)
-        if len(x.shape) == 3:  # experts
-            active -= math.prod(x.shape) * (1 - config.num_experts_per_tok / x.shape[0])
-    attended = sum(
-        tokens_attended(config, layer, position)
-        for layer in range(config.num_hidden_layers)
-        for position in range(first, last)
-    )
-    if hasattr(config, "kv_lora_rank"):  # keys and values of two widths; what expands latents is among the matrices
-        widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    else:
-        widths = 2 * config.head_dim
-    attention = 2 * config.num_attention_heads * widths * attended
-    return batch * (2 * int(active) * (last - first) + attention + 2 * config.vocab_size * config.hidden_size)
-
-
-def tokens_attended(config, layer: int, position: int) -> int:
-    """How many tokens the one at `position` attends to in a layer."""
-    window, chunk = config.mask(layer) if hasattr(config, "mask") else (None, None)
-    return position % chunk + 1 if chunk else min(position + 1, window or position + 1)
 
 
 def measure(folder, weights, config, mesh, args, batch: int, length: int) -> dict:

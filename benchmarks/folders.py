@@ -4,6 +4,7 @@ import datetime
 import importlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -11,6 +12,8 @@ import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
+
+import jax
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -68,6 +71,40 @@ def split_of(weight) -> str:
         return "whole on each device"
     split = f"{('rows', 'columns')[weight.split]} over {' x '.join(weight.axes())}"
     return f"experts over ep, {split}" if weight.experts else split
+
+
+def flops(model: ModuleType, config, batch: int, first: int, last: int) -> int:
+    """Operations that the tokens of `batch` rows at positions first to last - 1 need, on all devices.
+
+    The output head counts once a row.
+    """
+    active = 0  # numbers of the matrices that a token meets
+    for weight in jax.tree.leaves(model.weights_of(config)["layers"]):
+        shape = shape_of(weight)
+        if len(shape) > 1:
+            active += math.prod(shape) * (config.num_experts_per_tok / weight.experts if weight.experts else 1)
+    attention = attention_flops(config, first, last)
+    return batch * (2 * int(active) * (last - first) + attention + 2 * config.vocab_size * config.hidden_size)
+
+
+def attention_flops(config, first: int, last: int) -> int:
+    """Operations of attention for the tokens of a row at positions first to last - 1, in all layers, on all devices."""
+    attended = sum(
+        tokens_attended(config, layer, position)
+        for layer in range(config.num_hidden_layers)
+        for position in range(first, last)
+    )
+    if hasattr(config, "kv_lora_rank"):  # keys and values of two widths; what expands latents is among the matrices
+        widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    else:
+        widths = 2 * config.head_dim
+    return 2 * config.num_attention_heads * widths * attended
+
+
+def tokens_attended(config, layer: int, position: int) -> int:
+    """How many tokens the one at `position` attends to in a layer."""
+    window, chunk = config.mask(layer) if hasattr(config, "mask") else (None, None)
+    return position % chunk + 1 if chunk else min(position + 1, window or position + 1)
 
 
 def provenance(packages: tuple[str, ...]) -> dict:

@@ -17,6 +17,13 @@ plus 1.3 microseconds for each kernel, which is what one costs even in a capture
 serial_ms is a warning beside the estimate: the time if nothing overlapped a kernel. It adds up the compiler's cycles
 and, for each kernel, a microsecond and the time of the bytes that the kernel says it reads.
 
+With `--prefill P` it is the prefill of prompts of P tokens: all their pieces, of the length that generate takes. One
+program serves all pieces, and what differs is how often its loops run and how many tokens attention meets. core_ms is
+the sum over the pieces of the larger of the time of the bytes and that of cycles and kernels: each loop's body as often
+as it runs, and each kernel's arithmetic at KERNEL_SHARE of the peak. floor_ms is the larger of the time of the
+arithmetic at the peak (2 operations for each token and weight, and attention) and that of reading every weight once;
+mfu is the arithmetic at the peak over the estimate.
+
 collective_ms takes a microsecond for each collective, and the time of its bytes over all links of a chip. If n devices
 share a layer, these are 2 (n - 1) / n of an all-reduce's bytes and (n - 1) / n of an all-gather's. The model's own
 kernels that exchange data between chips (`exchanges`) carry all of their bytes. Both constants were held against one
@@ -48,7 +55,7 @@ os.environ |= {
 
 import jax
 import jax.numpy as jnp
-from folders import import_from, provenance, read_config, run, save
+from folders import attention_flops, flops, import_from, provenance, read_config, run, save
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -58,7 +65,8 @@ GPU_KERNEL_S = 1.3e-6
 
 
 class Chip(NamedTuple):
-    """Published figures of a device: memory in bytes, its bandwidth and that of all links together in bytes/s.
+    """Published figures of a device: memory in bytes, its bandwidth and that of all links together in bytes/s, and its
+    dense bfloat16 peak in operations/s.
 
     `clock_hz`, which turns the compiler's cycles into time, is the published bf16 peak over what the matrix units do in
     a cycle (v5e: 197e12 / (2 x 4 x 128 x 128)), and None for GPUs. Sources: Google Cloud's page of each TPU version,
@@ -68,16 +76,21 @@ class Chip(NamedTuple):
     memory: float
     bandwidth: float
     links: float
+    peak: float
     clock_hz: float | None
 
 
 CHIPS = {
-    "v5e": Chip(16 * 2**30, 819e9, 200e9, 1.5e9),
-    "v5p": Chip(95 * 2**30, 2765e9, 600e9, 1.75e9),
-    "v6e": Chip(32 * 2**30, 1640e9, 448e9, 1.75e9),
-    "h100": Chip(80e9, 3352e9, 450e9, None),
-    "h200": Chip(141e9, 4800e9, 450e9, None),
+    "v5e": Chip(16 * 2**30, 819e9, 200e9, 197e12, 1.5e9),
+    "v5p": Chip(95 * 2**30, 2765e9, 600e9, 459e12, 1.75e9),
+    "v6e": Chip(32 * 2**30, 1640e9, 448e9, 918e12, 1.75e9),
+    "h100": Chip(80e9, 3352e9, 450e9, 989e12, None),
+    "h200": Chip(141e9, 4800e9, 450e9, 989e12, None),
 }
+# The share of the peak at which kernels compute, for which the compiler counts no cycles. On TPUs it is that of
+# piece_attention by the length of its compiled schedule, rounded down. (LIBTPU_INIT_ARGS="--xla_jf_dump_to=DIR
+# --xla_jf_dump_llo_text=true" writes it.) For GPUs it is a guess.
+KERNEL_SHARE = {"v5e": 0.8, "v5p": 0.8, "v6e": 0.33, "h100": 0.6, "h200": 0.6}
 
 # What the compiler needs to know of a GPU that is not at hand: the text form of its device description.
 GPU = """
@@ -127,8 +140,8 @@ def nbytes(shapes: str) -> int:
     return total
 
 
-def lower_program(model, config, mesh, args):
-    """The decode step, or the prefill of args.prefill tokens a row, lowered; the abstract weights and cache."""
+def lower_program(model, config, mesh, args, piece: int | None):
+    """The decode step, or a piece of prefill, lowered; the abstract weights and cache."""
 
     def array(shape, dtype, spec=P()):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -141,8 +154,8 @@ def lower_program(model, config, mesh, args):
         array((batch, 2), jnp.uint32, P("dp")),
         {"config": config, "mesh": mesh, "sampling": model.Sampling()},
     )
-    if args.prefill:
-        arguments = array((batch, args.prefill), jnp.int32), array((), jnp.int32), positions, seeds
+    if piece:
+        arguments = array((batch, piece), jnp.int32), array((), jnp.int32), positions, seeds
         return model.prefill.lower(weights, cache, *arguments, **options), weights, cache
     arguments = array((batch,), jnp.int32), positions, seeds
     return model.decode_step.lower(weights, cache, *arguments, **options), weights, cache
@@ -159,10 +172,12 @@ def plan(args) -> dict:
     devices = devices_of(args.target)
     dp = args.dp or (max(1, len(devices) // ((args.ep or 1) * args.tp)) if args.tp else None)
     mesh = model.make_mesh(*model.mesh_shape(config, devices, dp, args.ep, args.tp), devices=devices)
-    if args.prefill and args.prefill % model.cache_sharers(config, model.model_shards(mesh)):
-        raise ValueError(f"--prefill {args.prefill}: the chips that share a kv head, or a cache, do not divide it")
+    R, piece = model.cache_sharers(config, model.model_shards(mesh)), None
+    if args.prefill:
+        piece = model.piece_length(args.prefill, math.ceil(args.batch / mesh.shape["dp"]), R, config)
+        args.max_seq_len = max(args.max_seq_len, math.ceil(args.prefill / piece) * piece)
     begin = time.perf_counter()
-    lowered, weights, cache = lower_program(model, config, mesh, args)
+    lowered, weights, cache = lower_program(model, config, mesh, args, piece)
     lengths = [args.max_seq_len] * args.batch
     one = model.make_mesh(devices=devices[:1])
     options = [config, one, args.batch, args.max_seq_len, args.dtype, args.quantize_cache == "int8"]
@@ -174,8 +189,10 @@ def plan(args) -> dict:
         "cache_bytes": model.stored_bytes(cache) // mesh.size,
         "floor_ms": 1e3 * model.step_bytes(*unsharded, lengths, config) / mesh.size / chip.bandwidth,
     }
-    if args.prefill:
-        report["floor_ms"] = None  # a decode step's
+    needed = flops(model, config, args.batch, 0, args.prefill) / mesh.size if piece else None
+    if piece:
+        nbytes = weight_bytes(model, *unsharded, args.batch * args.prefill, config) / mesh.size
+        report |= {"piece": piece, "floor_ms": 1e3 * max(needed / chip.peak, nbytes / chip.bandwidth)}
     try:
         program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -183,8 +200,20 @@ def plan(args) -> dict:
             raise ValueError(f"{args.target}: the compiler failed: {str(error)[:300]}") from error
         return report | dict.fromkeys(PROGRAM_KEYS)
     report["compile_s"] = time.perf_counter() - begin
-    read_s = model.step_bytes(weights, cache, lengths, config) / mesh.size / chip.bandwidth
-    report |= costs(program, model.model_shards(mesh), chip, read_s, config.num_hidden_layers)
+    runs = [Run(model.step_bytes(weights, cache, lengths, config) / mesh.size)]
+    if piece:
+        runs = []
+        for start in range(0, args.prefill, piece):
+            nbytes = weight_bytes(model, weights, cache, args.batch * piece, config)
+            nbytes += model.cache_bytes_read(cache, [start + piece] * args.batch, config)
+            attention = args.batch * attention_flops(config, start, start + piece) / mesh.size
+            operations = flops(model, config, args.batch, start, start + piece) / mesh.size
+            trips = loop_trips(model, config, cache, R, start, piece)
+            runs.append(Run(nbytes / mesh.size, trips, attention, operations))
+    report |= costs(program.as_text(), program.memory_analysis(), model.model_shards(mesh), name, runs)
+    report["kernels_per_layer"] = round(report["kernels_per_layer"] / config.num_hidden_layers, 1)
+    if piece:
+        report["mfu"] = 1e3 * needed / chip.peak / report["estimated_ms"]
     report["fits"] = report["hbm_bytes"] <= chip.memory
     return report
 
@@ -195,37 +224,99 @@ PROGRAM_KEYS = (  # null where the compiler finds that the program does not fit
 )  # fmt: skip
 
 
-def costs(program, shards: int, chip: Chip, read_s: float, layers: int) -> dict:
-    """What a compiled program says of its costs, where `shards` devices share a layer. `read_s` is the time to read the
-    bytes that the step must read."""
-    text, memory = program.as_text(), program.memory_analysis()
-    entry = text[text.index("\nENTRY") :]
-    cycles = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text)))
+def weight_bytes(model, weights: dict, cache: list, tokens: int, config) -> float:
+    """Bytes of the weights that a step of so many tokens has to read, on all devices."""
+    lengths = [1] * tokens
+    return model.step_bytes(weights, cache, lengths, config) - model.cache_bytes_read(cache, lengths, config)
+
+
+class Run(NamedTuple):
+    """One execution of a program on a device: the bytes that it must read, and for a piece of prefill how often each of
+    its loops runs, the operations of attention and of all."""
+
+    nbytes: float
+    trips: tuple[int, ...] = ()
+    attention: float | None = None
+    operations: float | None = None
+
+
+def loop_trips(model, config, cache: list, R: int, start: int, piece: int) -> tuple[int, ...]:
+    """How often each loop over blocks of keys runs in a piece of prefill at `start`, on a TPU. A layer has a loop if it
+    has several blocks; the first one stands outside the loop."""
+    trips = []
+    for i, layer in enumerate(cache):
+        slots = layer[0].shape[2]
+        window, chunk = config.mask(i) if hasattr(config, "mask") else (None, None)
+        is_at_hand = R == 1 and not hasattr(config, "kv_lora_rank")
+        block = slots if is_at_hand else math.gcd(slots, model.power_of_two(model.PIECE_KEYS // R))
+        if block < slots:
+            first = start % chunk if chunk else start
+            blocks = (first + piece - 1) // (block * R) - max(first - window + 1 if window else 0, 0) // (block * R)
+            trips.append(blocks)
+    return tuple(trips)
+
+
+def loop_bodies(text: str) -> list[str]:
+    """The text of the body of each loop of a compiled program, in the order of the loops."""
+    names = re.findall(r" while\(.*?body=%([\w.\-]+)", text[text.index("\nENTRY") :])
+    return [text[text.index(f"\n%{name} (") :].partition("\n}\n")[0] for name in names]
+
+
+def cycles_of(text: str) -> int:
+    """The cycles that the compiler estimates for all that the text of a program contains."""
+    return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text)))
+
+
+def costs(text: str, memory, shards: int, name: str, runs: list[Run]) -> dict:
+    """What the text of a compiled program and its memory analysis say of its costs, where `shards` devices share a
+    layer. The times are those of all runs together."""
+    chip, entry, bodies = CHIPS[name], text[text.index("\nENTRY") :], loop_bodies(text)
     kernels = len(KERNEL.findall(entry))
-    core_s = max(cycles / chip.clock_hz, read_s) if chip.clock_hz else read_s + kernels * GPU_KERNEL_S
-    streamed = [int(n) for n in re.findall(r'"bytes_accessed":"(\d+)"', text)]
-    serial_s = (
-        cycles / chip.clock_hz + sum(streamed) / chip.bandwidth + len(streamed) * 1e-6 if chip.clock_hz else core_s
-    )
-    collectives = Counter(match["kind"] for match in COLLECTIVE.finditer(entry))
-    traffic = sum(
-        nbytes(match["shapes"]) * {"all-reduce": 2}.get(match["kind"], 1) * (shards - 1) / shards
-        for match in COLLECTIVE.finditer(entry)
-    )
-    exchanges = EXCHANGE.findall(entry)
-    traffic += sum(map(nbytes, exchanges))
-    collective_s = (sum(collectives.values()) + len(exchanges)) * COLLECTIVE_START_S + traffic / chip.links
+    own = [each for each in re.split(r"\n  (?=%|ROOT)", text) if 'custom_call_target="tpu_custom_call"' in each]
+    bytes_read = [sum(map(int, re.findall(r'"bytes_accessed":"(\d+)"', each))) for each in own]
+    started = sum(n > 0 for n in bytes_read)  # exchanges count as collectives
+    operations = [
+        sum(map(int, re.findall(r'"flops":"(\d+)"', each))) * (not each.startswith("%piece_attention")) for each in own
+    ]
+
+    def traffic(text):
+        """Of collectives: a Counter of their kinds, the number of exchanges, bytes."""
+        found, exchanges = list(COLLECTIVE.finditer(text)), EXCHANGE.findall(text)
+        carried = sum(
+            nbytes(match["shapes"]) * {"all-reduce": 2}.get(match["kind"], 1) * (shards - 1) / shards for match in found
+        )
+        return Counter(match["kind"] for match in found), len(exchanges), carried + sum(map(nbytes, exchanges))
+
+    def seconds(kinds, exchanges, carried):
+        return (kinds.total() + exchanges) * COLLECTIVE_START_S + carried / chip.links
+
+    outside, inside = cycles_of(text) - sum(map(cycles_of, bodies)), list(map(cycles_of, bodies))
+    core_s = serial_s = collective_s = 0.0
+    for one in runs:
+        if chip.clock_hz and len(one.trips) != len(bodies):
+            raise ValueError(f"the compiled program has {len(bodies)} loops, and should have {len(one.trips)}")
+        collective_s += seconds(*traffic(entry))
+        collective_s += sum(n * seconds(*traffic(body)) for n, body in zip(one.trips, bodies))
+        read_s, speed = one.nbytes / chip.bandwidth, KERNEL_SHARE[name] * chip.peak
+        if not chip.clock_hz:
+            core_s += max(read_s, (one.operations or 0) / speed) + kernels * GPU_KERNEL_S
+            continue
+        cycles_s = (outside + sum(n * c for n, c in zip(one.trips, inside, strict=True))) / chip.clock_hz
+        computed_s = 0.0 if one.attention is None else (one.attention + sum(operations)) / speed
+        core_s += max(cycles_s + computed_s, read_s)
+        serial_s += max(cycles_s + computed_s, read_s, cycles_s + sum(bytes_read) / chip.bandwidth + started * 1e-6)
     hbm = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     hbm += memory.output_size_in_bytes - memory.alias_size_in_bytes
     # What a decode step copies in pieces of a mebibyte and more can only be weights or the cache.
     copies = [size for match in COPY.finditer(entry) if (size := nbytes(match["shapes"])) >= 2**20]
+    kinds, exchanges, _ = traffic(entry)
     return {
         "temp_bytes": memory.temp_size_in_bytes,
         "hbm_bytes": hbm,
-        "collectives": dict(collectives),
-        "exchanges": len(exchanges),
+        "collectives": dict(kinds),
+        "exchanges": exchanges,
         "copy_bytes": sum(copies),
-        "kernels_per_layer": round(kernels / layers, 1),
+        "kernels_per_layer": kernels,
         "core_ms": 1e3 * core_s,
         "serial_ms": 1e3 * (max(core_s, serial_s) + collective_s),
         "collective_ms": 1e3 * collective_s,
@@ -311,7 +402,9 @@ def main() -> None:
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     add("--quantize", choices=["int8"])
     add("--quantize_cache", choices=["int8"])
-    add("--prefill", type=int, metavar="P", help="compile the prefill of P tokens a row, not the decode step")
+    add(
+        "--prefill", type=int, metavar="P", help="the prefill of P tokens a row, in all its pieces, not the decode step"
+    )
     add("--dp", type=int)
     add("--ep", type=int)
     add("--tp", type=int, nargs="+")
