@@ -378,14 +378,18 @@ def table(rows: list[dict]) -> str:
 def sweep(args) -> list[dict]:
     """A report for every combination of the arguments that have several values, with what tells them apart."""
     rows = []
-    for values in itertools.product(args.target, args.batch, args.max_seq_len, args.tp or [None]):
+    for values in itertools.product(
+        args.target, args.batch, args.max_seq_len, args.tp or [None], args.prefill or [None]
+    ):
         one = argparse.Namespace(**vars(args))
-        one.target, one.batch, one.max_seq_len, one.tp = values
+        one.target, one.batch, one.max_seq_len, one.tp, one.prefill = values
         report = plan(one)
         dp = report["mesh"]["dp"]
         key = one.config, one.target, one.quantize, one.quantize_cache, dp, one.batch, one.max_seq_len
         published_ms = None if args.layers or args.prefill else PUBLISHED.get(key)
         named = {"target": one.target, "batch": one.batch, "max_seq_len": one.max_seq_len}
+        if one.prefill:
+            named["prefill"] = one.prefill
         rows.append(named | report | {"published_ms": published_ms})
     return rows
 
@@ -403,7 +407,11 @@ def main() -> None:
     add("--quantize", choices=["int8"])
     add("--quantize_cache", choices=["int8"])
     add(
-        "--prefill", type=int, metavar="P", help="the prefill of P tokens a row, in all its pieces, not the decode step"
+        "--prefill",
+        type=int,
+        nargs="+",
+        metavar="P",
+        help="the prefill of P tokens a row, in all its pieces, not the decode step",
     )
     add("--dp", type=int)
     add("--ep", type=int)

@@ -18,7 +18,9 @@ from folders import RESULTS, ROOT, import_model, read_config, run, shape_of, spl
 
 FOLDERS = sorted(file.parent.name for file in ROOT.glob("*/model.py"))
 PAGES = ("README.md", "docs/performance.md", *(f"{folder}/README.md" for folder in FOLDERS))
-MARKED = re.compile(r"(<!-- (plans|speeds|formats|summary|sizes|weights) (\S[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(
+    r"(<!-- (plans|prefills|speeds|formats|summary|sizes|weights) (\S[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL
+)
 MACHINES = [  # in the order of their memory: name, bytes of all devices, platform, number of devices
     *((name, gb * 1e9, "gpu", 1) for name, gb in {"RTX 4090": 24, "L40S": 48, "H100": 80, "H200": 141}.items()),
     ("8 x H100", 640e9, "gpu", 8),
@@ -41,9 +43,6 @@ def plans(reports: list[dict]) -> list[str]:
     """Files of plan.py: each a table of estimates, with published measurements of jax-llm-examples if there are any."""
     lines = []
     for report in reports:
-        arguments = report["arguments"]
-        kinds = [arguments["dtype"], arguments["quantize"] and "int8 weights"]
-        kinds.append(arguments["quantize_cache"] and "int8 cache")
         has_published = any(row["published_ms"] for row in report["plans"])
         header = ["target", "dp, ep, tp", "batch", "slots", "GB a chip", "core ms", "collective ms", "estimate ms"]
         header += ["floor ms", "steps/s", "of the floor", *["measured elsewhere, ms"] * has_published]
@@ -60,15 +59,30 @@ def plans(reports: list[dict]) -> list[str]:
                 cells += ["does not fit", None, None, None, f"{row['floor_ms']:.2f}", None, None]
             published = row["published_ms"]
             rows.append(cells + [f"{published:.2f}" if published else None] * has_published)
-        lines += [
-            f"{arguments['config']}, {', '.join(filter(None, kinds))}:",
-            "",
-            *table(header, rows),
-            "",
-            source(report),
-            "",
-        ]
+        lines += [f"{formats_of(report)}:", "", *table(header, rows), "", source(report), ""]
     return lines
+
+
+def prefills(reports: list[dict]) -> list[str]:
+    """Files of plan.py --prefill, in one table: whole prompts."""
+    header = ["model", "target", "dp, ep, tp", "prompt", "core ms", "collective ms", "estimate ms", "floor ms"]
+    rows = []
+    for report in reports:
+        for row in report["plans"]:
+            mesh = ", ".join(str(row["mesh"][axis]) for axis in ("dp", "ep", "tp"))
+            cells = [f"{row[key]:,.1f}" for key in ("core_ms", "collective_ms", "estimated_ms", "floor_ms")]
+            share = f"{row['floor_ms'] / row['estimated_ms']:.0%}"
+            speed = f"{1e3 * row['batch'] * row['prefill'] / row['estimated_ms']:,.0f}"
+            rows.append([formats_of(report), row["target"], mesh, f"{row['prefill']:,}", *cells, share, speed])
+    return [*table([*header, "of the floor", "tokens/s"], rows), "", *map(source, reports), ""]
+
+
+def formats_of(report: dict) -> str:
+    """The model of a file of plan.py, and its number formats."""
+    arguments = report["arguments"]
+    kinds = [arguments["dtype"], arguments["quantize"] and "int8 weights"]
+    kinds.append(arguments["quantize_cache"] and "int8 cache")
+    return f"{arguments['config']}, {', '.join(filter(None, kinds))}"
 
 
 def speeds(reports: list[dict]) -> list[str]:
@@ -205,7 +219,7 @@ def filled(text: str) -> str:
 
     def replaced(match: re.Match) -> str:
         names = match[3].split()
-        if match[2] in ("plans", "speeds", "formats"):
+        if match[2] in ("plans", "prefills", "speeds", "formats"):
             names = [json.loads((RESULTS / f"{name}.json").read_text()) for name in names]
         return match[1] + "\n".join(globals()[match[2]](names)) + "\n" + match[4]
 

@@ -226,7 +226,8 @@ def weights_of(config: Config) -> dict:
     what all heads share: the compressed query, the latent and the rope key. `gate_up` is one product too: a device
     holds its gate rows, then its up rows. Experts are split over ep, and each like an MLP over tp. The router, which
     every device needs, is whole on each. "Declaring weights" explains Part, by_output, by_input, bias and whole. `k_b`
-    and `v_b` expand a latent to each head's key and value. Norms are float32, the dtype that they are computed in.
+    and `v_b` expand a latent to each head's key and value. The norms in a layer are float32, in which they are
+    computed.
     """
     D, Q, L, U = config.hidden_size, config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
     N, H, W, E = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim, config.n_routed_experts
@@ -1052,7 +1053,7 @@ def mask_padding(logits: Array, config: Config) -> Array:
 # with nothing else gives no NaN: once a real score arrives, what the block added is multiplied by exp(MASKED - m) = 0.
 MASKED = -1e30
 
-CACHE_SPEC = P("dp", MODEL_AXES)  # rows over dp; kv heads, or parts of a sequence, over ep x tp
+CACHE_SPEC = P("dp", MODEL_AXES)  # rows over dp; kv heads, or what devices share of a cache, over ep x tp
 
 
 def is_attended(keys: Array, queries: Array, window: int | None) -> Array:
@@ -1142,10 +1143,11 @@ class LayerCache(NamedTuple):
     """What a layer keeps of each token: its latent [B, X, S, L], and its key of rotary embedding [B, X, S, U].
 
     The R devices that share a cache divide its rows first, then their tokens. There are I groups of B / I rows, and R /
-    I devices to each, the parts: device r of R belongs to group r // (R / I) and is part r % (R / I). A device has
-    slots for the B / I rows of its group: a row has I entries of the first dimension. The token at position p of a row
-    is on part p % (R / I), and there, with n = p // (R / I), in entry n % I of the row, slot n // I: slot s of entry e
-    holds position (s I + e) R / I + part, and a cache that grows, grows at the end of each entry.
+    I devices to each, the parts: device r of R belongs to group r // (R / I) and is part r % (R / I). A device reads
+    its array [B, 1, S, L] as [B / I, I, S, L]: each row of its group has I entries of S slots, and the row's tokens on
+    this part go to its entries in turn. The token at position p is on part p % (R / I), and there, with n = p // (R /
+    I), in entry n % I, slot n // I: slot s of entry e holds position (s I + e) R / I + part. So a cache that grows,
+    grows at the end of each entry.
 
     With 3 rows on 8 devices I is 1: each device has every eighth token of all rows. With 4 rows I is 4: two devices
     have a row, every second token each.

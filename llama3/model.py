@@ -883,7 +883,7 @@ def mask_padding(logits: Array, config: Config) -> Array:
 # with nothing else gives no NaN: once a real score arrives, what the block added is multiplied by exp(MASKED - m) = 0.
 MASKED = -1e30
 
-CACHE_SPEC = P("dp", MODEL_AXES)  # rows over dp; kv heads, or parts of a sequence, over ep x tp
+CACHE_SPEC = P("dp", MODEL_AXES)  # rows over dp; kv heads, or what devices share of a cache, over ep x tp
 
 
 def is_attended(keys: Array, queries: Array, window: int | None) -> Array:

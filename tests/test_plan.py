@@ -1,11 +1,17 @@
 """benchmarks/plan.py: its figures against numbers counted by hand, and its errors."""
 
 import json
+import os
 import subprocess
 import sys
+from functools import partial
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
-from helpers import ROOT, environment_of_users
+from helpers import ROOT, environment_of_users, import_folder
+from jax.sharding import PartitionSpec as P
 
 PLAN = [sys.executable, ROOT / "benchmarks" / "plan.py"]
 ENVIRONMENT = environment_of_users()
@@ -64,3 +70,54 @@ def test_devices_that_share_a_head_read_the_cache_once():
     assert report["cache_bytes"] == 2 * 2 * 8 * 8192 * 8 * (128 + 4) // 16
     assert report["exchanges"] == 4 and report["copy_bytes"] == 0
     assert report["collectives"] == {"all-reduce": 5, "all-gather": 1}
+
+
+def test_prefill_of_two_pieces():
+    command = [*PLAN, "llama3", "--config", "llama-3.1-8b", "--layers", "2", "--target", "v5e:2x2", "--batch", "1"]
+    command += ["--prefill", "2000", "--json"]
+    report = json.loads(subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=True).stdout)
+    a_layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
+    attention = 2 * 4 * 4096 * 2000 * 2001 // 2
+    operations = 2 * 2 * a_layer * 2000 + attention + 2 * 128256 * 4096
+    assert report["piece"] == 1024 and report["max_seq_len"] == 2048 and report["fits"]
+    assert report["floor_ms"] == pytest.approx(operations / 4 / 197e12 * 1e3, rel=1e-6)
+    assert report["mfu"] == pytest.approx(operations / 4 / 197e12 * 1e3 / report["estimated_ms"], rel=1e-6)
+    assert report["floor_ms"] < report["core_ms"] < 2 * report["floor_ms"]
+    # 5 all-reduces of 1,024 rows in bfloat16, and the token's all-gather; twice.
+    seconds = 2 * (6e-6 + 5 * 2 * 3 / 4 * 1024 * 4096 * 2 / 200e9)
+    assert report["collective_ms"] == pytest.approx(seconds * 1e3, rel=0.1)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_loops_run_as_often_as_counted(monkeypatch, window):
+    """Those over blocks of a cache that two devices share, by the real loop."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # plan sets that of its process
+    import plan
+
+    model = import_folder("llama3").model
+    count = []
+
+    def counted(a, b, merged=model.merged):
+        jax.debug.callback(lambda: count.append(1))
+        return merged(a, b)
+
+    monkeypatch.setattr(model, "merged", counted)
+    monkeypatch.setattr(model, "PIECE_KEYS", 64)
+    monkeypatch.setattr(model, "piece_attention_kernel", model.plain_piece_attention)
+    monkeypatch.setattr(
+        jax.lax, "platform_dependent", lambda *args, default, tpu=None, cpu=None: (tpu or default)(*args)
+    )
+    mesh, T, heads = model.make_mesh(1, 1, 2, devices=jax.devices()[:2]), 64, P("dp", None, model.MODEL_AXES)
+    mask = model.Mask(window=window)
+    attend = partial(model.prefill_attention, mask=mask, is_live=jnp.ones(1, bool), R=2)
+    specs = heads, heads, heads, model.CACHE_SPEC, P("dp")
+    program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(heads, specs[3]), check_vma=False)
+    program = jax.jit(program)
+    x, cache = jnp.ones((1, T, 2, 16)), model.LayerCache(*[jnp.zeros((1, 2, 256, 16))] * 2)
+    config = SimpleNamespace(mask=lambda layer: mask)
+    for start in (0, 64, 192, 448):
+        count.clear()
+        jax.block_until_ready(program(x, x, x, cache, start + jnp.arange(T)[None]))
+        jax.effects_barrier()
+        assert plan.loop_trips(model, config, [cache], 2, start, T) == (len(count) / 2,)

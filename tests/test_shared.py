@@ -28,8 +28,8 @@ def test_blocks_have_one_order():
             assert [h for h in order if h in other] == [h for h in other if h in order]
 
 
-def test_the_second_half_is_blocks_alone():
-    """The first half defines the model, the blocks what runs it, and neither defines what the other does."""
+def test_below_the_model_are_blocks_alone():
+    """The first part defines the model, the blocks what runs it, and neither defines what the other does."""
     for folder in folders():
         halves = list(blocks(folder).values())
         first = {node.name for node in ast.parse(halves[0]).body if hasattr(node, "name")}
