@@ -1961,6 +1961,9 @@ def gathered_experts(x, ids, scores, w_gate_up, w_down) -> Array:
     return jnp.sum(pair_product(h, w_down).reshape(B, k, -1), axis=1)
 
 
+GROUP_BYTES = 48 * 2**20  # of VMEM, for the rows of a group of tokens and their sums
+
+
 def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int = 128, interpret=False) -> Array:
     """One Pallas kernel for TPUs: it fetches the experts that tokens chose, and no others.
 
@@ -1977,7 +1980,7 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int = 128, interpret=
     columns = 128
     pieces = F // columns
     is_sorted = tile < B
-    fitting = 48 * 2**20 // (D * (x.dtype.itemsize + 4))  # tokens whose rows and sums fit in VMEM
+    fitting = GROUP_BYTES // (D * (x.dtype.itemsize + 4))
     group = min(power_of_two(B), power_of_two(fitting + 1) // 2) if is_sorted else B
     groups, pairs = ceil_div(B, group), group * k
     visits = min(E, pairs) + pairs // tile * is_sorted

@@ -90,6 +90,7 @@ def select(monkeypatch, platform):
 
     monkeypatch.setattr(jax.lax, "platform_dependent", choose)
     monkeypatch.setattr(model, "expert_kernel", partial(model.expert_kernel, interpret=STRICT))
+    monkeypatch.setattr(model, "GROUP_BYTES", 2**17)  # 140 rows of 128 numbers are two groups
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def select(monkeypatch, platform):
     [
         *(("cpu", *rows) for rows in ((1, 1), (300, 1), (5, 8), (300, 2))),
         *(("gpu", *rows) for rows in ((1, 1), (300, 2))),
-        *(("tpu", *rows) for rows in ((1, 1), (5, 8), (140, 2), (300, 3))),
+        *(("tpu", *rows) for rows in ((1, 1), (5, 8), (140, 2))),
     ],
 )
 @KINDS

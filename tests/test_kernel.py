@@ -160,8 +160,7 @@ def test_devices_that_share_a_head(monkeypatch, platform, mesh, kv_heads, G, pos
     jax.tree.map(np.testing.assert_array_equal, updated, after)
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("window", "int8"), [(None, True), (100, False)])
 def test_prefill_of_devices_that_share_a_head(monkeypatch, window, int8):
     """Pieces of a prompt by the kernel, in several blocks gathered from two devices, as by plain JAX."""
     mesh, R, B, T = model.make_mesh(1, 2, 2, devices=jax.devices()[:4]), 2, 2, 64

@@ -89,8 +89,9 @@ def select(monkeypatch, platform):
             monkeypatch.setattr(model, kernel, partial(getattr(model, kernel), interpret=STRICT))
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 2), (1, 1, 4)], ids=str)
-@pytest.mark.parametrize(("B", "int8"), [(1, False), (2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("mesh", "B", "int8"), [((1, 1, 1), 2, False), ((1, 2, 2), 1, True), ((1, 1, 4), 2, False), ((1, 2, 2), 3, False)]
+)
 def test_prefill_of_a_tpu(monkeypatch, mesh, B, int8):
     """Pieces of a prompt by the kernel, in several blocks, as by plain JAX."""
     T, tokens = 64, 256
