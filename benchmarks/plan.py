@@ -242,7 +242,7 @@ class Run(NamedTuple):
 
 def loop_trips(model, config, cache: list, R: int, start: int, piece: int) -> tuple[int, ...]:
     """How often each loop over blocks of keys runs in a piece of prefill at `start`, on a TPU. A layer has a loop if it
-    has several blocks; the first one stands outside the loop."""
+    has several blocks."""
     trips = []
     for i, layer in enumerate(cache):
         slots = layer[0].shape[2]
@@ -252,7 +252,7 @@ def loop_trips(model, config, cache: list, R: int, start: int, piece: int) -> tu
         if block < slots:
             first = start % chunk if chunk else start
             blocks = (first + piece - 1) // (block * R) - max(first - window + 1 if window else 0, 0) // (block * R)
-            trips.append(blocks)
+            trips.append(blocks + 1)
     return tuple(trips)
 
 

@@ -1085,7 +1085,9 @@ def attend_to_blocks(q: Array, load, slots: int, start, window: int | None, R: i
         def step(i, state):
             return merged(state, attend_to(i, start - i * block * R))
 
-        return jax.lax.fori_loop(first + 1, last + 1, step, attend_to(first, start - first * block * R))[0]
+        values = jax.eval_shape(partial(load, n=block), 0)[1]
+        nothing = jnp.zeros((*q.shape[:4], values.shape[-1])), jnp.full((*q.shape[:4], 1), MASKED)
+        return jax.lax.fori_loop(first, last + 1, step, nothing)[0]
 
     plain = partial(run, plain_piece_attention, math.gcd(slots, power_of_two(512 // R)))
     kernel = partial(run, piece_attention_kernel, tpu_block)
