@@ -13,8 +13,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import jax
-
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -79,10 +77,11 @@ def flops(model: ModuleType, config, batch: int, first: int, last: int) -> int:
     The output head counts once a row.
     """
     active = 0  # numbers of the matrices that a token meets
-    for weight in jax.tree.leaves(model.weights_of(config)["layers"]):
-        shape = shape_of(weight)
-        if len(shape) > 1:
-            active += math.prod(shape) * (config.num_experts_per_tok / weight.experts if weight.experts else 1)
+    for layer in model.weights_of(config)["layers"]:
+        for weight in layer.values():
+            shape = shape_of(weight)
+            if len(shape) > 1:
+                active += math.prod(shape) * (config.num_experts_per_tok / weight.experts if weight.experts else 1)
     attention = attention_flops(config, first, last)
     return batch * (2 * int(active) * (last - first) + attention + 2 * config.vocab_size * config.hidden_size)
 

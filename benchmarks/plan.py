@@ -20,9 +20,10 @@ and, for each kernel, a microsecond and the time of the bytes that the kernel sa
 With `--prefill P` it is the prefill of prompts of P tokens: all their pieces, of the length that generate takes. One
 program serves all pieces, and what differs is how often its loops run and how many tokens attention meets. core_ms is
 the sum over the pieces of the larger of the time of the bytes and that of cycles and kernels: each loop's body as often
-as it runs, and each kernel's arithmetic at KERNEL_SHARE of the peak. floor_ms is the larger of the time of the
-arithmetic at the peak (2 operations for each token and weight, and attention) and that of reading every weight once;
-mfu is the arithmetic at the peak over the estimate.
+as it runs, and each kernel's arithmetic at KERNEL_SHARE of the peak. For GPUs it is the larger of the time of the bytes
+and that of all arithmetic at that share, which is a guess, plus the launches of one pass through each loop. floor_ms is
+the larger of the time of the arithmetic at the peak (2 operations for each token and weight, and attention) and that of
+reading every weight once; mfu is the arithmetic at the peak over the estimate.
 
 collective_ms takes a microsecond for each collective, and the time of its bytes over all links of a chip. If n devices
 share a layer, these are 2 (n - 1) / n of an all-reduce's bytes and (n - 1) / n of an all-gather's. The model's own
@@ -210,8 +211,8 @@ def plan(args) -> dict:
             operations = flops(model, config, args.batch, start, start + piece) / mesh.size
             trips = loop_trips(model, config, cache, R, start, piece)
             runs.append(Run(nbytes / mesh.size, trips, attention, operations))
-    report |= costs(program.as_text(), program.memory_analysis(), model.model_shards(mesh), name, runs)
-    report["kernels_per_layer"] = round(report["kernels_per_layer"] / config.num_hidden_layers, 1)
+    shards, layers = model.model_shards(mesh), config.num_hidden_layers
+    report |= costs(program.as_text(), program.memory_analysis(), shards, layers, name, runs)
     if piece:
         report["mfu"] = 1e3 * needed / chip.peak / report["estimated_ms"]
     report["fits"] = report["hbm_bytes"] <= chip.memory
@@ -267,7 +268,7 @@ def cycles_of(text: str) -> int:
     return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text)))
 
 
-def costs(text: str, memory, shards: int, name: str, runs: list[Run]) -> dict:
+def costs(text: str, memory, shards: int, layers: int, name: str, runs: list[Run]) -> dict:
     """What the text of a compiled program and its memory analysis say of its costs, where `shards` devices share a
     layer. The times are those of all runs together."""
     chip, entry, bodies = CHIPS[name], text[text.index("\nENTRY") :], loop_bodies(text)
@@ -316,7 +317,7 @@ def costs(text: str, memory, shards: int, name: str, runs: list[Run]) -> dict:
         "collectives": dict(kinds),
         "exchanges": exchanges,
         "copy_bytes": sum(copies),
-        "kernels_per_layer": kernels,
+        "kernels_per_layer": round(kernels / layers, 1),
         "core_ms": 1e3 * core_s,
         "serial_ms": 1e3 * (max(core_s, serial_s) + collective_s),
         "collective_ms": 1e3 * collective_s,

@@ -476,7 +476,7 @@ def join_hosts(args) -> None:
     is_alone = gpus and local.partition("(")[0] == "1"  # Slurm writes 1(x2) for two hosts of one
     devices = list(range(len(gpus))) if is_alone else None
     limits = {"initialization_timeout": 30, "heartbeat_timeout_seconds": 20, "shutdown_timeout_seconds": 20}
-    # jax's last try to connect can wait forever: what is left of its 30 seconds may round to 0, which means no limit.
+    # jax's last try to connect can wait forever: what is left of its time may round to 0 ms, which means no limit.
     faulthandler.dump_traceback_later(60, exit=True, file=2)
     try:
         jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, devices, **limits)

@@ -1121,7 +1121,7 @@ def attend_to_blocks(q: Array, load, slots: int, start, window: int | None, R: i
     which load(i, n) gives the i-th, keys and values of R n tokens: float32 [B, K, G, T, W].
 
     It takes as many blocks as are filled, so that memory is bounded whatever the prompt's length. `start` is traced, so
-    that one program serves all pieces of a prompt. `tpu_block` is n on TPUs; elsewhere R n is at most 512.
+    that one program serves all pieces of a prompt. `tpu_block` is n on TPUs; elsewhere R n is about 512.
     """
 
     def run(attend, block):
@@ -1841,7 +1841,7 @@ def tpu_product(x: Array, w: Array | Int8) -> Array:
     # Two buffers each of 128 rows of w and of x. A kernel gets 16 MiB.
     vmem = 2 * C * (128 * itemsize + B * x.dtype.itemsize)
     is_streamed = B <= 64 and C % 128 == 0 and O * C * itemsize >= STREAM_BYTES and vmem <= 12 * 2**20
-    if 4 * B * C > 2**25:  # XLA would read what x is computed from, as large as this in float32, for each tile of w
+    if 4 * B * C > 2**25:  # if x comes of float32 arrays too large for VMEM, XLA would read them for each tile of w
         x = jax.lax.optimization_barrier(x)
     return streamed_product(x, w) if is_streamed else product(x, w, min_rows=8)
 
@@ -1989,10 +1989,10 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int = 128, interpret=
     dtype, missing = x.dtype, ((0, groups * group - B), (0, 0))
     x, ids, scores = jnp.pad(x, missing), jnp.pad(ids, missing, constant_values=E), jnp.pad(scores, missing)
     scores, ids = scores_by_expert(ids, scores, E), ids.reshape(groups, pairs)
-    tokens = jnp.zeros(1, jnp.int32)
+    listed, tokens = ids, jnp.zeros(1, jnp.int32)
     if is_sorted:
+        listed = jnp.sum(ids[:, :, None] < jnp.arange(E + 1), axis=1, dtype=jnp.int32)
         x, tokens = packed(x), (jnp.argsort(ids, axis=1) // k).astype(jnp.int32).ravel()
-        ids = jnp.sum(ids[:, :, None] < jnp.arange(E + 1), axis=1, dtype=jnp.int32)  # where each expert's pairs begin
 
     def piece(w_gate_up, w_down, e, f):
         """Of an expert, the f-th piece of gate, up and down."""
@@ -2007,23 +2007,28 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int = 128, interpret=
             Int8(w_down.values.at[e, :, here], w_down.scale.at[row]),
         )
 
-    def kernel(ids, tokens, x, scores, w_gate_up, w_down, out, seen, active, first, rows, picked, y, buffers, arrived):
-        # active has the expert of each visit, first its first pair. seen[e] is 1 once e is listed; buffers has two
-        # slots for a piece of gate, of up and of down; rows, picked and y are a visit's rows, scores and results.
-        pairs_of = pl.program_id(0) * (E + 1)
+    def kernel(
+        listed, tokens, x, scores, w_gate_up, w_down, out, seen, active, first, rows, picked, y, buffers, arrived
+    ):
+        # listed has the experts of the pairs or, if they are sorted, where each expert's pairs begin; tokens the token
+        # of each sorted pair. active has the expert of each visit, first its first pair. seen[e] is 1 once e is active;
+        # buffers has two slots for a piece of gate, of up and of down; rows, picked and y are a visit's rows, scores
+        # and results.
+        def begin_of(e):
+            return listed[pl.program_id(0) * (E + 1) + e]
 
         def clear(e, _):
             seen[e] = 0
 
         def enter(i, count):
-            e = ids[i]
+            e = listed[i]
             active[count] = e  # the next one takes this place if this is in the list already
             count += 1 - seen[e]
             seen[e] = 1
             return count
 
         def enter_pairs(e, count):
-            begin, end = ids[pairs_of + e], ids[pairs_of + e + 1]
+            begin, end = begin_of(e), begin_of(e + 1)
 
             def enter_tile(i, count):
                 active[count], first[count] = e, begin + i * tile
@@ -2055,7 +2060,7 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int = 128, interpret=
 
         def for_rows(visit, action):
             """action(row of the visit, row of its token), for each pair of the visit."""
-            begin, end = first[visit], ids[pairs_of + active[visit] + 1]
+            begin, end = first[visit], begin_of(active[visit] + 1)
 
             def of_row(n, _):
                 action(pl.ds(n, 1), pl.ds(tokens[pl.program_id(0) * pairs + begin + n], 1))
@@ -2139,7 +2144,7 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int = 128, interpret=
         cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0),
         interpret=interpret,
         name="experts",
-    )(ids.ravel(), tokens, x, scores, *weights)
+    )(listed.ravel(), tokens, x, scores, *weights)
     return y[:B]
 
 
@@ -2258,8 +2263,9 @@ def piece_attention_kernel(q, k, v, start, window: int | None, rows=1024, block=
     query heads, `rows` rows in all. Blocks that no query of the piece sees are not in the grid; those that a tile does
     not see are neither fetched nor computed, and only those at the edge of what it sees are masked.
 
-    By the length of the compiled kernel's schedule, a whole block takes 4,248 cycles on a v5e (head_dim 128): 96 % of
-    the chip's arithmetic. On a v6e, whose matrix units are twice as wide as a head, it takes 2,651: 39 %.
+    An estimate, by the length of the schedule that libtpu writes (LIBTPU_INIT_ARGS="--xla_jf_dump_to=DIR
+    --xla_jf_dump_llo_text=true"): a whole block takes 4,248 cycles on a v5e (head_dim 128), 96 % of the peak. On a v6e,
+    whose matrix units are twice as wide as a head, it takes 2,651 cycles, 39 %.
     """
     (B, K, G, T, H), (S, W) = q.shape, v.shape[2:]
     block = math.gcd(S, block)
