@@ -156,7 +156,8 @@ def lower_program(model, config, mesh, args, piece: int | None):
         {"config": config, "mesh": mesh, "sampling": model.Sampling()},
     )
     if piece:
-        arguments = array((batch, piece), jnp.int32), array((), jnp.int32), positions, seeds
+        start = array((), jnp.int32) if args.prefill > piece else None
+        arguments = array((batch, piece), jnp.int32), start, positions, seeds
         return model.prefill.lower(weights, cache, *arguments, **options), weights, cache
     arguments = array((batch,), jnp.int32), positions, seeds
     return model.decode_step.lower(weights, cache, *arguments, **options), weights, cache
@@ -175,7 +176,7 @@ def plan(args) -> dict:
     mesh = model.make_mesh(*model.mesh_shape(config, devices, dp, args.ep, args.tp), devices=devices)
     R, piece = model.cache_sharers(config, model.model_shards(mesh)), None
     if args.prefill:
-        piece = model.piece_length(args.prefill, math.ceil(args.batch / mesh.shape["dp"]), R, config)
+        piece = model.piece_length(args.prefill, math.ceil(args.batch / mesh.shape["dp"]), config, mesh)
         args.max_seq_len = max(args.max_seq_len, math.ceil(args.prefill / piece) * piece)
     begin = time.perf_counter()
     lowered, weights, cache = lower_program(model, config, mesh, args, piece)
@@ -209,7 +210,7 @@ def plan(args) -> dict:
             nbytes += model.cache_bytes_read(cache, [start + piece] * args.batch, config)
             attention = args.batch * attention_flops(config, start, start + piece) / mesh.size
             operations = flops(model, config, args.batch, start, start + piece) / mesh.size
-            trips = loop_trips(model, config, cache, R, start, piece)
+            trips = loop_trips(model, config, cache, R, start, piece) if args.prefill > piece else ()
             runs.append(Run(nbytes / mesh.size, trips, attention, operations))
     shards, layers = model.model_shards(mesh), config.num_hidden_layers
     report |= costs(program.as_text(), program.memory_analysis(), shards, layers, name, runs)

@@ -504,15 +504,16 @@ def prefill(weights: dict, cache, tokens, start, lengths, seeds, *, config: Conf
     Rows are padded at the end. No real token attends to the padding, and each of its slots is overwritten before a
     later token could. A row whose prompt ended before this piece stores nothing.
 
-    Args: cache, donated; tokens int32 [B, T]; start int32 []; lengths int32 [B], of the prompts; seeds as in
-    next_token. Returns the cache, and for each row a next token, int32 [B], and its log-probability, float32 [B],
-    which mean something if the row's prompt ends in this piece.
+    Args: cache, donated; tokens int32 [B, T]; start int32 [], or None if this is the only piece, which starts at 0;
+    lengths int32 [B], of the prompts; seeds as in next_token. Returns the cache, and for each row a next token, int32
+    [B], and its log-probability, float32 [B], which mean something if the row's prompt ends in this piece.
     """
 
     def body(weights, cache, tokens, start, lengths, seeds):
-        T = tokens.shape[1]
+        T, start = tokens.shape[1], 0 if start is None else start
         positions = jnp.broadcast_to(start + jnp.arange(T), tokens.shape)
-        attend = partial(prefill_attention, is_live=start < lengths, R=cache_sharers(config, model_shards(mesh)))
+        R = cache_sharers(config, model_shards(mesh))
+        attend = partial(prefill_attention, start=start, is_live=start < lengths, R=R)
         x, cache = forward(weights, tokens, positions, cache, attend, config)
         last = jnp.clip(lengths - 1 - start, 0, T - 1)
         x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
@@ -663,7 +664,7 @@ def generate(
     # The prompts as one array, padded at the end of each row, plus one-token rows so that dp divides the batch.
     dp, dtype, R = mesh.shape["dp"], weights["norm"].dtype, cache_sharers(config, model_shards(mesh))
     batch = ceil_div(len(prompts), dp) * dp
-    piece = piece_length(max(lengths), batch // dp, R, config)
+    piece = piece_length(max(lengths), batch // dp, config, mesh)
     starts = range(0, max(lengths), piece)
     prompt_tokens = np.zeros((batch, len(starts) * piece), np.int32)
     for row, prompt in enumerate(prompts):
@@ -697,14 +698,15 @@ def generate(
 
     # Prefill. All that it and the first decode step need is compiled before the clock starts.
     tokens = on_mesh(prompt_tokens[:, :piece])
-    prefill_piece = compiled("prefill", prefill, weights, cache, tokens, on_mesh(np.int32(0)), positions, seeds)
+    traced_starts = [on_mesh(np.int32(start)) if len(starts) > 1 else None for start in starts]
+    prefill_piece = compiled("prefill", prefill, weights, cache, tokens, traced_starts[0], positions, seeds)
     step = compiled("decoding", decode_step, weights, cache, on_mesh(prompt_tokens[:, 0]), positions, seeds)
     multihost_utils.sync_global_devices("compiled")  # or the clock would count other processes' compilation
     begin = time.perf_counter()
     chosen = []  # in each piece: tokens and their log-probabilities
-    for start in starts:
+    for start, traced_start in zip(starts, traced_starts, strict=True):
         tokens = on_mesh(prompt_tokens[:, start : start + piece])
-        cache, *new = prefill_piece(weights, cache, tokens, on_mesh(np.int32(start)), positions, seeds)
+        cache, *new = prefill_piece(weights, cache, tokens, traced_start, positions, seeds)
         jax.block_until_ready(chosen[-1:])  # the piece before this one, so that the device always has work
         progress("prefill", sum(min(length, start) for length in lengths), sum(lengths))
         chosen.append(new)
@@ -898,6 +900,11 @@ def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
     return sum(out * jnp.exp(each - log_sum_exp) for out, each in (a, b)), log_sum_exp
 
 
+def no_attention(q: Array, v: Array | Int8) -> tuple[Array, Array]:
+    """What `merged` leaves out: the output and log-sum-exp of queries that see no key."""
+    return jnp.zeros((*q.shape[:4], v.shape[-1])), jnp.full((*q.shape[:4], 1), MASKED)
+
+
 def plain_piece_attention(q, k, v, start, window: int | None) -> tuple[Array, Array]:
     """Causal attention of queries q [B, K, G, T, H] at positions start to start + T, over keys [B, K, S, H] and values
     [B, K, S, W] at positions 0 to S. Returns float32 [B, K, G, T, W], and the log-sum-exp of the scores, [B, K, G, T,
@@ -911,28 +918,32 @@ def attend_to_blocks(q: Array, load, slots: int, start, window: int | None, R: i
     which load(i, n) gives the i-th, keys and values of R n tokens: float32 [B, K, G, T, W].
 
     It takes as many blocks as are filled, so that memory is bounded whatever the prompt's length. `start` is traced, so
-    that one program serves all pieces of a prompt. `tpu_block` is n on TPUs; elsewhere R n is about 512.
+    that one program serves all pieces of a prompt, or the number 0 if there is only one: a short prompt is then one
+    block. `tpu_block` is n on TPUs; elsewhere R n is about 512, on CPUs 256.
     """
+    T, is_only_piece = q.shape[3], isinstance(start, int)
 
     def run(attend, block):
         def attend_to(i, queries_from):
             return attend(q, *load(i, block), queries_from, window)
 
-        if block == slots:
+        if block == slots or (is_only_piece and R * block >= T):
             return attend_to(0, start)[0]
         first = 0 if window is None else jnp.maximum(start - window + 1, 0) // (block * R)
-        last = (start + q.shape[3] - 1) // (block * R)
+        last = (start + T - 1) // (block * R)
 
         def step(i, state):
             return merged(state, attend_to(i, start - i * block * R))
 
         values = jax.eval_shape(partial(load, n=block), 0)[1]
-        nothing = jnp.zeros((*q.shape[:4], values.shape[-1])), jnp.full((*q.shape[:4], 1), MASKED)
-        return jax.lax.fori_loop(first, last + 1, step, nothing)[0]
+        return jax.lax.fori_loop(first, last + 1, step, no_attention(q, values))[0]
 
-    plain = partial(run, plain_piece_attention, math.gcd(slots, power_of_two(512 // R)))
-    kernel = partial(run, piece_attention_kernel, tpu_block)
-    return jax.lax.platform_dependent(tpu=kernel, default=plain)
+    def few(tokens):  # slots of a block of about so many tokens
+        return T // R if is_only_piece and T <= 512 else math.gcd(slots, power_of_two(tokens // R))
+
+    on_cpu = partial(run, tiled_piece_attention, few(256))
+    on_tpu = partial(run, piece_attention_kernel, tpu_block)
+    return jax.lax.platform_dependent(cpu=on_cpu, tpu=on_tpu, default=partial(run, plain_piece_attention, few(512)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1002,11 +1013,11 @@ def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Conf
     return read
 
 
-def piece_length(longest: int, rows: int, R: int, config: Config) -> int:
-    """Tokens of a row that prefill takes at once, if a device has `rows` rows: a multiple of R, and a divisor of the
-    chunk of chunked layers."""
-    piece = min(PREFILL_PIECE, power_of_two(longest), max(1, PREFILL_TOKENS // power_of_two(rows)))
-    piece = ceil_div(piece, R) * R
+def piece_length(longest: int, rows: int, config: Config, mesh: Mesh) -> int:
+    """Tokens of a row that prefill takes at once, if a device has `rows` rows: a multiple of the devices that share a
+    cache, and a divisor of the chunk of chunked layers."""
+    R = cache_sharers(config, model_shards(mesh))
+    piece = ceil_div(padded_piece(longest, rows, mesh), R) * R
     chunks = {chunk for i in range(config.num_hidden_layers) if (chunk := config.mask(i).chunk)}
     return next(n for n in range(piece, 0, -R) if all(chunk % n == 0 for chunk in chunks))
 
@@ -1033,18 +1044,18 @@ def in_cache_layout(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Ar
 
 
 def prefill_attention(
-    q, k, v, cache: LayerCache, positions, mask: Mask, *, is_live, R: int
+    q, k, v, cache: LayerCache, positions, mask: Mask, *, start, is_live, R: int
 ) -> tuple[Array, LayerCache]:
     """Causal attention of T tokens of every row, at the same positions in each, over all positions up to theirs. Where
     R devices share a kv head, they gather each block of keys from all of them.
 
-    Args: q [B, T, N, H], scaled; k, v float32 [B, T, K, H]; positions int32 [B, T], start to start + T in each row,
-    with start and T multiples of R; is_live bool [B], the rows to store: the others have ended before. Returns [B, T, N
-    H] in q's dtype, and the cache.
+    Args: q [B, T, N, H], scaled; k, v float32 [B, T, K, H]; positions int32 [B, T], `start` to start + T in each row,
+    with start (0 or int32 []) and T multiples of R; is_live bool [B], the rows to store: the others have ended before.
+    Returns [B, T, N H] in q's dtype, and the cache.
     """
     B, T, N, H = q.shape
     q, new = in_cache_layout(q, k, v, cache)
-    start = positions[0, 0] % mask.chunk if mask.chunk else positions[0, 0]
+    start = start % mask.chunk if mask.chunk else start
 
     def store(cache, new):
         if R > 1:  # this device's share of the new tokens
@@ -1371,6 +1382,17 @@ def slots_until(position: int, most: int, mesh: Mesh) -> int:
     return most if mesh.devices.flat[0].platform == "tpu" else min(most, max(256, power_of_two(position + 1)))
 
 
+def padded_piece(longest: int, rows: int, mesh: Mesh) -> int:
+    """The length of the pieces into which prefill divides prompts of up to `longest` tokens, if a device has `rows` of
+    them. It is a power of two, so that few programs are compiled; on CPUs, where padding costs more, a multiple of an
+    eighth of one."""
+    most = min(PREFILL_PIECE, max(1, PREFILL_TOKENS // power_of_two(rows)))
+    tokens = ceil_div(longest, ceil_div(longest, most))
+    unit = power_of_two(tokens)
+    unit = max(16, unit // 8) if mesh.devices.flat[0].platform == "cpu" else unit
+    return min(most, ceil_div(tokens, unit) * unit)
+
+
 def keep_layout(x: Array) -> Array:
     """x in row-major order: for a single row, XLA's GPU backend would copy a whole cache to another layout, twice a
     step."""
@@ -1389,7 +1411,9 @@ def einsum(subscripts: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) 
 
 def linear(x: Array, w: Array | Int8, bias: Array | None = None) -> Array:
     """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
-    flat = jnp.pad(x.reshape(-1, x.shape[-1]), ((0, 0), (0, w.shape[-1] - x.shape[-1])))  # see stored_width
+    flat = x.reshape(-1, x.shape[-1])
+    if w.shape[-1] > x.shape[-1]:  # see stored_width
+        flat = repeat_columns(flat, w.shape[-1])
     on_cpu = partial(cpu_product, columns=x.shape[-1])
     y = jax.lax.platform_dependent(flat, w, cpu=on_cpu, tpu=tpu_product, default=product)
     y = y.reshape(*x.shape[:-1], -1)
@@ -1429,55 +1453,57 @@ def pad_rows(x: Array, rows: int) -> Array:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Products on CPUs
+# Products and attention on CPUs
 
 
 def cpu_product(x: Array, w: Array | Int8, columns: int | None = None) -> Array:
-    """product for CPUs. All columns of x but the first `columns` are zeros (None: no such columns).
+    """product for CPUs. Only the first `columns` columns of w are not zeros (None: all).
 
     One row uses `row_product` if its length allows: XLA's own product of 16 bits is ten times slower for one row than
-    for two. A short row of another length is multiplied as its two halves, with the halves of each row of the weight.
-    For a few rows the weight is the left operand, because XLA repacks the right one.
+    for two. For a few rows the weight is the left operand, because XLA repacks the right one.
 
     With int8 weights and a few rows, the fast product is that of int8 and int8. Two int8 numbers hold 15 bits of an
     activation: a coarse one, and a fine one for its rounding error. As rows of one product they cost little and lose
     next to nothing. (From some 50 rows on, casting the weight costs less.)
     """
-    (B, C), O = x.shape, w.shape[0]
-    is_16_bit, columns = x.dtype != jnp.float32, columns or C
-    if B == 1 and isinstance(w, Int8) and columns % 512 == 0 and columns <= 4096:
-        return row_product(x, w.values) * w.scale
-    if B == 1 and not isinstance(w, Int8) and is_16_bit and columns % 512 == 0 and columns <= 8192:
-        return row_product(x[:, :columns], w)
+    B, is_16_bit, columns = len(x), x.dtype != jnp.float32, columns or x.shape[1]
+    runs = runs_of(columns, *((32, 4096) if isinstance(w, Int8) else (24, 8192)))
+    if B == 1 and runs and isinstance(w, Int8):
+        return row_product(x[:, :columns], w.values, runs) * w.scale
+    if B == 1 and runs and is_16_bit:
+        return row_product(x[:, :columns], w, runs)
     if isinstance(w, Int8) and B < 50:
         coarse = quantize(x)
         fine = quantize(x - coarse.values * coarse.scale[:, None])
         y = weights_first(jnp.concatenate([coarse.values, fine.values]), w.values, jnp.int32)
         return (y[:B] * coarse.scale[:, None] + y[B:] * fine.scale[:, None]) * w.scale
-    if isinstance(w, Int8) or B >= 128:
+    if isinstance(w, Int8) or B > 128:
         return product(x, w)
-    if B == 1 and is_16_bit and C < 2048 and C % 2 == 0:
-        y = einsum("bc,oc->bo", x.reshape(2, C // 2), w.reshape(2 * O, C // 2))
-        return y[:1, ::2] + y[1:, 1::2]
     return weights_first(pad_rows(x, 2 if is_16_bit else 1), w, jnp.float32)[:B]
 
 
-def row_product(x: Array, w: Array) -> Array:
-    """x [1, C] times w [O, C] of 16 or 8 bits, C a multiple of 512: float32 [1, O]. It ignores columns that only w has.
-    With bfloat16 it is 1.5 times as fast as two rows of XLA's own product, with int8 twice as fast.
+def runs_of(columns: int, most: int, longest: int) -> int:
+    """How many runs of 32 columns row_product should add up in one loop: at most `most`, and a divisor of all of them.
+    0 if it should not be used, because a row is longer than `longest` columns or would have fewer than 9 runs."""
+    divisors = (n for n in range(most, 8, -1) if columns % (32 * n) == 0)
+    return next(divisors, 0) if columns <= longest else 0
 
-    Each 512 columns are 16 runs of 32. XLA makes one unrolled loop that multiplies and adds the 16, with the 32 side by
-    side in vector registers. (With int8, each 1,024 columns are 16 runs of 64, if C allows.) The 32 sums of each 512
-    columns are then multiplied with ones. A large w is taken in pieces, whose sums stay in the processor's cache.
+
+def row_product(x: Array, w: Array, runs: int) -> Array:
+    """x [1, C] times w [O, C] of 16 or 8 bits, C a multiple of 32 * runs: float32 [1, O]. It ignores columns that only
+    w has. With bfloat16 it is 1.5 times as fast as two rows of XLA's own product, with int8 twice as fast.
+
+    XLA makes one unrolled loop that multiplies and adds `runs` runs of 32 columns, with the 32 side by side in vector
+    registers. The 32 sums are then multiplied with ones. A large w is taken in pieces, whose sums stay in the
+    processor's cache.
 
     reduce_precision changes no number. It keeps XLA from its library of reductions, which would turn all weights to
     float32 in memory first. The barriers keep the product with ones out of the loop. Dividing by ones changes no number
     either: XLA repeats no division in a loop, so it turns x to float32 once, and not for each row of w.
     """
-    O, C, runs, lanes = len(w), x.shape[1], 16, 32
+    (O, _), C, lanes = w.shape, x.shape[1], 32
     x = x.astype(jnp.float32)
     if w.dtype == jnp.int8:
-        lanes = 64 if C % 1024 == 0 else 32
         x = x / jax.lax.optimization_barrier(jnp.ones(x.shape))
 
     def multiply(w):
@@ -1498,9 +1524,37 @@ def row_product(x: Array, w: Array) -> Array:
     return multiply(w) if pieces == 1 else jax.lax.fori_loop(0, pieces, step, jnp.zeros((1, O), jnp.float32))
 
 
+def repeat_columns(x: Array, width: int) -> Array:
+    """x [B, C] of 16 bits, widened with its own first columns for a weight that is zero there. XLA would fuse a padding
+    of zeros with the elementwise operations before it, which would then take four times as long."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint16)  # XLA would concatenate bfloat16 as float32
+    bits = jnp.concatenate([bits, bits[:, : width - x.shape[1]]], axis=1)
+    return jax.lax.bitcast_convert_type(bits, x.dtype)
+
+
 def weights_first(x: Array, w: Array, dtype: jnp.dtype) -> Array:
     """x [B, C] times w [O, C] with w as the left operand; a barrier keeps XLA from swapping them: `dtype` [B, O]."""
     return jax.lax.optimization_barrier(einsum("oc,bc->ob", w, x, dtype)).T
+
+
+def tiled_piece_attention(q, k, v, start, window: int | None, most: int = 256) -> tuple[Array, Array]:
+    """plain_piece_attention for CPUs, in tiles of at most `most` positions of one row, whose scores stay in the
+    processor's cache. Tiles before the first key are skipped."""
+    B, K, G, T, _ = q.shape
+    tile = T // next(n for n in range(ceil_div(T, most), T + 1) if T % n == 0)
+    if tile == B * T:
+        return plain_piece_attention(q, k, v, start, window)
+    skipped = jnp.clip(-start // tile, 0, T // tile)
+    tiles = T // tile - skipped
+
+    def step(i, state):
+        row, t = i // tiles, (skipped + i % tiles) * tile
+        k_row, v_row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), (k, v))
+        q_tile = jax.lax.dynamic_slice(q, (row, 0, 0, t, 0), (1, K, G, tile, q.shape[4]))
+        new = plain_piece_attention(q_tile, k_row, v_row, start + t, window)
+        return tuple(jax.lax.dynamic_update_slice(x, n, (row, 0, 0, t, 0)) for x, n in zip(state, new, strict=True))
+
+    return jax.lax.fori_loop(0, B * tiles, step, no_attention(q, v))
 
 
 def query_key_product(q: Array, k: Array) -> Array:
@@ -1678,7 +1732,7 @@ def piece_attention_kernel(q, k, v, start, window: int | None, rows=1024, block=
         cost_estimate=kernel_cost(B * K * G * T * S * (H + W), (k, v)),
         interpret=interpret,
         name="piece_attention",
-    )(start[None], q, k, v)
+    )(jnp.reshape(start, 1), q, k, v)
     return out[:, :, :, :T], log_sum_exp[:, :, :, :T, :1]
 
 

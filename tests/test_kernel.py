@@ -97,7 +97,7 @@ def test_against_float64(shape, positions, window, block, dtype, int8):
     ],
 )
 def test_piece_against_float64(shape, T, start, window, rows, block, dtype, int8):
-    """Attention of prefill: the kernel, and plain JAX. Queries that see nothing must only say so."""
+    """Attention of prefill: the kernel, plain JAX, and its tiles for CPUs. Queries that see nothing must only say so."""
     B, K, G, S, H = shape
     keys = jax.random.split(jax.random.key(1), 3)
     q = (jax.random.normal(keys[0], (B, K, G, T, H)) * 3 / H**0.5).astype(dtype)
@@ -114,7 +114,7 @@ def test_piece_against_float64(shape, T, start, window, rows, block, dtype, int8
     wanted_sum = np.log(np.maximum(p.sum(-1), 1e-300)) + scores.max(-1)
     kernel = partial(model.piece_attention_kernel, rows=rows, block=block, interpret=STRICT)
     tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
-    for attend in (kernel, model.plain_piece_attention):
+    for attend in (kernel, model.plain_piece_attention, partial(model.tiled_piece_attention, most=24)):
         out, log_sum_exp = map(np.asarray, jax.jit(partial(attend, window=window))(q, k, v, jnp.int32(start)))
         np.testing.assert_allclose(out[..., sees, :], wanted[..., sees, :], atol=tolerance)
         np.testing.assert_allclose(log_sum_exp[..., sees, 0], wanted_sum[..., sees], atol=tolerance)
@@ -165,7 +165,11 @@ def test_prefill_of_devices_that_share_a_head(monkeypatch, window, int8):
     """Pieces of a prompt by the kernel, in several blocks gathered from two devices, as by plain JAX."""
     mesh, R, B, T = model.make_mesh(1, 2, 2, devices=jax.devices()[:4]), 2, 2, 64
     heads = jax.sharding.PartitionSpec("dp", None, model.MODEL_AXES)
-    attend = partial(model.prefill_attention, mask=model.Mask(window=window), is_live=jnp.ones(B, bool), R=R)
+
+    def attend(q, k, v, cache, positions):
+        options = {"start": positions[0, 0], "is_live": jnp.ones(B, bool), "R": R}
+        return model.prefill_attention(q, k, v, cache, positions, model.Mask(window=window), **options)
+
     specs = heads, heads, heads, model.CACHE_SPEC, jax.sharding.PartitionSpec("dp")
 
     def prefilled():

@@ -98,7 +98,11 @@ def test_prefill_of_a_tpu(monkeypatch, mesh, B, int8):
     mesh = model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
     R = model.cache_sharers(None, model.model_shards(mesh))
     heads = P("dp", None, model.MODEL_AXES)
-    attend = partial(model.prefill_attention, is_live=jnp.ones(B, bool), R=R)
+
+    def attend(q, q_rope, new, cache, positions, w):
+        options = {"start": positions[0, 0], "is_live": jnp.ones(B, bool), "R": R}
+        return model.prefill_attention(q, q_rope, new, cache, positions, w, **options)
+
     specs = heads, heads, P("dp"), model.CACHE_SPEC, P("dp"), P(model.MODEL_AXES)
     kv_b = random_arguments(B, 1, jnp.float32)[4]
     w = {"k_b": kv_b[:, :H].reshape(-1, L), "v_b": kv_b[:, H:].reshape(-1, L)}

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -110,7 +109,11 @@ def test_loops_run_as_often_as_counted(monkeypatch, window):
     )
     mesh, T, heads = model.make_mesh(1, 1, 2, devices=jax.devices()[:2]), 64, P("dp", None, model.MODEL_AXES)
     mask = model.Mask(window=window)
-    attend = partial(model.prefill_attention, mask=mask, is_live=jnp.ones(1, bool), R=2)
+
+    def attend(q, k, v, cache, positions):
+        options = {"start": positions[0, 0], "is_live": jnp.ones(1, bool), "R": 2}
+        return model.prefill_attention(q, k, v, cache, positions, mask, **options)
+
     specs = heads, heads, heads, model.CACHE_SPEC, P("dp")
     program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(heads, specs[3]), check_vma=False)
     program = jax.jit(program)
