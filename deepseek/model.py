@@ -1701,7 +1701,7 @@ def padded_piece(longest: int, rows: int, mesh: Mesh) -> int:
     most = min(PREFILL_PIECE, max(1, PREFILL_TOKENS // power_of_two(rows)))
     tokens = ceil_div(longest, ceil_div(longest, most))
     unit = power_of_two(tokens)
-    unit = max(16, unit // 8) if mesh.devices.flat[0].platform == "cpu" else unit
+    unit = max(ceil_div(16, rows), unit // 8) if mesh.devices.flat[0].platform == "cpu" else unit
     return min(most, ceil_div(tokens, unit) * unit)
 
 

@@ -97,7 +97,7 @@ def test_against_float64(shape, positions, window, block, dtype, int8):
     ],
 )
 def test_piece_against_float64(shape, T, start, window, rows, block, dtype, int8):
-    """Attention of prefill: the kernel, plain JAX, and its tiles for CPUs. Queries that see nothing must only say so."""
+    """Attention of prefill: kernel, plain JAX, and its tiles for CPUs. Queries that see nothing must only say so."""
     B, K, G, S, H = shape
     keys = jax.random.split(jax.random.key(1), 3)
     q = (jax.random.normal(keys[0], (B, K, G, T, H)) * 3 / H**0.5).astype(dtype)
