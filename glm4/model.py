@@ -696,17 +696,19 @@ def generate(
         raise InputError(f"no memory for {what}; lower max_new_tokens or max_seq_len")
     cache = zeros(cache_for(max(*lengths, prompt_tokens.shape[1] - 1)))
 
+    def traced(start):  # None for an only piece: its program knows that it starts at 0
+        return on_mesh(np.int32(start)) if len(starts) > 1 else None
+
     # Prefill. All that it and the first decode step need is compiled before the clock starts.
     tokens = on_mesh(prompt_tokens[:, :piece])
-    traced_starts = [on_mesh(np.int32(start)) if len(starts) > 1 else None for start in starts]
-    prefill_piece = compiled("prefill", prefill, weights, cache, tokens, traced_starts[0], positions, seeds)
+    prefill_piece = compiled("prefill", prefill, weights, cache, tokens, traced(0), positions, seeds)
     step = compiled("decoding", decode_step, weights, cache, on_mesh(prompt_tokens[:, 0]), positions, seeds)
     multihost_utils.sync_global_devices("compiled")  # or the clock would count other processes' compilation
     begin = time.perf_counter()
     chosen = []  # in each piece: tokens and their log-probabilities
-    for start, traced_start in zip(starts, traced_starts, strict=True):
+    for start in starts:
         tokens = on_mesh(prompt_tokens[:, start : start + piece])
-        cache, *new = prefill_piece(weights, cache, tokens, traced_start, positions, seeds)
+        cache, *new = prefill_piece(weights, cache, tokens, traced(start), positions, seeds)
         jax.block_until_ready(chosen[-1:])  # the piece before this one, so that the device always has work
         progress("prefill", sum(min(length, start) for length in lengths), sum(lengths))
         chosen.append(new)
@@ -938,12 +940,13 @@ def attend_to_blocks(q: Array, load, slots: int, start, window: int | None, R: i
         values = jax.eval_shape(partial(load, n=block), 0)[1]
         return jax.lax.fori_loop(first, last + 1, step, no_attention(q, values))[0]
 
-    def few(tokens):  # slots of a block of about so many tokens
+    def slots_of(tokens):  # a block of about so many tokens, in slots of each device
         return T // R if is_only_piece and T <= 512 else math.gcd(slots, power_of_two(tokens // R))
 
-    on_cpu = partial(run, tiled_piece_attention, few(256))
+    on_cpu = partial(run, tiled_piece_attention, slots_of(256))
     on_tpu = partial(run, piece_attention_kernel, tpu_block)
-    return jax.lax.platform_dependent(cpu=on_cpu, tpu=on_tpu, default=partial(run, plain_piece_attention, few(512)))
+    plain = partial(run, plain_piece_attention, slots_of(512))
+    return jax.lax.platform_dependent(cpu=on_cpu, tpu=on_tpu, default=plain)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1389,7 +1392,8 @@ def padded_piece(longest: int, rows: int, mesh: Mesh) -> int:
     most = min(PREFILL_PIECE, max(1, PREFILL_TOKENS // power_of_two(rows)))
     tokens = ceil_div(longest, ceil_div(longest, most))
     unit = power_of_two(tokens)
-    unit = max(ceil_div(16, rows), unit // 8) if mesh.devices.flat[0].platform == "cpu" else unit
+    if mesh.devices.flat[0].platform == "cpu":
+        unit = max(ceil_div(16, rows), unit // 8)  # a product takes as long for fewer than 16 rows more
     return min(most, ceil_div(tokens, unit) * unit)
 
 
@@ -1460,7 +1464,7 @@ def cpu_product(x: Array, w: Array | Int8, columns: int | None = None) -> Array:
     """product for CPUs. Only the first `columns` columns of w are not zeros (None: all).
 
     One row uses `row_product` if its length allows: XLA's own product of 16 bits is ten times slower for one row than
-    for two. For a few rows the weight is the left operand, because XLA repacks the right one.
+    for two. Up to 128 rows the weight is the left operand, because XLA repacks the right one.
 
     With int8 weights and a few rows, the fast product is that of int8 and int8. Two int8 numbers hold 15 bits of an
     activation: a coarse one, and a fine one for its rounding error. As rows of one product they cost little and lose

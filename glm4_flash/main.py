@@ -636,7 +636,8 @@ def chat(args, inputs: Inputs, generation) -> dict:
     """A conversation: each line of input is a message, and the model answers it in the light of all before it. `/reset`
     starts anew, end of file ends it, Ctrl-C stops an answer. Returns what was measured of the last answer.
 
-    The number of cache slots is a power of two, so that a turn compiles nothing until the conversation outgrows it.
+    The number of cache slots is a power of two, so that decoding is compiled again only when the conversation outgrows
+    them. Prefill is compiled for each new length of its pieces (see padded_piece in model.py).
     """
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -59,3 +59,14 @@ def test_what_only_just_fits(monkeypatch):
     steps = model.generate_in_batches(weights, [[7] * 512, [8] * 512], checkpoint.config, mesh, max_new_tokens=100)
     tokens = [token for step in steps for token in step]
     assert [token.row for token in tokens] == [1] * 100 + [0] * 100
+
+
+@pytest.mark.parametrize("rows", [1, 8, 5000])
+def test_pieces_divide_a_prompt_evenly(rows):
+    """As few pieces as there may be, with little padding."""
+    model = import_folder("llama3").model
+    mesh = model.make_mesh(devices=jax.devices()[:1])
+    most = min(model.PREFILL_PIECE, max(1, model.PREFILL_TOKENS // model.power_of_two(rows)))
+    for longest in range(1, 3000, 7):
+        piece, pieces = model.padded_piece(longest, rows, mesh), -(-longest // most)
+        assert piece <= most and longest <= pieces * piece <= max(1.25 * longest, longest + 16) + pieces * 16
