@@ -89,7 +89,7 @@ CHIPS = {
     "h200": Chip(141e9, 4800e9, 450e9, 989e12, None),
 }
 # The share of the peak at which kernels compute, for which the compiler counts no cycles. On TPUs it is that of
-# piece_attention by the length of its compiled schedule, rounded down. (LIBTPU_INIT_ARGS="--xla_jf_dump_to=DIR
+# ragged_attention by the length of its compiled schedule, rounded down. (LIBTPU_INIT_ARGS="--xla_jf_dump_to=DIR
 # --xla_jf_dump_llo_text=true" writes it.) For GPUs it is a guess.
 KERNEL_SHARE = {"v5e": 0.8, "v5p": 0.8, "v6e": 0.33, "h100": 0.6, "h200": 0.6}
 
@@ -175,6 +175,8 @@ def plan(args) -> dict:
     dp = args.dp or (max(1, len(devices) // ((args.ep or 1) * args.tp)) if args.tp else None)
     mesh = model.make_mesh(*model.mesh_shape(config, devices, dp, args.ep, args.tp), devices=devices)
     R, piece = model.cache_sharers(config, model.model_shards(mesh)), None
+    if hasattr(model, "row_groups"):  # R: devices that share the tokens of a row
+        R = model.row_groups(args.batch // mesh.shape["dp"], R)[1]
     if args.prefill:
         piece = model.piece_length(args.prefill, math.ceil(args.batch / mesh.shape["dp"]), config, mesh)
         args.max_seq_len = max(args.max_seq_len, math.ceil(args.prefill / piece) * piece)
@@ -250,7 +252,7 @@ def loop_trips(model, config, cache: list, R: int, start: int, piece: int) -> tu
         slots = layer[0].shape[2]
         window, chunk = config.mask(i) if hasattr(config, "mask") else (None, None)
         is_at_hand = R == 1 and not hasattr(config, "kv_lora_rank")
-        block = slots if is_at_hand else math.gcd(slots, model.power_of_two(model.PIECE_KEYS // R))
+        block = slots if is_at_hand else math.gcd(slots, model.power_of_two(model.BLOCK_TOKENS // R))
         if block < slots:
             first = start % chunk if chunk else start
             blocks = (first + piece - 1) // (block * R) - max(first - window + 1 if window else 0, 0) // (block * R)
@@ -278,7 +280,7 @@ def costs(text: str, memory, shards: int, layers: int, name: str, runs: list[Run
     bytes_read = [sum(map(int, re.findall(r'"bytes_accessed":"(\d+)"', each))) for each in own]
     started = sum(n > 0 for n in bytes_read)  # exchanges count as collectives
     operations = [
-        sum(map(int, re.findall(r'"flops":"(\d+)"', each))) * (not each.startswith("%piece_attention")) for each in own
+        sum(map(int, re.findall(r'"flops":"(\d+)"', each))) * (not each.startswith("%ragged_attention")) for each in own
     ]
 
     def traffic(text):

@@ -559,7 +559,7 @@ def decode_step(weights: dict, cache, tokens, positions, seeds, *, config: Confi
     def body(weights, cache, tokens, positions, seeds):
         R = cache_sharers(config, model_shards(mesh))
         # A finished row keeps decoding until all are finished, in the last slot once the cache is full.
-        positions = jnp.minimum(positions, capacity(cache, config, R) - 1)
+        positions = jnp.minimum(positions, capacity(cache, len(positions), config, R) - 1)
         attend = partial(decode_attention, R=R)
         x, cache = forward(weights, tokens[:, None], positions[:, None], cache, attend, config)
         tokens, logprobs = next_token(output_logits(weights, x[:, 0], config), positions, seeds, sampling)
@@ -770,7 +770,7 @@ def generate(
         while tokens_started < max(limits[row] for row in live) and len(in_flight) <= LOOKAHEAD:
             # A row at its limit is live until the host has read its last token, and needs no more slots.
             position = max(lengths[row] + min(tokens_started, limits[row] - 1) for row in live) - 1
-            if position >= capacity(cache, config, R):
+            if position >= capacity(cache, batch, config, R):
                 jax.block_until_ready(tokens)  # no step runs while the clock stands still
                 pause = time.perf_counter()
                 cache = grow_cache(cache, cache_for(position))
@@ -905,19 +905,15 @@ def attention_scores(q: Array, k: Array | Int8, mask: Array) -> Array:
     return jnp.where(mask, scores, MASKED)
 
 
-def weighted_sum(p: Array, v: Array | Int8, dtype: jnp.dtype) -> Array:
-    """p [B, K, G, T, S], v [B, K, S, H]: float32 [B, K, G, T, H]. `dtype` is for the product with int8 values."""
-    values, scale = values_and_scale(v, dtype)
-    p = p if scale is None else p * scale[:, :, None, None]
-    return einsum("bkgts,bksh->bkgth", p.astype(values.dtype), values)
-
-
 def attention_with_sum(scores: Array, v: Array | Int8, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """The softmax of all scores [B, K, G, T, S] times v, and the log-sum-exp of the scores [B, K, G, T, 1]."""
+    """The softmax of scores [B, K, G, T, S] times values v [B, K, S, W], float32 [B, K, G, T, W], and the log-sum-exp
+    of the scores, float32 [B, K, G, T, 1]. `dtype` is for the product with int8 values."""
+    values, scale = values_and_scale(v, dtype)
     m = jnp.max(scores, axis=-1, keepdims=True)
     p = jnp.exp(scores - m)
     l = jnp.sum(p, axis=-1, keepdims=True)
-    return weighted_sum(p / l, v, dtype), m + jnp.log(l)
+    p = p if scale is None else p * scale[:, :, None, None]
+    return einsum("bkgts,bksw->bkgtw", p.astype(values.dtype), values) / l, m + jnp.log(l)
 
 
 def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -927,51 +923,122 @@ def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
     return sum(out * jnp.exp(each - log_sum_exp) for out, each in (a, b)), log_sum_exp
 
 
-def no_attention(q: Array, v: Array | Int8) -> tuple[Array, Array]:
-    """What `merged` leaves out: the output and log-sum-exp of queries that see no key."""
-    return jnp.zeros((*q.shape[:4], v.shape[-1])), jnp.full((*q.shape[:4], 1), MASKED)
+def no_attention(*shape: int) -> tuple[Array, Array]:
+    """What `merged` leaves out: the output, of this shape, and the log-sum-exp of queries that see no key."""
+    return jnp.zeros(shape), jnp.full((*shape[:-1], 1), MASKED)
 
 
-def plain_piece_attention(q, k, v, start, window: int | None) -> tuple[Array, Array]:
+def plain_piece_attention(q, k, v, start, window: int | None, rows: int, tile: int, block: int):
     """Causal attention of queries q [B, K, G, T, H] at positions start to start + T, over keys [B, K, S, H] and values
     [B, K, S, W] at positions 0 to S. Returns float32 [B, K, G, T, W], and the log-sum-exp of the scores, [B, K, G, T,
-    1]: MASKED or little more for a query that sees no key, and then its output means nothing."""
-    seen = is_attended(jnp.arange(k.shape[2]), start + jnp.arange(q.shape[3])[:, None], window)
-    return attention_with_sum(attention_scores(q, k, seen), v, q.dtype)
+    1]: MASKED or little more for a query that sees no key, and then its output means nothing.
 
-
-def attend_to_blocks(q: Array, load, slots: int, start, window: int | None, R: int, tpu_block: int) -> Array:
-    """Causal attention of q [B, K, G, T, H] at positions start to start + T over a cache of `slots` slots, in blocks of
-    which load(i, n) gives the i-th, keys and values of R n tokens: float32 [B, K, G, T, W].
-
-    It takes as many blocks as are filled, so that memory is bounded whatever the prompt's length. `start` is traced, so
-    that one program serves all pieces of a prompt, or the number 0 if there is only one: a short prompt is then one
-    block. `tpu_block` is n on TPUs; elsewhere R n is about 512, on CPUs 256.
+    It takes tiles of `rows` rows and at most `tile` positions and, for each, blocks of at most `block` keys: those that
+    a query of the tile sees, and no others.
     """
-    T, is_only_piece = q.shape[3], isinstance(start, int)
+    (B, K, G, T, H), W = q.shape, v.shape[-1]
+    S = min(k.shape[2], start + T) if isinstance(start, int) else k.shape[2]
+    tile, block = (max(n for n in range(1, most + 1) if size % n == 0) for most, size in ((tile, T), (block, S)))
 
-    def run(attend, block):
-        def attend_to(i, queries_from):
-            return attend(q, *load(i, block), queries_from, window)
+    def attend(row, t, i):  # the tile that begins at (row, t), to the block that begins at i
+        def cut(x):
+            return jax.lax.dynamic_slice(x, (row, 0, i) + (0,) * (x.ndim - 3), (rows, K, block, *x.shape[3:]))
 
-        if block == slots or (is_only_piece and R * block >= T):
-            return attend_to(0, start)[0]
-        first = 0 if window is None else jnp.maximum(start - window + 1, 0) // (block * R)
-        last = (start + T - 1) // (block * R)
+        queries = jax.lax.dynamic_slice(q, (row, 0, 0, t, 0), (rows, K, G, tile, H))
+        keys, values = jax.tree.map(cut, (k, v))
+        seen = is_attended(i + jnp.arange(block), start + t + jnp.arange(tile)[:, None], window)
+        return attention_with_sum(attention_scores(queries, keys, seen), values, q.dtype)
 
-        def step(i, state):
-            return merged(state, attend_to(i, start - i * block * R))
+    if (rows, tile, block) == (B, T, S):
+        return attend(0, 0, 0)
 
-        values = jax.eval_shape(partial(load, n=block), 0)[1]
-        return jax.lax.fori_loop(first, last + 1, step, no_attention(q, values))[0]
+    def of_tile(n):
+        row, t = n // (T // tile) * rows, n % (T // tile) * tile
+        first = 0 if window is None else jnp.maximum(start + t + 1 - window, 0) // block
+        last = jnp.minimum(start + t + tile, S) - 1
 
-    def slots_of(tokens):  # a block of about so many tokens, in slots of each device
-        return T // R if is_only_piece and T <= 512 else math.gcd(slots, power_of_two(tokens // R))
+        def fold(i, state):
+            return merged(state, attend(row, t, i * block))
 
-    on_cpu = partial(run, tiled_piece_attention, slots_of(256))
-    on_tpu = partial(run, piece_attention_kernel, tpu_block)
-    plain = partial(run, plain_piece_attention, slots_of(512))
-    return jax.lax.platform_dependent(cpu=on_cpu, tpu=on_tpu, default=plain)
+        return jax.lax.fori_loop(first, last // block + 1, fold, no_attention(rows, K, G, tile, W))
+
+    def in_order(x):  # [tiles, rows, K, G, tile, ..]
+        x = x.reshape(B // rows, T // tile, rows, K, G, tile, -1)
+        return x.transpose(0, 2, 3, 4, 1, 5, 6).reshape(B, K, G, T, -1)
+
+    return jax.tree.map(in_order, jax.lax.map(of_tile, jnp.arange(B // rows * (T // tile))))
+
+
+BLOCK_TOKENS = 1024  # of a cache that has to be gathered or expanded: few, so that memory is bounded
+
+
+def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_place: bool) -> Array:
+    """Causal attention of q [B, K, G, T, H] at positions start to start + T over a cache of `slots` slots, each of R
+    tokens: float32 [B, K, G, T, W].
+
+    load(i, n) gives keys and values of the i-th n slots. If it reads the cache `in_place`, n is all of them; otherwise
+    some, and as many blocks as are filled, so that memory is bounded whatever the prompt's length. `start` is traced,
+    so that one program serves all pieces of a prompt, or the number 0 if there is only one.
+    """
+    (B, K, G, T, _), is_only_piece = q.shape, isinstance(start, int)
+    n = slots if in_place else math.gcd(slots, power_of_two(BLOCK_TOKENS // R))
+    n = min(n, T // R) if is_only_piece and not in_place else n
+    plain = partial(plain_piece_attention, window=window, rows=B, tile=T, block=512)
+    on_cpu = partial(plain, rows=1, tile=256, block=256)
+    on_tpu = partial(piece_attention_kernel, window=window)
+
+    def attend(i, start):
+        at_start = (partial(way, start=start) for way in (on_cpu, on_tpu, plain))
+        cpu, tpu, default = at_start
+        return jax.lax.platform_dependent(q, *load(i, n), cpu=cpu, tpu=tpu, default=default)
+
+    if n == slots or (is_only_piece and n * R >= T):
+        return attend(0, start)[0]
+    first = 0 if window is None else jnp.maximum(start - window + 1, 0) // (n * R)
+    last = (start + T - 1) // (n * R)
+
+    def fold(i, state):
+        return merged(state, attend(i, start - i * n * R))
+
+    W = jax.eval_shape(partial(load, n=n), 0)[1].shape[-1]
+    return jax.lax.fori_loop(first, last + 1, fold, no_attention(B, K, G, T, W))[0]
+
+
+def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
+    """New tokens, as wide as the cache, in its dtype."""
+    stored = (
+        quantize(x) if isinstance(side, Int8) else x.astype(side.dtype) for x, side in zip(new, cache, strict=True)
+    )
+    return LayerCache(*stored)
+
+
+def plain_slot_attention(
+    q: Array, new: LayerCache, cache: LayerCache, positions: Array, window: int | None, R: int
+) -> tuple[Array, Array, LayerCache]:
+    """The queries q [B, K, G, 1, H] at positions [B] over this device's slots, once the tokens `new` are stored there.
+    Of the R devices that share the tokens of a row, device r has position p in slot p // R if p % R == r.
+
+    The cache is keys and values. Or, if queries are wider than its first side, both sides are keys, which queries meet
+    column by column, and the first is the values too. It reads all slots there are. Returns float32 [B, K, G, 1, W],
+    the log-sum-exp of the scores, [B, K, G, 1, 1], and the cache.
+    """
+    rows, S = jnp.arange(len(positions)), cache[0].shape[2]
+    # If another device stores the token, the slot is S: out of bounds, dropped.
+    slots = positions if R == 1 else jnp.where(positions % R == shard_index(R), positions // R, S)
+    new = as_stored(new, cache)
+    cache = jax.tree.map(lambda c, n: keep_layout(c.at[rows, :, slots].set(n[:, :, 0], mode="drop")), cache, new)
+    seen = is_attended(jnp.arange(S) * R + shard_index(R), positions[:, None], window)[:, None, None, None]
+    (first, second), width = cache, cache[0].shape[-1]
+    scores = attention_scores(q[..., :width], first, seen)
+    if q.shape[-1] > width:
+        scores, second = scores + attention_scores(q[..., width:], second, seen), first
+    return *attention_with_sum(scores, second, q.dtype), cache
+
+
+def attend_to_slots(q, new: LayerCache, cache: LayerCache, positions, window: int | None, R: int):
+    """plain_slot_attention, or on TPUs the kernel, which reads no more slots than it needs."""
+    plain, kernel = (partial(f, window=window, R=R) for f in (plain_slot_attention, slot_attention_kernel))
+    return jax.lax.platform_dependent(q, new, cache, positions, tpu=kernel, default=plain)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1023,7 +1090,7 @@ def cache_sharers(config: Config, shards: int) -> int:
     return max(shards // config.num_key_value_heads, 1)
 
 
-def capacity(cache: list[LayerCache], config: Config, R: int) -> int:
+def capacity(cache: list[LayerCache], rows: int, config: Config, R: int) -> int:
     """Tokens of a row that the cache holds, on all R devices that share a kv head. A layer that holds a whole chunk
     sets no limit."""
     slots = [(R * layer.k.shape[2], config.mask(i).chunk) for i, layer in enumerate(cache)]
@@ -1062,12 +1129,11 @@ def split_heads(qkv: Array, config: Config) -> tuple[Array, Array, Array]:
 
 
 def in_cache_layout(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
-    """q [B, T, N, H] as [B, K, G, T, H], and k and v [B, T, K, H] as a LayerCache of T slots in the cache's dtype. All
-    are as wide as the cache, with zeros, which change neither scores nor values."""
+    """q [B, T, N, H] as [B, K, G, T, H], and k and v [B, T, K, H] as a LayerCache of T slots. All are as wide as the
+    cache, with zeros, which change neither scores nor values."""
     (B, T, N, H), K = q.shape, k.shape[2]
     q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, cache.k.shape[-1] - H))) for a in (q, k, v))
-    store = quantize if isinstance(cache.k, Int8) else lambda a: a.astype(cache.k.dtype)
-    new = LayerCache(store(k.swapaxes(1, 2)), store(v.swapaxes(1, 2)))
+    new = LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
     return q.reshape(B, T, K, N // K, -1).transpose(0, 2, 3, 1, 4), new
 
 
@@ -1093,7 +1159,7 @@ def prefill_attention(
         new = jnp.where(is_live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
         return jax.lax.dynamic_update_slice_in_dim(cache, new, start // R, axis=2)
 
-    cache = jax.tree.map(store, cache, new)
+    cache = jax.tree.map(store, cache, as_stored(new, cache))
 
     def load(i, n):
         def of_side(x):
@@ -1105,9 +1171,7 @@ def prefill_attention(
 
         return jax.tree.map(of_side, cache)
 
-    S = cache.k.shape[2]
-    tpu_block = S if R == 1 else math.gcd(S, power_of_two(PIECE_KEYS // R))  # all, where it need not be gathered
-    out = attend_to_blocks(q, load, S, start, mask.window, R, tpu_block).astype(q.dtype)
+    out = attend_to_blocks(q, load, cache.k.shape[2], start, mask.window, R, in_place=R == 1).astype(q.dtype)
     return out.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, T, N * H), cache
 
 
@@ -1132,24 +1196,6 @@ def decode_attention(q, k, v, cache: LayerCache, positions, mask: Mask, *, R: in
         parts = exchange(parts.swapaxes(0, 1), R)
         out = jnp.sum(parts[..., :width] * jax.nn.softmax(parts[..., width:], axis=0), axis=0).reshape(q.shape)
     return out.astype(q.dtype).transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, 1, N * H), cache
-
-
-def plain_slot_attention(
-    q: Array, new: LayerCache, cache: LayerCache, positions: Array, window: int | None, R: int
-) -> tuple[Array, Array, LayerCache]:
-    """The queries q [B, K, G, 1, H] at positions [B] over this device's slots, once the tokens `new` are stored there.
-
-    It reads all slots there are. Returns float32 [B, K, G, 1, H], the log-sum-exp of the scores, [B, K, G, 1, 1], and
-    the cache.
-    """
-    rows, S = jnp.arange(len(positions)), cache.k.shape[2]
-    # If another device stores the token, the slot is S: out of bounds, dropped.
-    slots = positions if R == 1 else jnp.where(positions % R == shard_index(R), positions // R, S)
-    cache = jax.tree.map(lambda c, n: c.at[rows, :, slots].set(n[:, :, 0], mode="drop"), cache, new)
-    cache = jax.tree.map(keep_layout, cache)
-    seen = is_attended(jnp.arange(S) * R + shard_index(R), positions[:, None], window)
-    scores = attention_scores(q, cache.k, seen[:, None, None, None])
-    return *attention_with_sum(scores, cache.v, q.dtype), cache
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1566,26 +1612,6 @@ def weights_first(x: Array, w: Array, dtype: jnp.dtype) -> Array:
     return jax.lax.optimization_barrier(einsum("oc,bc->ob", w, x, dtype)).T
 
 
-def tiled_piece_attention(q, k, v, start, window: int | None, most: int = 256) -> tuple[Array, Array]:
-    """plain_piece_attention for CPUs, in tiles of at most `most` positions of one row, whose scores stay in the
-    processor's cache. Tiles before the first key are skipped."""
-    B, K, G, T, _ = q.shape
-    tile = T // next(n for n in range(ceil_div(T, most), T + 1) if T % n == 0)
-    if tile == B * T:
-        return plain_piece_attention(q, k, v, start, window)
-    skipped = jnp.clip(-start // tile, 0, T // tile)
-    tiles = T // tile - skipped
-
-    def step(i, state):
-        row, t = i // tiles, (skipped + i % tiles) * tile
-        k_row, v_row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), (k, v))
-        q_tile = jax.lax.dynamic_slice(q, (row, 0, 0, t, 0), (1, K, G, tile, q.shape[4]))
-        new = plain_piece_attention(q_tile, k_row, v_row, start + t, window)
-        return tuple(jax.lax.dynamic_update_slice(x, n, (row, 0, 0, t, 0)) for x, n in zip(state, new, strict=True))
-
-    return jax.lax.fori_loop(0, B * tiles, step, no_attention(q, v))
-
-
 def query_key_product(q: Array, k: Array) -> Array:
     """q [B, K, G, T, H] times k [B, K, S, H]: float32 [B, K, G, T, S]."""
     plain = partial(einsum, "bkgth,bksh->bkgts")
@@ -1657,258 +1683,202 @@ def kernel_cost(flops: int, read) -> pl.CostEstimate:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Attention of prefill on TPUs
+# Attention on TPUs
 
 
-PIECE_KEYS = 4096  # tokens of a block, where the cache has to be gathered or expanded: few, so that memory is bounded
+def piece_attention_kernel(q, k, v, start, window: int | None):
+    """plain_piece_attention for TPUs."""
+    return attention_kernel(q, (), (k, v), jnp.broadcast_to(start, len(q)), window)[:2]
 
 
-def piece_attention_kernel(q, k, v, start, window: int | None, rows=1024, block=1024, interpret=False):
-    """plain_piece_attention as a Pallas kernel for TPUs (as Dao et al. 2022, "FlashAttention"): scores stay in VMEM.
-
-    The grid is (rows of the batch, kv heads, tiles of queries, blocks of keys). A tile has the same positions of all G
-    query heads, `rows` rows in all. Blocks that no query of the piece sees are not in the grid; those that a tile does
-    not see are neither fetched nor computed, and only those at the edge of what it sees are masked.
-
-    An estimate, by the length of the schedule that libtpu writes (LIBTPU_INIT_ARGS="--xla_jf_dump_to=DIR
-    --xla_jf_dump_llo_text=true"): a whole block takes 4,248 cycles on a v5e (head_dim 128), 96 % of the peak. On a v6e,
-    whose matrix units are twice as wide as a head, it takes 2,651 cycles, 39 %.
-    """
-    (B, K, G, T, H), (S, W) = q.shape, v.shape[2:]
-    block = math.gcd(S, block)
-    tile = min(max(rows // power_of_two(G), 16), max(power_of_two(T), 16))  # 16 positions are whole registers
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, -T % tile), (0, 0)))
-    tiles = q.shape[3] // tile
-
-    def last_block(start, t):
-        return jax.lax.div(jnp.clip(start + (t + 1) * tile, 1, S) - 1, block)
-
-    def first_block(start, t):
-        if window is None:
-            return 0
-        return jnp.minimum(jax.lax.div(jnp.maximum(start + t * tile - window + 1, 0), block), last_block(start, t))
-
-    def kernel(start, q, k, v, out, log_sum_exp, m, l, acc):
-        t, step = pl.program_id(2), pl.program_id(3)
-        first_query, i = start[0] + t * tile, first_block(start[0], t) + step
-
-        @pl.when(step == 0)
-        def begin():
-            m[...] = jnp.full(m.shape, MASKED)
-            l[...] = jnp.zeros(l.shape)
-            acc[...] = jnp.zeros(acc.shape)
-
-        def side(x):  # [block, ..], and the scale of each slot [1, block]
-            if isinstance(x, Int8):
-                return x.values[0, 0].astype(q.dtype), x.scale[0, pl.ds(pl.program_id(1), 1)]
-            return x[0, 0].astype(q.dtype), 1.0
-
-        def fold(mask):
-            (keys, k_scale), (values, v_scale) = side(k), side(v)
-            scores = einsum("th,sh->ts", q[0, 0].reshape(G * tile, H), keys) * k_scale
-            if mask is not None:
-                scores = jnp.where(mask, scores.reshape(G, tile, block), MASKED).reshape(scores.shape)
-            new_m = jnp.maximum(m[...], jnp.max(scores, axis=-1, keepdims=True))
-            alpha, p = jnp.exp(m[...] - new_m), jnp.exp(scores - jnp.tile(new_m, (1, block // lanes)))
-            m[...] = new_m
-            # l has a sum for each of 128 lanes: to add up lanes is slow, and is done once, at the end.
-            l[...] = l[...] * alpha + sum(jnp.split(p, block // l.shape[1], axis=1))
-            acc[...] = acc[...] * alpha[:, :1] + einsum("ts,sw->tw", (p * v_scale).astype(q.dtype), values)
-
-        is_fetched = i <= last_block(start[0], t)
-        is_whole = is_fetched & ((i + 1) * block <= first_query + 1)
-        if window is not None:
-            is_whole &= i * block > first_query + tile - 1 - window
-        pl.when(is_whole)(lambda: fold(None))
-
-        @pl.when(is_fetched & ~is_whole)
-        def fold_edge():
-            keys = i * block + jax.lax.broadcasted_iota(jnp.int32, (tile, block), 1)
-            queries = first_query + jax.lax.broadcasted_iota(jnp.int32, (tile, block), 0)
-            fold(is_attended(keys, queries, window)[None])
-
-        @pl.when(step == pl.num_programs(3) - 1)
-        def finish():
-            total = jnp.sum(l[...], axis=-1, keepdims=True)
-            out[0, 0] = (acc[...] / total).reshape(G, tile, W)
-            log_sum_exp[0, 0] = (m[...] + jnp.log(total)).reshape(G, tile, -1)
-
-    def slots(x):  # the block to attend to: of its own kv head's values, of the scales of all
-        def index(b, n, t, step, start):
-            i = jnp.minimum(first_block(start[0], t) + step, last_block(start[0], t))
-            return (b, n, i, 0) if x.ndim == 4 else (b, 0, i)
-
-        return pl.BlockSpec((1, 1, block, x.shape[3]) if x.ndim == 4 else (1, K, block), index)
-
-    def of_tile(width):
-        return pl.BlockSpec((1, 1, G, tile, width), lambda b, n, t, step, start: (b, n, 0, t, 0))
-
-    steps = last_block(start, tiles - 1) + 1
-    if window is not None:
-        steps = jnp.minimum(steps, (window + tile - 2) // block + 2)
-    lanes = min(block, 128)
-    out, log_sum_exp = pl.pallas_call(
-        kernel,
-        out_shape=[jax.ShapeDtypeStruct((*q.shape[:4], width), jnp.float32) for width in (W, lanes)],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(B, K, tiles, steps),
-            in_specs=[of_tile(H), *jax.tree.map(slots, (k, v))],
-            out_specs=[of_tile(W), of_tile(lanes)],
-            scratch_shapes=[pltpu.VMEM((G * tile, width), jnp.float32) for width in (lanes, lanes, W)],
-        ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
-        cost_estimate=kernel_cost(B * K * G * T * S * (H + W), (k, v)),
-        interpret=interpret,
-        name="piece_attention",
-    )(jnp.reshape(start, 1), q, k, v)
-    return out[:, :, :, :T], log_sum_exp[:, :, :, :T, :1]
+def slot_attention_kernel(q, new: LayerCache, cache: LayerCache, positions, window: int | None, R: int):
+    """plain_slot_attention for TPUs. It reads the blocks of a row up to its position and no others."""
+    out, log_sum_exp, cache = attention_kernel(q.swapaxes(2, 3), new, cache, positions, window, R)
+    return out.swapaxes(2, 3), log_sum_exp.swapaxes(2, 3), cache
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention over heads on TPUs
+def attention_kernel(q, new, cache, starts, window, R=1, rows=1024, block=None, interpret=False):
+    """Causal attention as a Pallas kernel for TPUs, in which scores stay in VMEM (as in Dao et al. 2022,
+    "FlashAttention"): q [B, K, G, T, H] at positions starts [B] to starts + T. Arguments and results are those of
+    plain_piece_attention if `new` is (). Otherwise they are those of plain_slot_attention, with the queries of a kv
+    head along T, so that G is 1.
 
+    The grid is (rows of the batch, kv heads, tiles of queries, blocks of keys). A tile is about `rows` queries: some
+    positions, with all G heads of each. A block that the tile does not see is neither fetched nor computed: its index
+    is mapped to one that is there already. Only blocks at the edge of what a tile sees are masked. With new tokens, all
+    kv heads of a block are fetched at once, as one is too few bytes.
 
-def attend_to_slots(q, new: LayerCache, cache: LayerCache, positions, window: int | None, R: int):
-    """plain_slot_attention, or on TPUs the kernel, which reads no more slots than it needs."""
-    plain, kernel = (partial(f, window=window, R=R) for f in (plain_slot_attention, ragged_decode_attention))
-    return jax.lax.platform_dependent(q, new, cache, positions, tpu=kernel, default=plain)
-
-
-def ragged_decode_attention(q, new, cache, positions, window: int | None, R: int = 1, block=None, interpret=False):
-    """plain_slot_attention as one Pallas kernel for TPUs: it reads the blocks of a row up to its position and no
-    others.
-
-    The grid is (rows of the batch, blocks of a row). A block index beyond the last needed one is mapped to the last:
-    the same block is not fetched again. The running softmax starts with the new token, which is at hand, so the cache
-    is read only for the tokens before it.
+    The running softmax starts with the new token, which is at hand, so the cache is read only for the tokens before it.
+    Where R devices share the tokens of a row, it counts 1 / R on each, and one of them stores it.
 
     The kernel also stores the new token: an update by XLA would cost launches and, for the scales, a change of layout.
     A single slot of a packed dtype cannot be written, so the tile around it is patched in VMEM and written back. The
     cache that comes in and the one that goes out are the same memory. That is safe: a row's tile is written after the
     last block of the row was read, and other rows never read it.
 
-    Where R devices share a kv head, all start with the new token. It counts 1 / R on each, and one device stores it.
+    An estimate, by the length of the schedule that libtpu writes (LIBTPU_INIT_ARGS="--xla_jf_dump_to=DIR
+    --xla_jf_dump_llo_text=true"): a whole block of prefill takes 4,248 cycles on a v5e (head_dim 128), 96 % of the
+    peak. On a v6e, whose matrix units are twice as wide as a head, it takes 2,651 cycles, 39 %.
 
-    Args: as plain_slot_attention, with each position below R S; `block` slots a grid step, by default a power of two
-    that makes at most half a MiB of keys, or 128; `interpret` for tests on a CPU.
+    `block` is by default 1,024 slots or, with new tokens, a power of two that makes at most half a MiB of keys, or 128.
     """
-    B, K, G, _, H = q.shape
-    S = cache.k.shape[2]
-    itemsize = jax.tree.leaves(cache)[0].dtype.itemsize
-    most_slots = max(128, 2**19 // (K * H * itemsize))
-    block = block or math.gcd(S, 1 << (most_slots.bit_length() - 1))
-    tile = math.gcd(block, 128)  # slots: the lanes of a scale tile, and whole packed tiles of any dtype
-    blocks = S // block if window is None else min(S // block, ceil_div(window, R * block) + 1)
-    padded_G = ceil_div(G, 8) * 8  # a product of fewer rows than a register has sublanes may not compile
-    q = jnp.pad(q[:, :, :, 0], ((0, 0), (0, 0), (0, padded_G - G), (0, 0)))
+    (B, K, G, T, width), S = q.shape, cache[0].shape[2]
+    split = cache[0].shape[-1]
+    W = cache[1].shape[-1] if width == split else split
+    # The tile's size is that of whole registers: a product of fewer than 8 rows may not compile.
+    heads, tile, span = K, ceil_div(T, 8) * 8, 1  # kv heads at a time; queries of a tile; and their positions
+    if not new:
+        heads, tile = 1, min(max(rows // power_of_two(G), 16), max(power_of_two(T), 16))
+        span = tile
+    fitting = 2**19 // (K * split * jax.tree.leaves(cache)[0].dtype.itemsize)
+    block = math.gcd(S, block or (max(128, power_of_two(fitting + 1) // 2) if new else 1024))
+    lanes, stored = min(block, 128), math.gcd(block, 128)  # of m and l; slots of a tile that is written back
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, -T % tile), (0, 0)))
+    tiles, M = q.shape[3] // tile, G * tile
 
-    # Positions are never negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
-    def block_of(position):
-        return jax.lax.div(position, R * block)
+    # None of these is negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
+    def last_block(start, t):
+        return jax.lax.div(jnp.clip(start + (t + 1) * span, 1, R * S) - 1, R * block)
 
-    def first_block(position):
-        return 0 if window is None else block_of(jnp.maximum(position - window + 1, 0))
+    def first_block(start, t):
+        if window is None:
+            return 0
+        first = jax.lax.div(jnp.maximum(start + t * span - window + 1, 0), R * block)
+        return jnp.minimum(first, last_block(start, t))
 
-    def kernel(positions, q, new, cache, out, log_sum_exp, new_cache, m, l, acc):
-        # m and l have one number for each query head, repeated over the 128 lanes of a register: a plain vector of them
-        # would have another layout than the scores.
-        b, step = pl.program_id(0), pl.program_id(1)
-        position = positions[b]
-        i = first_block(position) + step
-        last = block_of(position)
-        r = shard_index(R)
+    steps = S // block if window is None else min(S // block, (window + span - 2) // (R * block) + 2)
+    if not new:
+        steps = jnp.minimum(steps, last_block(jnp.max(starts), tiles - 1) + 1)
 
-        def head(x, h):  # [slots, H], and the scale of each slot [1, slots]
+    def kernel(starts, q, new, cache, out, log_sum_exp, new_cache, m, l, acc):
+        # m and l have a number for each of 128 lanes, as scores have: equal ones in m, and in l sums of some keys each,
+        # since to add up lanes is slow, and is done once, at the end.
+        t, step = pl.program_id(2), pl.program_id(3)
+        start = starts[pl.program_id(0)]
+        first_query, i, r = start + t * span, first_block(start, t) + step, shard_index(R)
+        is_last = i == last_block(start, t)
+
+        def side(x, h):  # [slots, ..] of a kv head, and the scale of each slot [1, slots]
             if isinstance(x, Int8):
-                return x.values[0, h].astype(q.dtype), x.scale[0, h : h + 1]
+                scales = slice(h, h + 1) if heads == K else pl.ds(pl.program_id(1), 1)
+                return x.values[0, h].astype(q.dtype), x.scale[0, scales]
             return x[0, h].astype(q.dtype), 1.0
+
+        def attended(cache, h, product):
+            """The scores of a kv head's queries by `product`, and the values with their scale."""
+            first, second = (side(x, h) for x in cache)
+            queries = q[0, h].reshape(M, width)
+            scores = product(queries[:, :split], first[0]) * first[1]
+            if width == split:
+                return scores, second
+            return scores + product(queries[:, split:], second[0]) * second[1], first
+
+        def product_with_one(q, key):
+            return jnp.sum(q.astype(jnp.float32) * key.astype(jnp.float32), axis=-1, keepdims=True)
+
+        def new_token():
+            return as_stored(jax.tree.map(lambda x: x[...], new), cache)
 
         @pl.when(step == 0)
         def begin():
-            for h in range(K):
-                (k, k_scale), (v, v_scale) = head(new.k, h), head(new.v, h)
-                products = q[0, h].astype(jnp.float32) * k.astype(jnp.float32)
-                scores = jnp.sum(products, axis=-1, keepdims=True) * k_scale
+            for h in range(heads) if new else ():
+                scores, (value, scale) = attended(new_token(), h, product_with_one)
                 m[h] = jnp.broadcast_to(scores, m.shape[1:])
-                l[h] = jnp.full(l.shape[1:], 1 / R, jnp.float32)
-                acc[h] = jnp.broadcast_to(v.astype(jnp.float32) * (v_scale / R), acc.shape[1:])
+                l[h] = jnp.full(l.shape[1:], 1 / (R * lanes))
+                acc[h] = jnp.broadcast_to(value.astype(jnp.float32) * (scale / R), acc.shape[1:])
+            if not new:
+                m[...] = jnp.full(m.shape, MASKED)
+                l[...] = jnp.zeros(l.shape)
+                acc[...] = jnp.zeros(acc.shape)
 
-        @pl.when(i <= last)
-        def fold():
+        def fold(mask):
+            for h in range(heads):
+                scores, (value, scale) = attended(cache, h, partial(einsum, "th,sh->ts"))
+                if mask is not None:
+                    scores = jnp.where(mask, scores.reshape(G, tile, block), MASKED).reshape(scores.shape)
+                new_m = jnp.maximum(m[h], jnp.max(scores, axis=-1, keepdims=True))
+                alpha, p = jnp.exp(m[h] - new_m), jnp.exp(scores - jnp.tile(new_m, (1, block // lanes)))
+                m[h] = new_m
+                l[h] = l[h] * alpha + sum(jnp.split(p, block // lanes, axis=1))
+                acc[h] = acc[h] * alpha[:, :1] + einsum("ts,sw->tw", (p * scale).astype(q.dtype), value)
+
+        is_fetched = i <= last_block(start, t)
+        is_whole = not new and is_fetched & ((i + 1) * block <= first_query + 1)
+        if not new and window is not None:
+            is_whole &= i * block > first_query + span - 1 - window
+        if not new:
+            pl.when(is_whole)(lambda: fold(None))
+
+        @pl.when(is_fetched if new else is_fetched & ~is_whole)
+        def fold_edge():
             keys = (i * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)) * R + r
-            mask = is_attended(keys, position, window) & (keys != position)
-            for h in range(K):
-                (k, k_scale), (v, v_scale) = head(cache.k, h), head(cache.v, h)
-                scores = einsum("gh,sh->gs", q[0, h], k) * k_scale
-                scores = jnp.where(mask, scores, MASKED)
-                old_m = m[h][:, :1]
-                new_m = jnp.maximum(old_m, jnp.max(scores, axis=-1, keepdims=True))
-                alpha = jnp.exp(old_m - new_m)
-                p = jnp.exp(scores - new_m)
-                m[h] = jnp.broadcast_to(new_m, m.shape[1:])
-                l[h] = l[h] * alpha + jnp.sum(p, axis=-1, keepdims=True)
-                acc[h] = acc[h] * alpha + einsum("gs,sh->gh", (p * v_scale).astype(q.dtype), v)
+            if new:
+                fold((is_attended(keys, start, window) & (keys != start))[None])
+            else:
+                queries = first_query + jax.lax.broadcasted_iota(jnp.int32, (tile, block), 0)
+                fold(is_attended(keys, queries, window)[None])
 
-        @pl.when(i == last)
-        def store():
-            first = jax.lax.div(position, R * tile) * tile
-            start = pl.multiple_of(first - last * block, tile)
+        if new:
 
-            def patch(old, new, patched):
-                shape = (1, K, tile) + (1,) * (old.ndim - 3)
-                here = (first + jax.lax.broadcasted_iota(jnp.int32, shape, 2)) * R + r == position
-                patched[...] = jnp.where(here, new[...], old[:, :, pl.ds(start, tile)])
+            @pl.when(is_last)
+            def store():
+                first = jax.lax.div(start, R * stored) * stored
+                here = pl.ds(0 if stored == block else pl.multiple_of(first - i * block, stored), stored)
 
-            jax.tree.map(patch, cache, new, new_cache)
+                def patch(old, new, patched):
+                    slots = first + jax.lax.broadcasted_iota(jnp.int32, (1, K, stored) + (1,) * (old.ndim - 3), 2)
+                    patched[...] = jnp.where(slots * R + r == start, new, old[:, :, here])
 
-        @pl.when(step == blocks - 1)
+                jax.tree.map(patch, cache, new_token(), new_cache)
+
+        @pl.when(step == pl.num_programs(3) - 1)
         def finish():
-            out[0] = acc[...] / l[...][:, :, :1]
-            log_sum_exp[0] = m[...] + jnp.log(l[...])
+            total = jnp.sum(l[...], axis=-1, keepdims=True)
+            out[0] = (acc[...] / total).reshape(heads, G, tile, W)
+            log_sum_exp[0] = (m[...] + jnp.log(total)).reshape(heads, G, tile, lanes)
 
-    def of_row(shape):  # the whole of a row's array
-        return pl.BlockSpec((1, *shape[1:]), lambda b, step, positions: (b,) + (0,) * (len(shape) - 1))
+    def of_tile(width):
+        return pl.BlockSpec((1, heads, G, tile, width), lambda b, n, t, step, starts: (b, n, 0, t, 0))
 
-    def slots(x, size, index):  # `size` slots of a row: the index(position, step)-th such
-        rest = (0,) * (x.ndim - 3)
-        return pl.BlockSpec((1, K, size, *x.shape[3:]), lambda b, step, at: (b, 0, index(at[b], step), *rest))
+    def slots(x, size, index):  # `size` slots: the index(start, t, step)-th of the row, with the scales of all heads
+        def at(b, n, t, step, starts):
+            i = index(starts[b], t, step)
+            return (b, n, i, 0) if x.ndim == 4 else (b, 0, i)
+
+        return pl.BlockSpec((1, heads, size, x.shape[3]) if x.ndim == 4 else (1, K, size), at)
 
     def read(x):  # the block to attend to
-        return slots(x, block, lambda position, step: jnp.minimum(first_block(position) + step, block_of(position)))
+        return slots(x, block, lambda start, t, step: jnp.minimum(first_block(start, t) + step, last_block(start, t)))
 
     def write(x):  # the tile with the new token's slot
-        return slots(x, tile, lambda position, step: jax.lax.div(position, R * tile))
+        return slots(x, stored, lambda start, t, step: jax.lax.div(start, R * stored))
 
-    # Otherwise XLA moves the whole cache to VMEM and back if it fits.
-    cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
-    first_cache_argument = 1 + 1 + len(jax.tree.leaves(new))
-    log_sum_exp = jax.ShapeDtypeStruct((*q.shape[:3], 128), jnp.float32)
+    new_specs, updated, write_specs, aliases = (), (), (), {}
+    if new:
+        # Otherwise XLA moves the whole cache to VMEM and back if it fits.
+        cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
+        new_specs = jax.tree.map(lambda x: slots(x, 1, lambda start, t, step: 0), new)
+        updated = jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), cache)
+        write_specs, sides = jax.tree.map(write, cache), len(jax.tree.leaves(cache))
+        aliases = {4 + i: 2 + i for i in range(sides)}
+    out, log_sum_exp = (jax.ShapeDtypeStruct((*q.shape[:4], n), jnp.float32) for n in (W, lanes))
     out, log_sum_exp, cache = pl.pallas_call(
         kernel,
-        out_shape=(
-            jax.ShapeDtypeStruct(q.shape, jnp.float32),
-            log_sum_exp,
-            jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), cache),
-        ),
+        out_shape=(out, log_sum_exp, updated),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(B, blocks),
-            in_specs=[of_row(q.shape), jax.tree.map(lambda x: of_row(x.shape), new), jax.tree.map(read, cache)],
-            out_specs=(of_row(q.shape), of_row(log_sum_exp.shape), jax.tree.map(write, cache)),
-            scratch_shapes=[
-                pltpu.VMEM((K, padded_G, 128), jnp.float32),
-                pltpu.VMEM((K, padded_G, 128), jnp.float32),
-                pltpu.VMEM((K, padded_G, H), jnp.float32),
-            ],
+            grid=(B, K // heads, tiles, steps),
+            in_specs=[of_tile(width), new_specs, jax.tree.map(read, cache)],
+            out_specs=(of_tile(W), of_tile(lanes), write_specs),
+            scratch_shapes=[pltpu.VMEM((heads, M, width), jnp.float32) for width in (lanes, lanes, W)],
         ),
-        input_output_aliases={first_cache_argument + i: 2 + i for i in range(len(jax.tree.leaves(cache)))},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=kernel_cost(4 * B * K * G * S * H, cache),
+        input_output_aliases=aliases,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        cost_estimate=kernel_cost(B * K * T * G * S * (width + W), cache),
         interpret=interpret,
-        name="ragged_decode_attention",
-    )(positions, q, new, cache)
-    return out[:, :, :G, None], log_sum_exp[:, :, :G, None, :1], cache
+        name="ragged_attention",
+    )(starts, q, new, cache)
+    return out[:, :, :, :T], log_sum_exp[:, :, :, :T, :1], cache
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from shared import folders
 pytestmark = pytest.mark.optimized
 
 FOLDERS = {name: import_folder(name) for name in folders()}
-KERNEL = re.compile(r"%(ragged_decode_attention|latent_attention|exchange|routing|experts|streamed_product)[.\d]* = ")
+KERNEL = re.compile(r"%(ragged_attention|exchange|routing|experts|streamed_product)[.\d]* = ")
 COLLECTIVE = re.compile(r"= [^=]*? (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* copy\(")
 BITS = {"bf16": 16, "f32": 32, "s32": 32, "s8": 8, "u32": 32, "pred": 8}
@@ -68,7 +68,7 @@ def test_full_size_on_tpus(folder, name, topology, tp, int8, slots):
     counts, layers = Counter(COLLECTIVE.findall(text)), config.num_hidden_layers
     assert counts == {"all-reduce": 2 * layers + 1, "all-gather": 1}
     kernels = Counter(KERNEL.findall(text))
-    assert kernels["ragged_decode_attention"] == layers
+    assert kernels["ragged_attention"] == layers
     assert kernels["exchange"] == (2 * layers if tp > config.num_key_value_heads else 0)
     assert kernels["experts"] == len(getattr(config, "moe_layers", ()))
     assert largest_copy(text) < 2**20
@@ -95,7 +95,7 @@ def test_latent_attention_on_tpus(folder, name, topology, ep_tp, batch, slots, i
     # A small gather may be turned into a sum of zeros; to embed and to choose the token take one each.
     assert counts.keys() <= {"all-reduce", "all-gather"} and counts.total() == 3 * layers + 2
     kernels, experts = Counter(KERNEL.findall(text)), sum(map(config.has_experts, range(layers)))
-    assert kernels["latent_attention"] == layers and kernels["exchange"] == 2 * layers
+    assert kernels["ragged_attention"] == layers and kernels["exchange"] == 2 * layers
     assert kernels["experts"] == kernels["routing"] == experts
     assert largest_copy(text) < 2**20
 

@@ -60,19 +60,15 @@ def wide(x, width):
 
 
 def dealt(x, dp, X, R):
-    """[B, tokens, ..] as LayerCache's docstring says that devices hold it: [B, X, S, ..]."""
+    """[B, tokens, ..] as LayerCache's docstring says that devices hold it: [B / I, X, S, ..]."""
     x = np.asarray(x)
     shares = []
     for rows in np.split(x, dp):
-        B, tokens = rows.shape[:2]
-        groups = np.gcd(B, R)
-        parts = R // groups
-        devices = []
+        groups = np.gcd(len(rows), R)
+        devices, parts = [], R // groups
         for r in range(X):
             group, part = divmod(r % R, parts)
-            mine = rows[group * (B // groups) : (group + 1) * (B // groups), part::parts]
-            entries = mine.reshape(B // groups, tokens // R, groups, *x.shape[2:]).swapaxes(1, 2)
-            devices.append(entries.reshape(B, tokens // R, *x.shape[2:]))
+            devices.append(np.split(rows, groups)[group][:, part::parts])
         shares.append(np.stack(devices, axis=1))
     return np.concatenate(shares)
 
@@ -85,7 +81,7 @@ def select(monkeypatch, platform):
             return (tpu or default)(*arguments)
 
         monkeypatch.setattr(jax.lax, "platform_dependent", choose)
-        for kernel in ("latent_attention_kernel", "piece_attention_kernel", "exchange_kernel", "routing_kernel"):
+        for kernel in ("attention_kernel", "exchange_kernel", "routing_kernel"):
             monkeypatch.setattr(model, kernel, partial(getattr(model, kernel), interpret=STRICT))
 
 
@@ -109,7 +105,8 @@ def test_prefill_of_a_tpu(monkeypatch, mesh, B, int8):
 
     def prefilled():
         program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(heads, specs[3]), check_vma=False)
-        cache = model.LayerCache(*(jnp.zeros((B, R, tokens // R, width)) for width in (L, U)))
+        I, parts = model.row_groups(B, R)
+        cache = model.LayerCache(*(jnp.zeros((B // I, R, tokens // parts, width)) for width in (L, U)))
         cache = model.LayerCache(*map(model.quantize, cache)) if int8 else cache
         random, outs, program = np.random.default_rng(1), [], jax.jit(program)
         for i in range(tokens // T):
@@ -124,7 +121,7 @@ def test_prefill_of_a_tpu(monkeypatch, mesh, B, int8):
 
     wanted, wanted_cache = prefilled()
     select(monkeypatch, "tpu")
-    monkeypatch.setattr(model, "PIECE_KEYS", 128)
+    monkeypatch.setattr(model, "BLOCK_TOKENS", 128)
     outs, cache = prefilled()
     np.testing.assert_allclose(outs, wanted, atol=2e-5)
     jax.tree.map(np.testing.assert_array_equal, cache, wanted_cache)
@@ -150,8 +147,7 @@ def test_decode_against_float64(monkeypatch, platform, mesh, sharers, positions,
     monkeypatch.setattr(model, "CACHE_SHARERS", sharers)
     select(monkeypatch, platform)
     if tokens > 512:
-        kernel = partial(model.latent_attention_kernel, block=256)
-        monkeypatch.setattr(model, "latent_attention_kernel", kernel)
+        monkeypatch.setattr(model, "attention_kernel", partial(model.attention_kernel, block=256))
     dp = mesh[0]
     mesh = model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
     X = model.model_shards(mesh)
@@ -230,22 +226,23 @@ def test_routing_against_float64(monkeypatch, platform, has_bias, B, E, groups, 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
 @pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
 @pytest.mark.parametrize(
-    ("B", "G", "entries", "S"),
+    ("B", "G", "S"),
     [
-        (8, 10, 1, 4096),  # Flash on two chips (for R1 on 64 see test_compile)
-        (1, 20, 1, 1280),
-        (3, 7, 2, 640),
+        (8, 10, 4096),  # Flash on two chips (for R1 on 64 see test_compile)
+        (1, 20, 1280),
+        (3, 7, 640),
+        (1, 256, 64),  # R1, a row on 32 chips
     ],
 )
-def test_compiles_for_tpus(topology, int8, B, G, entries, S):
+def test_compiles_for_tpus(topology, int8, B, G, S):
     topology = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
 
     def array(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
 
-    def side(width):
-        shape = B * entries, 1, S
+    def side(slots, width):
+        shape = B, 1, slots
         return (
             model.Int8(array(*shape, width, dtype=jnp.int8), array(*shape, dtype=jnp.float32))
             if int8
@@ -253,12 +250,12 @@ def test_compiles_for_tpus(topology, int8, B, G, entries, S):
         )
 
     arguments = (
-        array(B, G, 640),
-        model.LayerCache(array(B, 1, 512), array(B, 1, 64)),
-        model.LayerCache(side(512), side(128)),
+        array(B, 1, G, 1, 640),
+        model.LayerCache(array(B, 1, 1, 512), array(B, 1, 1, 128)),
+        model.LayerCache(side(S, 512), side(S, 128)),
         array(B, dtype=jnp.int32),
     )
-    kernel = partial(model.latent_attention_kernel, parts=1, R=1)
+    kernel = partial(model.slot_attention_kernel, window=None, R=1)
     program = jax.jit(kernel, donate_argnums=2).lower(*arguments).compile()
     cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[2]))
     memory = program.memory_analysis()

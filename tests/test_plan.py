@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -95,19 +96,20 @@ def test_loops_run_as_often_as_counted(monkeypatch, window):
     import plan
 
     model = import_folder("llama3").model
-    count = []
+    count, T = [], 64
 
     def counted(a, b, merged=model.merged):
         jax.debug.callback(lambda: count.append(1))
         return merged(a, b)
 
     monkeypatch.setattr(model, "merged", counted)
-    monkeypatch.setattr(model, "PIECE_KEYS", 64)
-    monkeypatch.setattr(model, "piece_attention_kernel", model.plain_piece_attention)
+    monkeypatch.setattr(model, "BLOCK_TOKENS", 64)
+    plain = partial(model.plain_piece_attention, rows=1, tile=T, block=64)
+    monkeypatch.setattr(model, "piece_attention_kernel", plain)
     monkeypatch.setattr(
         jax.lax, "platform_dependent", lambda *args, default, tpu=None, cpu=None: (tpu or default)(*args)
     )
-    mesh, T, heads = model.make_mesh(1, 1, 2, devices=jax.devices()[:2]), 64, P("dp", None, model.MODEL_AXES)
+    mesh, heads = model.make_mesh(1, 1, 2, devices=jax.devices()[:2]), P("dp", None, model.MODEL_AXES)
     mask = model.Mask(window=window)
 
     def attend(q, k, v, cache, positions):
