@@ -1108,6 +1108,12 @@ def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
     return sum(out * jnp.exp(each - log_sum_exp) for out, each in (a, b)), log_sum_exp
 
 
+def joined(parts: Array, axis: int) -> Array:
+    """What `merged` gives for many sets of keys, which are an axis of `parts` [.., W + 1]: outputs and log-sum-exps."""
+    weights = jnp.exp(parts[..., -1:] - jnp.max(parts[..., -1:], axis, keepdims=True))
+    return jnp.sum(weights * parts[..., :-1], axis) / jnp.sum(weights, axis)
+
+
 def no_attention(*shape: int) -> tuple[Array, Array]:
     """What `merged` leaves out: the output, of this shape, and the log-sum-exp of queries that see no key."""
     return jnp.zeros(shape), jnp.full((*shape[:-1], 1), MASKED)
@@ -1388,7 +1394,7 @@ def decode_attention(q, q_rope, new: LayerCache, cache: LayerCache, positions, w
     if R > 1:
         shares = jnp.concatenate([out, log_sum_exp], axis=-1).reshape(B // I, R, N, -1)
         shares = exchange(shares.swapaxes(0, 1), R).reshape(I, parts, B // I, N, -1)
-        out = jnp.sum(shares[..., :-1] * jax.nn.softmax(shares[..., -1:], axis=1), axis=1)
+        out = joined(shares, axis=1)
     out = out.reshape(B, N, -1)
     out = head_product("bnl,nwl->bnw", out[..., :L].astype(q.dtype), w_v)
     return (out if v_scale is None else out * v_scale)[:, None], cache

@@ -1057,6 +1057,12 @@ def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
     return sum(out * jnp.exp(each - log_sum_exp) for out, each in (a, b)), log_sum_exp
 
 
+def joined(parts: Array, axis: int) -> Array:
+    """What `merged` gives for many sets of keys, which are an axis of `parts` [.., W + 1]: outputs and log-sum-exps."""
+    weights = jnp.exp(parts[..., -1:] - jnp.max(parts[..., -1:], axis, keepdims=True))
+    return jnp.sum(weights * parts[..., :-1], axis) / jnp.sum(weights, axis)
+
+
 def no_attention(*shape: int) -> tuple[Array, Array]:
     """What `merged` leaves out: the output, of this shape, and the log-sum-exp of queries that see no key."""
     return jnp.zeros(shape), jnp.full((*shape[:-1], 1), MASKED)
@@ -1328,7 +1334,7 @@ def decode_attention(q, k, v, cache: LayerCache, positions, mask: Mask, *, R: in
     if R > 1:
         parts = jnp.concatenate([out, log_sum_exp], axis=-1).reshape(B, R, G, width + 1)
         parts = exchange(parts.swapaxes(0, 1), R)
-        out = jnp.sum(parts[..., :width] * jax.nn.softmax(parts[..., width:], axis=0), axis=0).reshape(q.shape)
+        out = joined(parts, axis=0).reshape(q.shape)
     return out.astype(q.dtype).transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, 1, N * H), cache
 
 
