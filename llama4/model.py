@@ -1128,8 +1128,7 @@ def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_
     on_tpu = partial(piece_attention_kernel, window=window)
 
     def attend(i, start):
-        at_start = (partial(way, start=start) for way in (on_cpu, on_tpu, plain))
-        cpu, tpu, default = at_start
+        cpu, tpu, default = (partial(way, start=start) for way in (on_cpu, on_tpu, plain))
         return jax.lax.platform_dependent(q, *load(i, n), cpu=cpu, tpu=tpu, default=default)
 
     if n == slots or (is_only_piece and n * R >= T):
@@ -2161,41 +2160,38 @@ def slot_attention_kernel(q, new: LayerCache, cache: LayerCache, positions, wind
 
 
 def attention_kernel(q, new, cache, starts, window, R=1, rows=1024, block=None, interpret=False):
-    """Causal attention as a Pallas kernel for TPUs, in which scores stay in VMEM (as in Dao et al. 2022,
-    "FlashAttention"): q [B, K, G, T, H] at positions starts [B] to starts + T. Arguments and results are those of
-    plain_piece_attention if `new` is (). Otherwise they are those of plain_slot_attention, with the queries of a kv
-    head along T, so that G is 1.
+    """Causal attention as one Pallas kernel for TPUs, for prefill and for decoding; scores stay in VMEM (as in Dao et
+    al. 2022, "FlashAttention").
+
+    In prefill `new` is (), q [B, K, G, T, H] is at positions starts [B] to starts + T, and arguments and results are
+    those of plain_piece_attention. In decoding they are those of plain_slot_attention, but for q [B, K, 1, G, H]: the
+    query heads lie along T, all at the same position.
 
     The grid is (rows of the batch, kv heads, tiles of queries, blocks of keys). A tile is about `rows` queries: some
-    positions, with all G heads of each. A block that the tile does not see is neither fetched nor computed: its index
-    is mapped to one that is there already. Only blocks at the edge of what a tile sees are masked. With new tokens, all
-    kv heads of a block are fetched at once, as one is too few bytes.
+    positions, with all G heads of each. A block that a tile does not see is neither fetched nor computed: its index is
+    mapped to a block that is there already. In prefill only blocks at the edge of what a tile sees are masked. In
+    decoding all kv heads of a block are fetched at once, since one is too few bytes.
 
-    The running softmax starts with the new token, which is at hand, so the cache is read only for the tokens before it.
-    Where R devices share the tokens of a row, it counts 1 / R on each, and one of them stores it.
+    The running softmax of decoding starts with the new token, which is at hand, so the cache is read only for the
+    tokens before it. Where R devices share the tokens of a row, the new one counts 1 / R on each, and one stores it.
+    That the kernel stores it saves launches and, for the scales, a change of layout. A single slot of a packed dtype
+    cannot be written, so the tile around it is patched in VMEM and written back. The cache that comes in and the one
+    that goes out are the same memory. That is safe: a row's tile is written after the last block of the row was read,
+    and other rows never read it.
 
-    The kernel also stores the new token: an update by XLA would cost launches and, for the scales, a change of layout.
-    A single slot of a packed dtype cannot be written, so the tile around it is patched in VMEM and written back. The
-    cache that comes in and the one that goes out are the same memory. That is safe: a row's tile is written after the
-    last block of the row was read, and other rows never read it.
-
-    An estimate, by the length of the schedule that libtpu writes (LIBTPU_INIT_ARGS="--xla_jf_dump_to=DIR
-    --xla_jf_dump_llo_text=true"): a whole block of prefill takes 4,248 cycles on a v5e (head_dim 128), 96 % of the
-    peak. On a v6e, whose matrix units are twice as wide as a head, it takes 2,651 cycles, 39 %.
-
-    `block` is by default 1,024 slots or, with new tokens, a power of two that makes at most half a MiB of keys, or 128.
+    `block` is by default 1,024 slots; in decoding a power of two that makes at most half a MiB of keys, or 128.
     """
     (B, K, G, T, width), S = q.shape, cache[0].shape[2]
     split = cache[0].shape[-1]
     W = cache[1].shape[-1] if width == split else split
-    # The tile's size is that of whole registers: a product of fewer than 8 rows may not compile.
-    heads, tile, span = K, ceil_div(T, 8) * 8, 1  # kv heads at a time; queries of a tile; and their positions
+    # kv heads at a time; queries of each head in a tile, whole registers of them; and the positions that they span
+    heads, tile, span = K, ceil_div(T, 8) * 8, 1
     if not new:
         heads, tile = 1, min(max(rows // power_of_two(G), 16), max(power_of_two(T), 16))
         span = tile
     fitting = 2**19 // (K * split * jax.tree.leaves(cache)[0].dtype.itemsize)
     block = math.gcd(S, block or (max(128, power_of_two(fitting + 1) // 2) if new else 1024))
-    lanes, stored = min(block, 128), math.gcd(block, 128)  # of m and l; slots of a tile that is written back
+    lanes, stored = min(block, 128), math.gcd(block, 128)  # of m and l; slots of the tile that is written back
     q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, -T % tile), (0, 0)))
     tiles, M = q.shape[3] // tile, G * tile
 
@@ -2214,12 +2210,10 @@ def attention_kernel(q, new, cache, starts, window, R=1, rows=1024, block=None, 
         steps = jnp.minimum(steps, last_block(jnp.max(starts), tiles - 1) + 1)
 
     def kernel(starts, q, new, cache, out, log_sum_exp, new_cache, m, l, acc):
-        # m and l have a number for each of 128 lanes, as scores have: equal ones in m, and in l sums of some keys each,
-        # since to add up lanes is slow, and is done once, at the end.
-        t, step = pl.program_id(2), pl.program_id(3)
-        start = starts[pl.program_id(0)]
-        first_query, i, r = start + t * span, first_block(start, t) + step, shard_index(R)
-        is_last = i == last_block(start, t)
+        # m and l have a number for each of 128 lanes, as scores have. Those of m are equal, and those of l are sums of
+        # some keys each: to add up lanes is slow, and is done once, at the end.
+        t, step, start, r = pl.program_id(2), pl.program_id(3), starts[pl.program_id(0)], shard_index(R)
+        first_query, i, last = start + t * span, first_block(start, t) + step, last_block(start, t)
 
         def side(x, h):  # [slots, ..] of a kv head, and the scale of each slot [1, slots]
             if isinstance(x, Int8):
@@ -2244,15 +2238,14 @@ def attention_kernel(q, new, cache, starts, window, R=1, rows=1024, block=None, 
 
         @pl.when(step == 0)
         def begin():
+            m[...] = jnp.full(m.shape, MASKED)
+            l[...] = jnp.zeros(l.shape)
+            acc[...] = jnp.zeros(acc.shape)
             for h in range(heads) if new else ():
                 scores, (value, scale) = attended(new_token(), h, product_with_one)
                 m[h] = jnp.broadcast_to(scores, m.shape[1:])
                 l[h] = jnp.full(l.shape[1:], 1 / (R * lanes))
                 acc[h] = jnp.broadcast_to(value.astype(jnp.float32) * (scale / R), acc.shape[1:])
-            if not new:
-                m[...] = jnp.full(m.shape, MASKED)
-                l[...] = jnp.zeros(l.shape)
-                acc[...] = jnp.zeros(acc.shape)
 
         def fold(mask):
             for h in range(heads):
@@ -2265,25 +2258,22 @@ def attention_kernel(q, new, cache, starts, window, R=1, rows=1024, block=None, 
                 l[h] = l[h] * alpha + sum(jnp.split(p, block // lanes, axis=1))
                 acc[h] = acc[h] * alpha[:, :1] + einsum("ts,sw->tw", (p * scale).astype(q.dtype), value)
 
-        is_fetched = i <= last_block(start, t)
-        is_whole = not new and is_fetched & ((i + 1) * block <= first_query + 1)
-        if not new and window is not None:
-            is_whole &= i * block > first_query + span - 1 - window
-        if not new:
-            pl.when(is_whole)(lambda: fold(None))
-
-        @pl.when(is_fetched if new else is_fetched & ~is_whole)
-        def fold_edge():
+        @pl.when(i <= last)
+        def fold_block():
             keys = (i * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)) * R + r
             if new:
                 fold((is_attended(keys, start, window) & (keys != start))[None])
-            else:
-                queries = first_query + jax.lax.broadcasted_iota(jnp.int32, (tile, block), 0)
-                fold(is_attended(keys, queries, window)[None])
+                return
+            is_whole = (i + 1) * block <= first_query + 1
+            if window is not None:
+                is_whole &= i * block > first_query + span - 1 - window
+            queries = first_query + jax.lax.broadcasted_iota(jnp.int32, (tile, block), 0)
+            pl.when(is_whole)(lambda: fold(None))
+            pl.when(~is_whole)(lambda: fold(is_attended(keys, queries, window)[None]))
 
         if new:
 
-            @pl.when(is_last)
+            @pl.when(i == last)
             def store():
                 first = jax.lax.div(start, R * stored) * stored
                 here = pl.ds(0 if stored == block else pl.multiple_of(first - i * block, stored), stored)
