@@ -532,10 +532,7 @@ def decode_step(weights: dict, cache, tokens, positions, seeds, *, config: Confi
     """
 
     def body(weights, cache, tokens, positions, seeds):
-        R = cache_sharers(config, model_shards(mesh))
-        # A finished row keeps decoding until all are finished, in the last slot once the cache is full.
-        positions = jnp.minimum(positions, capacity(cache, len(positions), config, R) - 1)
-        attend = partial(decode_attention, R=R)
+        attend = partial(decode_attention, R=cache_sharers(config, model_shards(mesh)))
         x, cache = forward(weights, tokens[:, None], positions[:, None], cache, attend, config)
         tokens, logprobs = next_token(output_logits(weights, x[:, 0], config), positions, seeds, sampling)
         return cache, tokens, logprobs, positions + 1
@@ -662,7 +659,7 @@ def generate(
     limits = [min(max_new_tokens, max_seq_len - length + 1) for length in lengths]
 
     # The prompts as one array, padded at the end of each row, plus one-token rows so that dp divides the batch.
-    dp, dtype, R = mesh.shape["dp"], weights["norm"].dtype, cache_sharers(config, model_shards(mesh))
+    dp, dtype = mesh.shape["dp"], weights["norm"].dtype
     batch = ceil_div(len(prompts), dp) * dp
     piece = piece_length(max(lengths), batch // dp, config, mesh)
     starts = range(0, max(lengths), piece)
@@ -681,9 +678,8 @@ def generate(
 
     most_slots = max(max_seq_len, prompt_tokens.shape[1])
 
-    def cache_for(position):
-        """The cache that a step at `position` is compiled with: all slots, or as many as are needed there."""
-        return abstract_cache(config, mesh, batch, slots_until(position, most_slots, mesh), dtype, int8_cache)
+    def cache_of(slots):
+        return abstract_cache(config, mesh, batch, slots, dtype, int8_cache)
 
     def compiled(stage, program, *arguments):
         begin, options = time.perf_counter(), {"config": config, "mesh": mesh, "sampling": sampling}
@@ -691,10 +687,11 @@ def generate(
         stats["compile_s"] += time.perf_counter() - begin
         return executable
 
-    if stored_bytes((weights, cache_for(most_slots - 1))) > memory_of(mesh):
+    if stored_bytes((weights, cache_of(most_slots))) > memory_of(mesh):
         what = f"a cache of {batch} x {most_slots} tokens"  # found now, and not when the cache has grown
         raise InputError(f"no memory for {what}; lower max_new_tokens or max_seq_len")
-    cache = zeros(cache_for(max(*lengths, prompt_tokens.shape[1] - 1)))
+    slots = slots_until(max(*lengths, prompt_tokens.shape[1] - 1), most_slots, mesh)  # tokens of a row that fit
+    cache = zeros(cache_of(slots))
 
     def traced(start):  # None for an only piece: its program knows that it starts at 0
         return on_mesh(np.int32(start)) if len(starts) > 1 else None
@@ -745,10 +742,11 @@ def generate(
         while tokens_started < max(limits[row] for row in live) and len(in_flight) <= LOOKAHEAD:
             # A row at its limit is live until the host has read its last token, and needs no more slots.
             position = max(lengths[row] + min(tokens_started, limits[row] - 1) for row in live) - 1
-            if position >= capacity(cache, batch, config, R):
+            if position >= slots:
                 jax.block_until_ready(tokens)  # no step runs while the clock stands still
                 pause = time.perf_counter()
-                cache = grow_cache(cache, cache_for(position))
+                slots = slots_until(position, most_slots, mesh)
+                cache = grow_cache(cache, cache_of(slots))
                 step = compiled("decoding", decode_step, weights, cache, tokens, positions, seeds)
                 begin += time.perf_counter() - pause
             cache, tokens, logprobs, positions = step(weights, cache, tokens, positions, seeds)
@@ -887,8 +885,8 @@ def attention_with_sum(scores: Array, v: Array | Int8, dtype: jnp.dtype) -> tupl
     m = jnp.max(scores, axis=-1, keepdims=True)
     p = jnp.exp(scores - m)
     l = jnp.sum(p, axis=-1, keepdims=True)
-    p = p if scale is None else p * scale[:, :, None, None]
-    return einsum("bkgts,bksw->bkgtw", p.astype(values.dtype), values) / l, m + jnp.log(l)
+    p = p / l if scale is None else p / l * scale[:, :, None, None]
+    return einsum("bkgts,bksw->bkgtw", p.astype(values.dtype), values), m + jnp.log(l)
 
 
 def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -1070,13 +1068,6 @@ def cache_sharers(config: Config, shards: int) -> int:
     return max(shards // config.num_key_value_heads, 1)
 
 
-def capacity(cache: list[LayerCache], rows: int, config: Config, R: int) -> int:
-    """Tokens of a row that the cache holds, on all R devices that share a kv head. A layer that holds a whole chunk
-    sets no limit."""
-    slots = [(R * layer.k.shape[2], config.mask(i).chunk) for i, layer in enumerate(cache)]
-    return min((n for n, chunk in slots if not chunk or n < chunk), default=2**31 - 1)
-
-
 def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Config) -> float:
     """Bytes of the cache that a decode step has to read, on all devices, for rows of these lengths."""
     read = 0.0
@@ -1166,6 +1157,7 @@ def decode_attention(q, k, v, cache: LayerCache, positions, mask: Mask, *, R: in
     q, new = in_cache_layout(q, k, v, cache)
     G, width = q.shape[2], q.shape[4]
     positions = positions[:, 0] % mask.chunk if mask.chunk else positions[:, 0]
+    positions = jnp.minimum(positions, R * cache.k.shape[2] - 1)  # a finished row goes on in the last slot
     queries = q
     if R > 1:  # K is 1 then; every device sends all the same block: an all-gather
         queries = exchange(q.reshape(1, B, G, width), R)

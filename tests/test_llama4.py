@@ -88,7 +88,6 @@ def test_a_chunked_layer_holds_a_chunk():
     cache = llama4.model.abstract_cache(config, mesh, 2, 5000, jnp.float32)
     slots = [2 * layer.k.shape[2] for layer in cache]
     assert slots[:3] == [1024] * 3 and slots[4] == 1024 and 5000 <= slots[3] < 6300
-    assert llama4.model.capacity(cache, config, 2) == slots[3]
 
 
 @pytest.mark.parametrize(
