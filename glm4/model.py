@@ -1157,7 +1157,8 @@ def decode_attention(q, k, v, cache: LayerCache, positions, mask: Mask, *, R: in
     q, new = in_cache_layout(q, k, v, cache)
     G, width = q.shape[2], q.shape[4]
     positions = positions[:, 0] % mask.chunk if mask.chunk else positions[:, 0]
-    positions = jnp.minimum(positions, R * cache.k.shape[2] - 1)  # a finished row goes on in the last slot
+    last = R * cache.k.shape[2] - 1  # the last position with a slot, where a finished row goes on
+    positions = jnp.minimum(positions, last)
     queries = q
     if R > 1:  # K is 1 then; every device sends all the same block: an all-gather
         queries = exchange(q.reshape(1, B, G, width), R)

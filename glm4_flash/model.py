@@ -1218,7 +1218,7 @@ def attend_to_slots(q, new: LayerCache, cache: LayerCache, positions, window: in
 # Attention over latents in plain JAX
 #
 # More letters: S is the slots of a row on a device, I the groups of rows that R devices divide among them, gcd(B, R).
-# In the functions for keys of heads, K counts heads that have keys, and G query heads for each.
+# In the block before this one, K counts heads that have keys and values, and G query heads for each.
 
 
 CACHE_SHARERS = 32  # more devices exchange so much that a second copy of the cache costs less
@@ -1362,9 +1362,8 @@ def decode_attention(q, q_rope, new: LayerCache, cache: LayerCache, positions, w
     scaled = q[:, 0] if k_scale is None else (q[:, 0] * k_scale).astype(q.dtype)
     queries = [head_product("bnh,nhl->bnl", scaled, w_k).astype(q.dtype), q_rope[:, 0]]
     queries = jnp.concatenate(as_wide(queries, cache), axis=-1)
-    positions = jnp.minimum(
-        positions[:, 0], parts * cache.latent.shape[2] - 1
-    )  # a finished row goes on in the last slot
+    last = parts * cache.latent.shape[2] - 1  # the last position with a slot, where a finished row goes on
+    positions = jnp.minimum(positions[:, 0], last)
     if R > 1:
         queries = exchange(queries.reshape(I, B // I, N, -1), R)  # to each device those of its rows
         queries = queries.swapaxes(0, 1).reshape(B // I, R * N, -1)
