@@ -715,7 +715,7 @@ def generate(
     if stored_bytes((weights, cache_of(most_slots))) > memory_of(mesh):
         what = f"a cache of {batch} x {most_slots} tokens"  # found now, and not when the cache has grown
         raise InputError(f"no memory for {what}; lower max_new_tokens or max_seq_len")
-    slots = slots_until(max(*lengths, prompt_tokens.shape[1] - 1), most_slots, mesh)  # tokens of a row that fit
+    slots = slots_until(max(*lengths, prompt_tokens.shape[1] - 1), most_slots, mesh)
     cache = zeros(cache_of(slots))
 
     def traced(start):  # None for an only piece: its program knows that it starts at 0
@@ -768,12 +768,13 @@ def generate(
             # A row at its limit is live until the host has read its last token, and needs no more slots.
             position = max(lengths[row] + min(tokens_started, limits[row] - 1) for row in live) - 1
             if position >= slots:
-                jax.block_until_ready(tokens)  # no step runs while the clock stands still
-                pause = time.perf_counter()
-                slots = slots_until(position, most_slots, mesh)
-                cache = grow_cache(cache, cache_of(slots))
-                step = compiled("decoding", decode_step, weights, cache, tokens, positions, seeds)
-                begin += time.perf_counter() - pause
+                before, slots = cache_of(slots), slots_until(position, most_slots, mesh)
+                if (larger := cache_of(slots)) != before:
+                    jax.block_until_ready(tokens)  # no step runs while the clock stands still
+                    pause = time.perf_counter()
+                    cache = grow_cache(cache, larger)
+                    step = compiled("decoding", decode_step, weights, cache, tokens, positions, seeds)
+                    begin += time.perf_counter() - pause
             cache, tokens, logprobs, positions = step(weights, cache, tokens, positions, seeds)
             tokens.copy_to_host_async()
             in_flight.append((tokens, logprobs))
@@ -922,13 +923,14 @@ def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
 
 
 def joined(parts: Array, axis: int) -> Array:
-    """What `merged` gives for many sets of keys, which are an axis of `parts` [.., W + 1]: outputs and log-sum-exps."""
+    """The output that `merged` gives for many sets of keys: `parts` [.., W + 1] has their outputs and, in the last
+    column, log-sum-exps, along `axis`."""
     weights = jnp.exp(parts[..., -1:] - jnp.max(parts[..., -1:], axis, keepdims=True))
     return jnp.sum(weights * parts[..., :-1], axis) / jnp.sum(weights, axis)
 
 
 def no_attention(*shape: int) -> tuple[Array, Array]:
-    """What `merged` leaves out: the output, of this shape, and the log-sum-exp of queries that see no key."""
+    """What adds nothing in `merged`: the output, of this shape, and the log-sum-exp of queries that see no key."""
     return jnp.zeros(shape), jnp.full((*shape[:-1], 1), MASKED)
 
 
@@ -937,8 +939,8 @@ def plain_piece_attention(q, k, v, start, window: int | None, rows: int, tile: i
     [B, K, S, W] at positions 0 to S. Returns float32 [B, K, G, T, W], and the log-sum-exp of the scores, [B, K, G, T,
     1]: MASKED or little more for a query that sees no key, and then its output means nothing.
 
-    It takes tiles of `rows` rows and at most `tile` positions and, for each, blocks of at most `block` keys: those that
-    a query of the tile sees, and no others.
+    It takes tiles of `rows` rows and at most `tile` positions and, for each, the blocks of at most `block` keys that
+    its queries see. If all is one tile and one block, there is no loop.
     """
     (B, K, G, T, H), W = q.shape, v.shape[-1]
     S = min(k.shape[2], start + T) if isinstance(start, int) else k.shape[2]
@@ -977,16 +979,21 @@ BLOCK_TOKENS = 1024  # of a cache that has to be gathered or expanded: few, so t
 
 
 def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_place: bool) -> Array:
-    """Causal attention of q [B, K, G, T, H] at positions start to start + T over a cache of `slots` slots, each of R
-    tokens: float32 [B, K, G, T, W].
+    """Causal attention of q [B, K, G, T, H] at positions start to start + T over a cache of `slots` slots on
+    each of R devices: float32 [B, K, G, T, W].
 
-    load(i, n) gives keys and values of the i-th n slots. If it reads the cache `in_place`, n is all of them; otherwise
-    some, and as many blocks as are filled, so that memory is bounded whatever the prompt's length. `start` is traced,
-    so that one program serves all pieces of a prompt, or the number 0 if there is only one.
+    load(i, n) gives the keys and values of the i-th n slots. If it takes them `in_place`, n is all slots. If it has to
+    gather or expand them, blocks are of about BLOCK_TOKENS tokens, and as many as are filled: memory is bounded
+    whatever the prompt's length. `start` is traced, so that one program serves all pieces of a prompt, or the number 0
+    if there is only one piece, which is one block.
     """
     (B, K, G, T, _), is_only_piece = q.shape, isinstance(start, int)
-    n = slots if in_place else math.gcd(slots, power_of_two(BLOCK_TOKENS // R))
-    n = min(n, T // R) if is_only_piece and not in_place else n
+    if in_place:
+        n = slots
+    elif is_only_piece:
+        n = min(slots, max(128, power_of_two(T // R)))
+    else:
+        n = math.gcd(slots, power_of_two(BLOCK_TOKENS // R))
     plain = partial(plain_piece_attention, window=window, rows=B, tile=T, block=512)
     on_cpu = partial(plain, rows=1, tile=256, block=256)
     on_tpu = partial(piece_attention_kernel, window=window)
@@ -995,7 +1002,7 @@ def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_
         cpu, tpu, default = (partial(way, start=start) for way in (on_cpu, on_tpu, plain))
         return jax.lax.platform_dependent(q, *load(i, n), cpu=cpu, tpu=tpu, default=default)
 
-    if n == slots or (is_only_piece and n * R >= T):
+    if n == slots or is_only_piece:
         return attend(0, start)[0]
     first = 0 if window is None else jnp.maximum(start - window + 1, 0) // (n * R)
     last = (start + T - 1) // (n * R)
@@ -1008,11 +1015,9 @@ def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_
 
 
 def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
-    """New tokens, as wide as the cache, in its dtype."""
-    stored = (
-        quantize(x) if isinstance(side, Int8) else x.astype(side.dtype) for x, side in zip(new, cache, strict=True)
-    )
-    return LayerCache(*stored)
+    """New tokens, which are as wide as the cache already, in its dtype."""
+    pairs = zip(new, cache, strict=True)
+    return LayerCache(*(quantize(x) if isinstance(side, Int8) else x.astype(side.dtype) for x, side in pairs))
 
 
 def plain_slot_attention(
@@ -1021,9 +1026,11 @@ def plain_slot_attention(
     """The queries q [B, K, G, 1, H] at positions [B] over this device's slots, once the tokens `new` are stored there.
     Of the R devices that share the tokens of a row, device r has position p in slot p // R if p % R == r.
 
-    The cache is keys and values. Or, if queries are wider than its first side, both sides are keys, which queries meet
-    column by column, and the first is the values too. It reads all slots there are. Returns float32 [B, K, G, 1, W],
-    the log-sum-exp of the scores, [B, K, G, 1, 1], and the cache.
+    The cache is keys and values. Or, if queries are wider than its first side, both sides are keys: the first columns
+    of a query are for the first side, the rest for the second. The first side is the values too.
+
+    It reads all slots there are. Returns float32 [B, K, G, 1, W], the log-sum-exp of the scores, [B, K, G, 1, 1], and
+    the cache.
     """
     rows, S = jnp.arange(len(positions)), cache[0].shape[2]
     # If another device stores the token, the slot is S: out of bounds, dropped.
@@ -1695,7 +1702,7 @@ def slot_attention_kernel(q, new: LayerCache, cache: LayerCache, positions, wind
     return out.swapaxes(2, 3), log_sum_exp.swapaxes(2, 3), cache
 
 
-def attention_kernel(q, new, cache, starts, window, R=1, rows=1024, block=None, interpret=False):
+def attention_kernel(q, new, cache, starts, window, R=1, queries=1024, block=None, interpret=False):
     """Causal attention as one Pallas kernel for TPUs, for prefill and for decoding; scores stay in VMEM (as in Dao et
     al. 2022, "FlashAttention").
 
@@ -1703,7 +1710,7 @@ def attention_kernel(q, new, cache, starts, window, R=1, rows=1024, block=None, 
     those of plain_piece_attention. In decoding they are those of plain_slot_attention, but for q [B, K, 1, G, H]: the
     query heads lie along T, all at the same position.
 
-    The grid is (rows of the batch, kv heads, tiles of queries, blocks of keys). A tile is about `rows` queries: some
+    The grid is (rows of the batch, kv heads, tiles of queries, blocks of keys). A tile is about `queries` of them: some
     positions, with all G heads of each. A block that a tile does not see is neither fetched nor computed: its index is
     mapped to a block that is there already. In prefill only blocks at the edge of what a tile sees are masked. In
     decoding all kv heads of a block are fetched at once, since one is too few bytes.
@@ -1715,15 +1722,16 @@ def attention_kernel(q, new, cache, starts, window, R=1, rows=1024, block=None, 
     that goes out are the same memory. That is safe: a row's tile is written after the last block of the row was read,
     and other rows never read it.
 
-    `block` is by default 1,024 slots; in decoding a power of two that makes at most half a MiB of keys, or 128.
+    `block` is by default 1,024 slots; in decoding a power of two that makes at most half a MiB of keys, or 128. It is
+    cut to a divisor of the slots.
     """
     (B, K, G, T, width), S = q.shape, cache[0].shape[2]
     split = cache[0].shape[-1]
     W = cache[1].shape[-1] if width == split else split
-    # kv heads at a time; queries of each head in a tile, whole registers of them; and the positions that they span
+    # kv heads of a grid step; rows of a tile for each of G, whole registers of them; and the positions that they span
     heads, tile, span = K, ceil_div(T, 8) * 8, 1
     if not new:
-        heads, tile = 1, min(max(rows // power_of_two(G), 16), max(power_of_two(T), 16))
+        heads, tile = 1, min(max(queries // power_of_two(G), 16), max(power_of_two(T), 16))
         span = tile
     fitting = 2**19 // (K * split * jax.tree.leaves(cache)[0].dtype.itemsize)
     block = math.gcd(S, block or (max(128, power_of_two(fitting + 1) // 2) if new else 1024))
@@ -1731,7 +1739,7 @@ def attention_kernel(q, new, cache, starts, window, R=1, rows=1024, block=None, 
     q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, -T % tile), (0, 0)))
     tiles, M = q.shape[3] // tile, G * tile
 
-    # None of these is negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
+    # No dividend here is negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
     def last_block(start, t):
         return jax.lax.div(jnp.clip(start + (t + 1) * span, 1, R * S) - 1, R * block)
 
@@ -1746,8 +1754,8 @@ def attention_kernel(q, new, cache, starts, window, R=1, rows=1024, block=None, 
         steps = jnp.minimum(steps, last_block(jnp.max(starts), tiles - 1) + 1)
 
     def kernel(starts, q, new, cache, out, log_sum_exp, new_cache, m, l, acc):
-        # m and l have a number for each of 128 lanes, as scores have. Those of m are equal, and those of l are sums of
-        # some keys each: to add up lanes is slow, and is done once, at the end.
+        # m and l are as wide as scores are, up to 128 lanes. m repeats one number, and l has sums of some keys each: to
+        # add up lanes is slow, and is done once, at the end.
         t, step, start, r = pl.program_id(2), pl.program_id(3), starts[pl.program_id(0)], shard_index(R)
         first_query, i, last = start + t * span, first_block(start, t) + step, last_block(start, t)
 
@@ -1760,11 +1768,11 @@ def attention_kernel(q, new, cache, starts, window, R=1, rows=1024, block=None, 
         def attended(cache, h, product):
             """The scores of a kv head's queries by `product`, and the values with their scale."""
             first, second = (side(x, h) for x in cache)
-            queries = q[0, h].reshape(M, width)
-            scores = product(queries[:, :split], first[0]) * first[1]
+            q_tile = q[0, h].reshape(M, width)
+            scores = product(q_tile[:, :split], first[0]) * first[1]
             if width == split:
                 return scores, second
-            return scores + product(queries[:, split:], second[0]) * second[1], first
+            return scores + product(q_tile[:, split:], second[0]) * second[1], first
 
         def product_with_one(q, key):
             return jnp.sum(q.astype(jnp.float32) * key.astype(jnp.float32), axis=-1, keepdims=True)
@@ -1803,9 +1811,9 @@ def attention_kernel(q, new, cache, starts, window, R=1, rows=1024, block=None, 
             is_whole = (i + 1) * block <= first_query + 1
             if window is not None:
                 is_whole &= i * block > first_query + span - 1 - window
-            queries = first_query + jax.lax.broadcasted_iota(jnp.int32, (tile, block), 0)
+            positions = first_query + jax.lax.broadcasted_iota(jnp.int32, (tile, block), 0)
             pl.when(is_whole)(lambda: fold(None))
-            pl.when(~is_whole)(lambda: fold(is_attended(keys, queries, window)[None]))
+            pl.when(~is_whole)(lambda: fold(is_attended(keys, positions, window)[None]))
 
         if new:
 
@@ -1839,29 +1847,27 @@ def attention_kernel(q, new, cache, starts, window, R=1, rows=1024, block=None, 
     def read(x):  # the block to attend to
         return slots(x, block, lambda start, t, step: jnp.minimum(first_block(start, t) + step, last_block(start, t)))
 
+    def of_token(x):
+        return slots(x, 1, lambda start, t, step: 0)
+
     def write(x):  # the tile with the new token's slot
         return slots(x, stored, lambda start, t, step: jax.lax.div(start, R * stored))
 
-    new_specs, updated, write_specs, aliases = (), (), (), {}
-    if new:
-        # Otherwise XLA moves the whole cache to VMEM and back if it fits.
-        cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
-        new_specs = jax.tree.map(lambda x: slots(x, 1, lambda start, t, step: 0), new)
-        updated = jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), cache)
-        write_specs, sides = jax.tree.map(write, cache), len(jax.tree.leaves(cache))
-        aliases = {4 + i: 2 + i for i in range(sides)}
+    written = ()
+    if new:  # otherwise XLA moves the whole cache to VMEM and back if it fits
+        written = cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
     out, log_sum_exp = (jax.ShapeDtypeStruct((*q.shape[:4], n), jnp.float32) for n in (W, lanes))
     out, log_sum_exp, cache = pl.pallas_call(
         kernel,
-        out_shape=(out, log_sum_exp, updated),
+        out_shape=(out, log_sum_exp, jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), written)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(B, K // heads, tiles, steps),
-            in_specs=[of_tile(width), new_specs, jax.tree.map(read, cache)],
-            out_specs=(of_tile(W), of_tile(lanes), write_specs),
+            in_specs=[of_tile(width), jax.tree.map(of_token, new), jax.tree.map(read, cache)],
+            out_specs=(of_tile(W), of_tile(lanes), jax.tree.map(write, written)),
             scratch_shapes=[pltpu.VMEM((heads, M, width), jnp.float32) for width in (lanes, lanes, W)],
         ),
-        input_output_aliases=aliases,
+        input_output_aliases={4 + i: 2 + i for i in range(len(jax.tree.leaves(written)))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         cost_estimate=kernel_cost(B * K * T * G * S * (width + W), cache),
         interpret=interpret,

@@ -98,7 +98,7 @@ def test_against_float64(monkeypatch, shape, positions, window, block, dtype, in
 def test_piece_against_float64(monkeypatch, shape, T, start, window, rows, block, dtype, int8):
     """Attention of prefill: kernel, plain JAX, and its tiles for CPUs. Queries that see nothing must only say so."""
     B, K, G, S, H = shape
-    options = {"rows": rows, "block": block, "interpret": STRICT}
+    options = {"queries": rows, "block": block, "interpret": STRICT}
     monkeypatch.setattr(model, "attention_kernel", partial(model.attention_kernel, **options))
     keys = jax.random.split(jax.random.key(1), 3)
     q = (jax.random.normal(keys[0], (B, K, G, T, H)) * 3 / H**0.5).astype(dtype)

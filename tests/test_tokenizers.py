@@ -280,7 +280,8 @@ def test_any_tokens_as_they_come(tmp_path, monkeypatch, name):
     special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
     pools = [range(len(tokenizer)), range(3, 260), special, [len(tokenizer) + 5]]
     for _ in range(100):
-        ids = [int(random.choice(pools[random.choice(4, p=[0.4, 0.4, 0.15, 0.05])])) for _ in range(12)]
+        chosen = [pools[i] for i in random.choice(4, size=12, p=[0.4, 0.4, 0.15, 0.05])]
+        ids = [pool[random.integers(len(pool))] for pool in chosen]
         results = llama3.main.Results(SimpleNamespace(output="text"), tokenizer, [""], [[]])
         written.clear()
         for n, token in enumerate(ids):
