@@ -1306,7 +1306,7 @@ def row_groups(B: int, R: int) -> tuple[int, int]:
 
 
 def as_wide(new: LayerCache, cache: LayerCache) -> LayerCache:
-    """New tokens [.., L] and [.., U], with zeros, which change no score, as wide as the cache."""
+    """New tokens, or queries for them, [.., L] and [.., U], with zeros, which change no score, as wide as the cache."""
     missing = (side.shape[-1] - x.shape[-1] for x, side in zip(new, cache, strict=True))
     return LayerCache(*(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n)]) for x, n in zip(new, missing, strict=True)))
 
@@ -2366,7 +2366,7 @@ def attention_kernel(q, new, cache, starts, window, R=1, queries=1024, block=Non
         span = tile
     fitting = 2**19 // (K * split * jax.tree.leaves(cache)[0].dtype.itemsize)
     block = math.gcd(S, block or (max(128, power_of_two(fitting + 1) // 2) if new else 1024))
-    lanes, stored = min(block, 128), math.gcd(block, 128)  # of m and l; slots of the tile that is written back
+    lanes = min(block, 128)  # of m and l, and as many slots in the tile that is written back
     q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, -T % tile), (0, 0)))
     tiles, M = q.shape[3] // tile, G * tile
 
@@ -2450,11 +2450,11 @@ def attention_kernel(q, new, cache, starts, window, R=1, queries=1024, block=Non
 
             @pl.when(i == last)
             def store():
-                first = jax.lax.div(start, R * stored) * stored
-                here = pl.ds(0 if stored == block else pl.multiple_of(first - i * block, stored), stored)
+                first = jax.lax.div(start, R * lanes) * lanes
+                here = pl.ds(0 if lanes == block else pl.multiple_of(first - i * block, lanes), lanes)
 
                 def patch(old, new, patched):
-                    slots = first + jax.lax.broadcasted_iota(jnp.int32, (1, K, stored) + (1,) * (old.ndim - 3), 2)
+                    slots = first + jax.lax.broadcasted_iota(jnp.int32, (1, K, lanes) + (1,) * (old.ndim - 3), 2)
                     patched[...] = jnp.where(slots * R + r == start, new, old[:, :, here])
 
                 jax.tree.map(patch, cache, new_token(), new_cache)
@@ -2482,7 +2482,7 @@ def attention_kernel(q, new, cache, starts, window, R=1, queries=1024, block=Non
         return slots(x, 1, lambda start, t, step: 0)
 
     def write(x):  # the tile with the new token's slot
-        return slots(x, stored, lambda start, t, step: jax.lax.div(start, R * stored))
+        return slots(x, lanes, lambda start, t, step: jax.lax.div(start, R * lanes))
 
     written = ()
     if new:  # otherwise XLA moves the whole cache to VMEM and back if it fits

@@ -247,7 +247,7 @@ def test_compiles_for_tpus(topology, int8, shape):
     [
         ((1, 2, 4, 2048, 128), 1024, None, True),  # 8B on four chips
         ((1, 2, 16, 1280, 128), 256, 300, False),  # GLM-4-9B on one
-        ((2, 3, 1, 1024, 192), 512, None, False),  # heads of a latent model, which are wider than their values
+        ((2, 3, 1, 512, 192), 512, None, False),  # heads of a latent model, which are wider than their values
     ],
 )
 def test_piece_compiles_for_tpus(topology, shape, T, window, int8):
@@ -264,4 +264,4 @@ def test_piece_compiles_for_tpus(topology, shape, T, window, int8):
         k, v = (model.Int8(array(*x.shape, dtype=jnp.int8), scale) for x in (k, v))
     kernel = partial(model.piece_attention_kernel, window=window)
     program = jax.jit(kernel).lower(array(B, K, G, T, H), k, v, array(dtype=jnp.int32)).compile()
-    assert program.memory_analysis().temp_size_in_bytes < 3.2 * 4 * B * K * G * T * 128  # no scores: output, padding
+    assert program.memory_analysis().temp_size_in_bytes < 3 * 4 * B * K * G * T * 128  # no scores: output, padding
