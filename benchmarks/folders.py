@@ -1,5 +1,6 @@
 """What the programs of this folder share: model folders and their released sizes, files of results, errors."""
 
+import dataclasses
 import datetime
 import importlib
 import importlib.metadata
@@ -58,8 +59,8 @@ def read_config(folder: str, name: str, layers: int | None = None) -> dict:
 
 
 def shape_of(weight) -> tuple[int, ...]:
-    """The shape of a weight that weights_of declares, on all devices together."""
-    shape = weight.shape(sum(part.rows_per_device(1) for part in weight.parts))
+    """The shape of a weight that weights_of declares, on all devices together, without room for zeros."""
+    shape = weight.shape(sum(dataclasses.replace(part, multiple=1).rows_per_device(1) for part in weight.parts))
     return (weight.experts, *shape) if weight.experts else shape
 
 

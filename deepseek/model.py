@@ -416,7 +416,7 @@ def feed_forward(x: Array, w: dict, config: Config) -> Array:
     if "router" in w:
         tokens = h.reshape(-1, h.shape[-1])
         ids, scores = route(linear(tokens, w["router"]), w.get("router_bias"), config)
-        routed = experts(tokens, ids, scores, w["experts_gate_up"], w["experts_down"])
+        routed = experts(tokens, ids, scores, w["experts_gate_up"], w["experts_down"], activation)
         out = mlp(h, w["shared_gate_up"], w["shared_down"]) + routed.reshape(h.shape)
     else:
         out = mlp(h, w["gate_up"], w["down"])
@@ -557,7 +557,7 @@ class Part:
     such as the query heads of one kv head. A device holds whole groups. If there are more devices than groups, the
     units of a group are divided among its devices, and the last ones may get fewer or none; a `replicated` part is
     copied to each of them. `rows` (start, stop) limits the part to these rows. `within` (start, stop) takes these rows
-    of each unit.
+    of each unit. A device has room for a multiple of `multiple` units; what they do not fill is zeros.
     """
 
     tensors: dict[str, int]
@@ -566,6 +566,7 @@ class Part:
     replicated: bool = False
     rows: tuple[int, int] | None = None
     within: tuple[int, int] | None = None
+    multiple: int = 1
 
     def layout(self) -> tuple[int, int, int]:
         """The first row to take, the number of units, and the rows of one."""
@@ -577,7 +578,7 @@ class Part:
         """The units of device `shard` of `shards`: the first, the one after the last, and how many it has room for."""
         sharers = max(shards // self.groups, 1)  # devices that share a group
         size = self.layout()[1] // self.groups * max(self.groups // shards, 1)  # units of the groups of a device
-        room = size if self.replicated else ceil_div(size, sharers)
+        room = size if self.replicated else ceil_div(size, sharers * self.multiple) * self.multiple
         begin = shard // sharers * size
         first = begin if self.replicated else begin + min(shard % sharers * room, size)
         return first, min(first + room, begin + size), room
@@ -587,18 +588,19 @@ class Part:
         start, stop = self.within or (0, self.layout()[2])
         return self.assigned_units(0, shards)[2] * (stop - start)
 
-    def row_ranges(self, shard: int, shards: int) -> Iterator[tuple[str, int, int]]:
-        """The rows of device `shard` of `shards` in order: a tensor's name, the first row and the one after the
-        last."""
+    def row_slices(self, shard: int, shards: int) -> Iterator[tuple[str, slice]]:
+        """The rows of device `shard` of `shards` in order, as slices of tensors by name."""
         (first, last, _), (begin, _, rows) = self.assigned_units(shard, shards), self.layout()
-        runs = [(begin + rows * first, begin + rows * last)]
+        runs, step = [(begin + rows * first, begin + rows * last)], 1
         if self.within:
             start, stop = self.within
             runs = [(begin + rows * i + start, begin + rows * i + stop) for i in range(first, last)]
+            if stop - start == 1 < len(runs):  # one slice instead of thousands
+                runs, step = [(runs[0][0], runs[-1][1])], rows
         for start, stop in runs:
             for name, size in self.tensors.items():
                 if max(start, 0) < min(stop, size):
-                    yield name, max(start, 0), min(stop, size)
+                    yield name, slice(start % step if start < 0 else start, min(stop, size), step)
                 start, stop = start - size, stop - size
 
 
@@ -656,9 +658,9 @@ class Weight:
         spec = [] if self.split is None else [None] * len(shape)
         if spec:
             spec[self.split] = self.axes()
-        if self.is_matrix() and not int8 and not self.experts and not self.per_head:
+        if self.is_matrix() and not self.per_head:
             cuts = shards if self.split == 1 else 1
-            shape[1] = cuts * stored_width(shape[1] // cuts, dtype, mesh)
+            shape[1] = cuts * stored_width(shape[1] // cuts, self, jnp.dtype(jnp.int8 if int8 else dtype), mesh)
         if self.experts:
             shape, spec = [self.experts, *shape], [MODEL_AXES[0], *spec]
 
@@ -1107,11 +1109,13 @@ def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
     return sum(out * jnp.exp(each - log_sum_exp) for out, each in (a, b)), log_sum_exp
 
 
-def joined(parts: Array, axis: int) -> Array:
-    """The output that `merged` gives for many sets of keys: `parts` [.., W + 1] has their outputs and, in the last
-    column, log-sum-exps, along `axis`."""
-    weights = jnp.exp(parts[..., -1:] - jnp.max(parts[..., -1:], axis, keepdims=True))
-    return jnp.sum(weights * parts[..., :-1], axis) / jnp.sum(weights, axis)
+def joined(parts: Array, axis: int) -> tuple[Array, Array]:
+    """What `merged` gives for many sets of keys: `parts` [.., W + 1] has their outputs and, in the last column,
+    log-sum-exps, along `axis`."""
+    m = jnp.max(parts[..., -1:], axis, keepdims=True)
+    weights = jnp.exp(parts[..., -1:] - m)
+    l = jnp.sum(weights, axis)
+    return jnp.sum(weights * parts[..., :-1], axis) / l, jnp.squeeze(m, axis) + jnp.log(l)
 
 
 def no_attention(*shape: int) -> tuple[Array, Array]:
@@ -1163,9 +1167,9 @@ def plain_piece_attention(q, k, v, start, window: int | None, rows: int, tile: i
 BLOCK_TOKENS = 1024  # of a cache that has to be gathered or expanded: few, so that memory is bounded
 
 
-def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_place: bool) -> Array:
+def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_place: bool):
     """Causal attention of q [B, K, G, T, H] at positions start to start + T over a cache of `slots` slots on
-    each of R devices: float32 [B, K, G, T, W].
+    each of R devices: float32 [B, K, G, T, W], and the log-sum-exp of the scores, [B, K, G, T, 1].
 
     load(i, n) gives the keys and values of the i-th n slots. If it takes them `in_place`, n is all slots. If it has to
     gather or expand them, blocks are of about BLOCK_TOKENS tokens, and as many as are filled: memory is bounded
@@ -1188,7 +1192,7 @@ def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_
         return jax.lax.platform_dependent(q, *load(i, n), cpu=cpu, tpu=tpu, default=default)
 
     if n == slots or is_only_piece:
-        return attend(0, start)[0]
+        return attend(0, start)
     first = 0 if window is None else jnp.maximum(start - window + 1, 0) // (n * R)
     last = (start + T - 1) // (n * R)
 
@@ -1196,7 +1200,7 @@ def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_
         return merged(state, attend(i, start - i * n * R))
 
     W = jax.eval_shape(partial(load, n=n), 0)[1].shape[-1]
-    return jax.lax.fori_loop(first, last + 1, fold, no_attention(B, K, G, T, W))[0]
+    return jax.lax.fori_loop(first, last + 1, fold, no_attention(B, K, G, T, W))
 
 
 def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
@@ -1350,7 +1354,7 @@ def prefill_attention(q, q_rope, new: LayerCache, cache: LayerCache, positions, 
 
     cache = jax.tree.map(store, cache, as_stored(as_wide(new, cache), cache))
     q = jnp.concatenate([q, q_rope], axis=-1).swapaxes(1, 2)[:, :, None]  # [B, K, G, T, H + U] with K = N and G = 1
-    out = attend_to_blocks(q, load, cache.latent.shape[2], start, None, parts, in_place=False)
+    out, _ = attend_to_blocks(q, load, cache.latent.shape[2], start, None, parts, in_place=False)
     return out[:, :, 0].swapaxes(1, 2), cache
 
 
@@ -1395,7 +1399,7 @@ def decode_attention(q, q_rope, new: LayerCache, cache: LayerCache, positions, w
     if R > 1:
         shares = jnp.concatenate([out, log_sum_exp], axis=-1).reshape(B // I, R, N, -1)
         shares = exchange(shares.swapaxes(0, 1), R).reshape(I, parts, B // I, N, -1)
-        out = joined(shares, axis=1)
+        out, _ = joined(shares, axis=1)
     out = out.reshape(B, N, -1)
     out = head_product("bnl,nwl->bnw", out[..., :L].astype(q.dtype), w_v)
     return (out if v_scale is None else out * v_scale)[:, None], cache
@@ -1412,12 +1416,22 @@ def by_head(w: Array | Int8, N: int) -> tuple[Array, Array | None]:
 
 
 @jax.named_scope("experts")
-def experts(x: Array, ids: Array, scores: Array, w_gate_up: Array | Int8, w_down: Array | Int8) -> Array:
+def experts(
+    x: Array,
+    ids: Array,
+    scores: Array,
+    w_gate_up: Array | Int8,
+    w_down: Array | Int8,
+    activate: Callable[[Array, Array, Array], Array],
+    biases: tuple[Array, Array] | None = None,
+) -> Array:
     """What this device's experts, and its columns of them, contribute to the rows that chose them: float32 [B, D], to
     be summed over ep x tp.
 
     Args: x [B, D]; ids int32 [B, k], the experts chosen, counted over all devices; scores float32 [B, k]; w_gate_up
-    [E, 2F, D], gate rows before up rows; w_down [E, D, F].
+    [E, 2F, D], gate rows before up rows; w_down [E, D, F]; activate(gate, up, score), which gives float32 [B, F] for
+    gate and up [B, F] of one expert and the scores [B, 1] of its rows, 0 for one that did not choose it; biases, if
+    there are any: float32 [E, 2F] of gate and up, and [E, D] of down, the same on the devices of tp.
 
     B counts tokens here, rows times T. k is the number of experts chosen for each. A pair is a token and one of them.
     No expert is read, or multiplied, that no token chose.
@@ -1425,10 +1439,16 @@ def experts(x: Array, ids: Array, scores: Array, w_gate_up: Array | Int8, w_down
     E = w_down.shape[0]
     ids = ids - jax.lax.axis_index("ep") * E
     ids = jnp.where((ids >= 0) & (ids < E), ids, E)  # E: on another device
-    return local_experts(x, ids, scores, w_gate_up, w_down)
+    gate_up_bias, down_bias = biases or (None, None)
+    out = local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
+    if biases:
+        by_expert = pad_rows(scores_by_expert(ids, scores, E), 8)  # XLA for TPUs turns fewer rows into slow vector code
+        added = einsum("be,ed->bd", by_expert.astype(down_bias.dtype), down_bias)[: len(x)]
+        out += added / jax.lax.axis_size("tp")  # each of these devices adds a part
+    return out
 
 
-def in_tiles(run, x, ids, scores, w_gate_up, w_down, tile: int) -> Array:
+def in_tiles(run, x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int) -> Array:
     """`run(..)` on tiles of at most `tile` rows. A tile computes all its rows with every expert that one of them chose.
     So rows that are more than a tile are sorted by expert, with a row for each expert that it chose.
 
@@ -1436,12 +1456,12 @@ def in_tiles(run, x, ids, scores, w_gate_up, w_down, tile: int) -> Array:
     """
     (B, k), E = ids.shape, w_down.shape[0]
     if tile >= B:
-        return run(x, ids, scores, w_gate_up, w_down, tile=B)
+        return run(x, ids, scores, w_gate_up, w_down, gate_up_bias, tile=B)
     ids = jnp.pad(ids.ravel(), (0, -B * k % tile), constant_values=E)  # to whole tiles
     scores = jnp.pad(scores.ravel(), (0, -B * k % tile))
     order = jnp.argsort(ids)
     x = jnp.take(x, order // k, axis=0, mode="clip")
-    y = run(x, ids[order, None], scores[order, None], w_gate_up, w_down, tile=tile)
+    y = run(x, ids[order, None], scores[order, None], w_gate_up, w_down, gate_up_bias, tile=tile)
     y = y[jnp.argsort(order)[: B * k]]  # zeros for experts on other devices
     return jnp.sum(y.reshape(B, k, -1), axis=1)
 
@@ -1684,25 +1704,35 @@ def mesh_shape(
     """dp, ep and tp for these devices. Those not given are 1, except tp, which takes the remaining devices.
 
     A TPU's memory has lanes of 128 numbers. There ep is the smallest that leaves each device whole lanes of an expert's
-    columns.
+    columns, or a few zeros beside them.
     """
     dp = dp or 1
     left = len(devices) // dp
     if not ep and not tp and devices[0].platform == "tpu":
-        down = [weight for weight in jax.tree.leaves(weights_of(config)) if weight.experts and weight.split == 1]
-        sizes = {(weight.experts, weight.parts[0].rows_per_device(1)) for weight in down}
+        experts = [weight for weight in jax.tree.leaves(weights_of(config)) if weight.experts and weight.split == 1]
+
+        def suits(weight, ep, tp):
+            whole, columns = (weight.parts[0].rows_per_device(devices) for devices in (1, tp))
+            return weight.experts % ep == columns % 128 == 0 and tp * columns <= 1.1 * whole
+
         divisors = (n for n in range(1, left + 1) if left % n == 0)
-        ep = next((n for n in divisors if all(E % n == 0 and F % (left // n * 128) == 0 for E, F in sizes)), None)
+        ep = next((n for n in divisors if all(suits(weight, n, left // n) for weight in experts)), None)
     ep = ep or 1
     return dp, ep, tp or max(1, left // ep)
 
 
-def stored_width(C: int, dtype: jnp.dtype, mesh: Mesh) -> int:
-    """The input dimension of a matrix as each device stores it. On CPUs it is somewhat more than C, with zeros, if
-    16-bit rows would lie a multiple of 4,096 bytes apart: such rows map to the same places in the processor's cache,
-    and the product would take up to 1.7 times as long."""
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    return C + 32 if on_cpu and jnp.dtype(dtype).itemsize == 2 and 2 * C % 4096 == 0 else C
+def stored_width(C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
+    """The input dimension C of a device's part of a matrix as it is stored, maybe with zeros beside it.
+
+    On TPUs it is whole lanes of 128 numbers if devices split the outputs. XLA stores any other array with its output
+    dimension last, and would copy it for a kernel in every step. On CPUs 16-bit rows, but for experts, lie no multiple
+    of 4,096 bytes apart: such rows map to the same places in the processor's cache, and the product would take up to
+    1.7 times as long.
+    """
+    platform = mesh.devices.flat[0].platform
+    if platform == "tpu" and weight.split == 0:
+        return ceil_div(C, 128) * 128
+    return C + 32 if platform == "cpu" and dtype.itemsize == 2 and 2 * C % 4096 == 0 and not weight.experts else C
 
 
 def head_dtype(dtype: jnp.dtype, mesh: Mesh) -> jnp.dtype:
@@ -1759,10 +1789,7 @@ def einsum(subscripts: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) 
 def linear(x: Array, w: Array | Int8, bias: Array | None = None) -> Array:
     """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
     flat = x.reshape(-1, x.shape[-1])
-    if w.shape[-1] > x.shape[-1]:  # see stored_width
-        flat = repeat_columns(flat, w.shape[-1])
-    on_cpu = partial(cpu_product, columns=x.shape[-1])
-    y = jax.lax.platform_dependent(flat, w, cpu=on_cpu, tpu=tpu_product, default=product)
+    y = jax.lax.platform_dependent(flat, w, cpu=cpu_product, tpu=tpu_product, default=product)
     y = y.reshape(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 
@@ -1785,12 +1812,12 @@ def linear_halves(x: Array, w: Array | Int8, bias: Array | None = None) -> tuple
 
 
 def product(x: Array, w: Array | Int8, min_rows: int = 1) -> Array:
-    """x [B, C] times w [O, C]: float32 [B, O].
+    """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O].
 
     x is padded to `min_rows` rows: XLA for TPUs turns fewer rows into slow vector code.
     """
     values, scale = values_and_scale(w, x.dtype)
-    y = einsum("bc,oc->bo", pad_rows(x, min_rows), values)[: x.shape[0]]
+    y = einsum("bc,oc->bo", widened(pad_rows(x, min_rows), w), values)[: x.shape[0]]
     return y if scale is None else y * scale
 
 
@@ -1799,12 +1826,17 @@ def pad_rows(x: Array, rows: int) -> Array:
     return jnp.pad(x, ((0, max(rows - x.shape[0], 0)), (0, 0)))
 
 
+def widened(x: Array, w: Array | Int8) -> Array:
+    """x [B, C] with zeros up to the columns of w."""
+    return jnp.pad(x, ((0, 0), (0, w.shape[-1] - x.shape[-1])))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Products and attention on CPUs
 
 
-def cpu_product(x: Array, w: Array | Int8, columns: int | None = None) -> Array:
-    """product for CPUs. Only the first `columns` columns of w are not zeros (None: all).
+def cpu_product(x: Array, w: Array | Int8) -> Array:
+    """product for CPUs.
 
     One row uses `row_product` if its length allows: XLA's own product of 16 bits is ten times slower for one row than
     for two. Up to 128 rows the weight is the left operand, because XLA repacks the right one.
@@ -1813,12 +1845,14 @@ def cpu_product(x: Array, w: Array | Int8, columns: int | None = None) -> Array:
     activation: a coarse one, and a fine one for its rounding error. As rows of one product they cost little and lose
     next to nothing. (From some 50 rows on, casting the weight costs less.)
     """
-    B, is_16_bit, columns = len(x), x.dtype != jnp.float32, columns or x.shape[1]
-    runs = runs_of(columns, *((32, 4096) if isinstance(w, Int8) else (24, 8192)))
+    (B, C), is_16_bit = x.shape, x.dtype != jnp.float32
+    runs = runs_of(C, *((32, 4096) if isinstance(w, Int8) else (24, 8192)))
     if B == 1 and runs and isinstance(w, Int8):
-        return row_product(x[:, :columns], w.values, runs) * w.scale
+        return row_product(x, w.values, runs) * w.scale
     if B == 1 and runs and is_16_bit:
-        return row_product(x[:, :columns], w, runs)
+        return row_product(x, w, runs)
+    if w.shape[1] > C:  # see stored_width
+        x = repeat_columns(x, w.shape[1])
     if isinstance(w, Int8) and B < 50:
         coarse = quantize(x)
         fine = quantize(x - coarse.values * coarse.scale[:, None])
@@ -1905,9 +1939,10 @@ STREAM_BYTES = 40 * 2**20  # XLA for TPUs does not fetch a weight ahead if a dev
 
 def tpu_product(x: Array, w: Array | Int8) -> Array:
     """product for TPUs. A kernel streams the weight if it is too large to be fetched ahead and the rows are few."""
-    (B, C), O = x.shape, w.shape[0]
+    B, (O, C) = len(x), w.shape
     itemsize = jax.tree.leaves(w)[0].dtype.itemsize
     # Two buffers each of 128 rows of w and of x. A kernel gets 16 MiB.
+    x = widened(x, w)
     vmem = 2 * C * (128 * itemsize + B * x.dtype.itemsize)
     is_streamed = B <= 64 and C % 128 == 0 and O * C * itemsize >= STREAM_BYTES and vmem <= 12 * 2**20
     if 4 * B * C > 2**25:  # if x comes of float32 arrays too large for VMEM, XLA would read them for each tile of w
@@ -1958,27 +1993,30 @@ def kernel_cost(flops: int, read) -> pl.CostEstimate:
 # Experts on each machine
 
 
-def local_experts(x, ids, scores, w_gate_up, w_down) -> Array:
+def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
     """experts, with ids counted on this device: E is one on another device. The fastest way depends on the machine and
     on how many pairs there are. A few pairs read one expert each, at full speed. Many pairs share the experts that they
     read, and their rows are sorted by expert."""
-    E = w_down.shape[0]
+    E, x = w_down.shape[0], widened(x, w_gate_up)
     has_few = ids.size < 3 * E
-    whole = partial(expert_loop, columns=None)
+    gather, loop, kernel = (partial(f, activate=activate) for f in (gathered_experts, expert_loop, expert_kernel))
+    whole = partial(loop, columns=None)
     mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
-    shared = partial(in_tiles, expert_loop, tile=min(max(power_of_two(mean), 16), 64))
-    on_cpu = partial(in_tiles, partial(expert_loop, columns=2048), tile=1) if has_few else shared
-    on_gpu = gathered_experts if has_few else partial(in_tiles, whole, tile=512)
+    shared = partial(in_tiles, loop, tile=min(max(power_of_two(mean), 16), 64))
+    on_cpu = partial(in_tiles, partial(loop, columns=2048), tile=1) if has_few else shared
+    on_gpu = gather if has_few else partial(in_tiles, whole, tile=512)
     in_lanes = w_down.shape[2] % 128 == 0  # of a TPU, and of its memory: the kernel fetches no less
-    on_tpu = expert_kernel if in_lanes else partial(in_tiles, whole, tile=128)
-    arguments = x, ids, scores, w_gate_up, w_down
+    on_tpu = kernel if in_lanes else partial(in_tiles, whole, tile=128)
+    arguments = x, ids, scores, w_gate_up, w_down, gate_up_bias
     return jax.lax.platform_dependent(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
 
-def expert_loop(x, ids, scores, w_gate_up, w_down, tile: int, columns: int | None = 256) -> Array:
+def expert_loop(
+    x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int, activate, columns: int | None = 256
+) -> Array:
     """For CPUs, and GPUs with many rows: a loop over tiles of rows, the experts that they chose, and pieces of
     `columns` columns of these (None: all). A piece is still in a CPU's caches when it is multiplied."""
-    (B, D), (E, _, F) = x.shape, w_down.shape
+    B, (E, D, F) = len(x), w_down.shape
     columns = columns if columns and F % columns == 0 else F
     chosen = jnp.any(ids.reshape(B // tile, -1, 1) == jnp.arange(E), axis=1).ravel()  # [tiles * E]
     visits = jnp.flatnonzero(chosen, size=min(chosen.size, ids.size))  # tile * E + expert, of those with work
@@ -1987,7 +2025,7 @@ def expert_loop(x, ids, scores, w_gate_up, w_down, tile: int, columns: int | Non
     def step(i, out):
         # The barrier ties the weights to i: otherwise XLA for CPUs hoists its conversion of all experts out of the
         # loop.
-        weights, i = jax.lax.optimization_barrier(((w_gate_up, w_down), i))
+        weights, i = jax.lax.optimization_barrier(((w_gate_up, w_down, gate_up_bias), i))
         t, e = jnp.divmod(visits[i // (F // columns)], E)
         column = i % (F // columns) * columns
 
@@ -2008,7 +2046,9 @@ def expert_loop(x, ids, scores, w_gate_up, w_down, tile: int, columns: int | Non
         rows = jax.lax.dynamic_slice_in_dim(x, t * tile, tile)
         score = jax.lax.dynamic_slice(scores, (t * tile, e), (tile, 1))
         gate, up = (multiply(rows, part(weights[0], 1, start + column)) for start in (0, F))
-        h = activation(gate, up, score).astype(x.dtype)
+        if gate_up_bias is not None:
+            gate, up = (y + part(weights[2], 1, start + column) for y, start in ((gate, 0), (up, F)))
+        h = activate(gate, up, score).astype(x.dtype)
         y = jax.lax.dynamic_slice_in_dim(out, t * tile, tile) + multiply(h, part(weights[1], 2, column))
         return jax.lax.dynamic_update_slice_in_dim(out, y, t * tile, axis=0)
 
@@ -2016,7 +2056,7 @@ def expert_loop(x, ids, scores, w_gate_up, w_down, tile: int, columns: int | Non
     return jax.lax.fori_loop(0, steps, step, jnp.zeros((B, D), jnp.float32))
 
 
-def gathered_experts(x, ids, scores, w_gate_up, w_down) -> Array:
+def gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
     """For GPUs and a few pairs: in this form XLA fuses the choice of the expert into the product, so each pair reads
     its expert and nothing is copied. (A pair whose expert is on another device reads the last one here, times 0.)"""
     (B, k), E = ids.shape, w_down.shape[0]
@@ -2027,15 +2067,16 @@ def gathered_experts(x, ids, scores, w_gate_up, w_down) -> Array:
         y = jnp.sum(x.astype(jnp.float32)[:, None] * values[expert].astype(jnp.float32), axis=-1)
         return y if scale is None else y * scale[expert]
 
-    gate, up = jnp.split(pair_product(jnp.repeat(x, k, axis=0), w_gate_up), 2, axis=-1)
-    h = activation(gate, up, jnp.where(ids < E, scores, 0).reshape(-1, 1)).astype(x.dtype)
+    gate_up = pair_product(jnp.repeat(x, k, axis=0), w_gate_up)
+    gate, up = jnp.split(gate_up if gate_up_bias is None else gate_up + gate_up_bias[expert], 2, axis=-1)
+    h = activate(gate, up, jnp.where(ids < E, scores, 0).reshape(-1, 1)).astype(x.dtype)
     return jnp.sum(pair_product(h, w_down).reshape(B, k, -1), axis=1)
 
 
 GROUP_BYTES = 48 * 2**20  # of VMEM, for the rows of a group of tokens and their sums
 
 
-def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int = 128, interpret=False) -> Array:
+def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile: int = 128, interpret=False) -> Array:
     """One Pallas kernel for TPUs: it fetches the experts that tokens chose, and no others.
 
     It first lists its visits, in less time than XLA's launches would take. Then it goes through them, 128 of an
@@ -2047,11 +2088,11 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int = 128, interpret=
     adds each result to the sum of its token. The pairs are sorted before, by expert. The grid is groups of tokens, as
     many as VMEM holds.
     """
-    (B, D), (E, _, F), k = x.shape, w_down.shape, ids.shape[1]
+    (B, width), (E, D, F), k = x.shape, w_down.shape, ids.shape[1]
     columns = 128
     pieces = F // columns
     is_sorted = tile < B
-    fitting = GROUP_BYTES // (D * (x.dtype.itemsize + 4))
+    fitting = GROUP_BYTES // (width * (x.dtype.itemsize + 4))
     group = min(power_of_two(B), power_of_two(fitting + 1) // 2) if is_sorted else B
     groups, pairs = ceil_div(B, group), group * k
     visits = min(E, pairs) + pairs // tile * is_sorted
@@ -2063,22 +2104,23 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int = 128, interpret=
         listed = jnp.sum(ids[:, :, None] < jnp.arange(E + 1), axis=1, dtype=jnp.int32)
         x, tokens = packed(x), (jnp.argsort(ids, axis=1) // k).astype(jnp.int32).ravel()
 
-    def piece(w_gate_up, w_down, e, f):
-        """Of an expert, the f-th piece of gate, up and down."""
+    def piece(weights, e, f):
+        """Of an expert, the f-th piece of gate, up and down, and of the biases of gate and up, if there are any."""
+        w_gate_up, w_down, *bias = weights
         here = pl.ds(pl.multiple_of(f * columns, columns), columns)
         above = pl.ds(pl.multiple_of(F + f * columns, columns), columns)
-        if not isinstance(w_down, Int8):
-            return w_gate_up.at[e, here], w_gate_up.at[e, above], w_down.at[e, :, here]
         row = pl.ds(e, 1)
+        biases = [b.at[row, part] for b in bias for part in (here, above)]
+        if not isinstance(w_down, Int8):
+            return w_gate_up.at[e, here], w_gate_up.at[e, above], w_down.at[e, :, here], *biases
         return (
             Int8(w_gate_up.values.at[e, here], w_gate_up.scale.at[row, here]),
             Int8(w_gate_up.values.at[e, above], w_gate_up.scale.at[row, above]),
             Int8(w_down.values.at[e, :, here], w_down.scale.at[row]),
+            *biases,
         )
 
-    def kernel(
-        listed, tokens, x, scores, w_gate_up, w_down, out, seen, active, first, rows, picked, y, buffers, arrived
-    ):
+    def kernel(listed, tokens, x, scores, weights, out, seen, active, first, rows, picked, y, buffers, arrived):
         # listed has the experts of the pairs or, if they are sorted, where each expert's pairs begin; tokens the token
         # of each sorted pair. active has the expert of each visit, first its first pair. seen[e] is 1 once e is active;
         # buffers has two slots for a piece of gate, of up and of down; rows, picked and y are a visit's rows, scores
@@ -2113,7 +2155,7 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int = 128, interpret=
             steps = jax.lax.fori_loop(0, pairs, enter, 0) * pieces
 
         def copies(i):
-            sources = piece(w_gate_up, w_down, active[jax.lax.div(i, pieces)], jax.lax.rem(i, pieces))
+            sources = piece(weights, active[jax.lax.div(i, pieces)], jax.lax.rem(i, pieces))
             slot = jax.lax.rem(i, 2)
 
             def copy(source, buffer):
@@ -2160,13 +2202,16 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int = 128, interpret=
                     return einsum("bc,oc->bo", x, w.values[slot].astype(x.dtype)) * w.scale[slot]
                 return einsum("bc,oc->bo", x, w[slot])
 
-            gate, up, down = buffers
-            h, score = (unpacked(rows[...], dtype), picked) if is_sorted else (x[...], scores)
+            w_gate, w_up, w_down, *biases = buffers
+            h, score = (unpacked(rows[...], dtype)[:, :width], picked) if is_sorted else (x[...], scores)
             is_e = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1) == active[visit]
             score = jnp.sum(jnp.where(is_e, score[...], 0), axis=1, keepdims=True)
-            h = activation(multiply(h, gate), multiply(h, up), score)
+            gate, up = multiply(h, w_gate), multiply(h, w_up)
+            if biases:
+                gate, up = gate + biases[0][slot], up + biases[1][slot]
+            h = activate(gate, up, score)
             total = y if is_sorted else out
-            total[...] += multiply(h.astype(dtype), down)
+            total[...] += multiply(h.astype(dtype), w_down)
             if is_sorted:
                 pl.when(f == pieces - 1)(lambda: for_rows(visit, add_to_token))
 
@@ -2175,11 +2220,14 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int = 128, interpret=
         jax.lax.fori_loop(0, steps, add, None)
 
     def buffers():
+        vector = pltpu.VMEM((2, 1, columns), jnp.float32)
+        biases = [] if gate_up_bias is None else [vector, vector]
         if not isinstance(w_down, Int8):
-            rows, cut = pltpu.VMEM((2, columns, D), w_down.dtype), pltpu.VMEM((2, D, columns), w_down.dtype)
-            return rows, rows, cut
-        rows = Int8(pltpu.VMEM((2, columns, D), jnp.int8), pltpu.VMEM((2, 1, columns), jnp.float32))
-        return rows, rows, Int8(pltpu.VMEM((2, D, columns), jnp.int8), pltpu.VMEM((2, 1, D), jnp.float32))
+            rows, cut = pltpu.VMEM((2, columns, width), w_down.dtype), pltpu.VMEM((2, D, columns), w_down.dtype)
+            return rows, rows, cut, *biases
+        rows = Int8(pltpu.VMEM((2, columns, width), jnp.int8), vector)
+        cut = Int8(pltpu.VMEM((2, D, columns), jnp.int8), pltpu.VMEM((2, 1, D), jnp.float32))
+        return rows, rows, cut, *biases
 
     def of_group(width):
         return pl.BlockSpec((group, width), lambda g, *_: (g, 0), pipeline_mode=pl.Buffered(1))
@@ -2190,14 +2238,15 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int = 128, interpret=
     flops = 6 * D * F * (B * k // jax.lax.axis_size("ep") if is_sorted else int(B * reads))
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     # Otherwise XLA moves all weights to VMEM if they fit, chosen or not.
-    weights = jax.tree.map(lambda w: pltpu.with_memory_space_constraint(w, pltpu.HBM), (w_gate_up, w_down))
+    weights = (w_gate_up, w_down) if gate_up_bias is None else (w_gate_up, w_down, gate_up_bias)
+    weights = jax.tree.map(lambda w: pltpu.with_memory_space_constraint(w, pltpu.HBM), weights)
     y = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((groups * group, D), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(groups,),
-            in_specs=[of_group(x.shape[1]), of_group(E), *jax.tree.map(lambda _: in_hbm, weights)],
+            in_specs=[of_group(x.shape[1]), of_group(E), jax.tree.map(lambda _: in_hbm, weights)],
             out_specs=of_group(D),
             scratch_shapes=[
                 pltpu.SMEM((E + 1,), jnp.int32),
@@ -2213,20 +2262,22 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, tile: int = 128, interpret=
         cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0),
         interpret=interpret,
         name="experts",
-    )(listed.ravel(), tokens, x, scores, *weights)
+    )(listed.ravel(), tokens, x, scores, weights)
     return y[:B]
 
 
 def packed(x: Array) -> Array:
-    """x [B, D] of 16 bits as uint32 [B, D / 2], one half over the other: a kernel cannot copy a row of 16 bits."""
+    """x [B, D] of 16 bits as uint32 [B, D / 2], one half over the other: a kernel cannot copy a row of 16 bits. D is
+    first rounded up, so that a half is whole lanes."""
     if x.dtype == jnp.float32:
         return x
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % 256)))
     low, high = (jax.lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32) for half in jnp.split(x, 2, axis=1))
     return low | high << 16
 
 
 def unpacked(x: Array, dtype: jnp.dtype) -> Array:
-    """The inverse of packed."""
+    """The inverse of packed, but for the rounding up."""
     if dtype == jnp.float32:
         return x
     halves = (x & 0xFFFF, x >> 16)

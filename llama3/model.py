@@ -372,7 +372,7 @@ class Part:
     such as the query heads of one kv head. A device holds whole groups. If there are more devices than groups, the
     units of a group are divided among its devices, and the last ones may get fewer or none; a `replicated` part is
     copied to each of them. `rows` (start, stop) limits the part to these rows. `within` (start, stop) takes these rows
-    of each unit.
+    of each unit. A device has room for a multiple of `multiple` units; what they do not fill is zeros.
     """
 
     tensors: dict[str, int]
@@ -381,6 +381,7 @@ class Part:
     replicated: bool = False
     rows: tuple[int, int] | None = None
     within: tuple[int, int] | None = None
+    multiple: int = 1
 
     def layout(self) -> tuple[int, int, int]:
         """The first row to take, the number of units, and the rows of one."""
@@ -392,7 +393,7 @@ class Part:
         """The units of device `shard` of `shards`: the first, the one after the last, and how many it has room for."""
         sharers = max(shards // self.groups, 1)  # devices that share a group
         size = self.layout()[1] // self.groups * max(self.groups // shards, 1)  # units of the groups of a device
-        room = size if self.replicated else ceil_div(size, sharers)
+        room = size if self.replicated else ceil_div(size, sharers * self.multiple) * self.multiple
         begin = shard // sharers * size
         first = begin if self.replicated else begin + min(shard % sharers * room, size)
         return first, min(first + room, begin + size), room
@@ -402,18 +403,19 @@ class Part:
         start, stop = self.within or (0, self.layout()[2])
         return self.assigned_units(0, shards)[2] * (stop - start)
 
-    def row_ranges(self, shard: int, shards: int) -> Iterator[tuple[str, int, int]]:
-        """The rows of device `shard` of `shards` in order: a tensor's name, the first row and the one after the
-        last."""
+    def row_slices(self, shard: int, shards: int) -> Iterator[tuple[str, slice]]:
+        """The rows of device `shard` of `shards` in order, as slices of tensors by name."""
         (first, last, _), (begin, _, rows) = self.assigned_units(shard, shards), self.layout()
-        runs = [(begin + rows * first, begin + rows * last)]
+        runs, step = [(begin + rows * first, begin + rows * last)], 1
         if self.within:
             start, stop = self.within
             runs = [(begin + rows * i + start, begin + rows * i + stop) for i in range(first, last)]
+            if stop - start == 1 < len(runs):  # one slice instead of thousands
+                runs, step = [(runs[0][0], runs[-1][1])], rows
         for start, stop in runs:
             for name, size in self.tensors.items():
                 if max(start, 0) < min(stop, size):
-                    yield name, max(start, 0), min(stop, size)
+                    yield name, slice(start % step if start < 0 else start, min(stop, size), step)
                 start, stop = start - size, stop - size
 
 
@@ -471,9 +473,9 @@ class Weight:
         spec = [] if self.split is None else [None] * len(shape)
         if spec:
             spec[self.split] = self.axes()
-        if self.is_matrix() and not int8 and not self.experts and not self.per_head:
+        if self.is_matrix() and not self.per_head:
             cuts = shards if self.split == 1 else 1
-            shape[1] = cuts * stored_width(shape[1] // cuts, dtype, mesh)
+            shape[1] = cuts * stored_width(shape[1] // cuts, self, jnp.dtype(jnp.int8 if int8 else dtype), mesh)
         if self.experts:
             shape, spec = [self.experts, *shape], [MODEL_AXES[0], *spec]
 
@@ -922,11 +924,13 @@ def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
     return sum(out * jnp.exp(each - log_sum_exp) for out, each in (a, b)), log_sum_exp
 
 
-def joined(parts: Array, axis: int) -> Array:
-    """The output that `merged` gives for many sets of keys: `parts` [.., W + 1] has their outputs and, in the last
-    column, log-sum-exps, along `axis`."""
-    weights = jnp.exp(parts[..., -1:] - jnp.max(parts[..., -1:], axis, keepdims=True))
-    return jnp.sum(weights * parts[..., :-1], axis) / jnp.sum(weights, axis)
+def joined(parts: Array, axis: int) -> tuple[Array, Array]:
+    """What `merged` gives for many sets of keys: `parts` [.., W + 1] has their outputs and, in the last column,
+    log-sum-exps, along `axis`."""
+    m = jnp.max(parts[..., -1:], axis, keepdims=True)
+    weights = jnp.exp(parts[..., -1:] - m)
+    l = jnp.sum(weights, axis)
+    return jnp.sum(weights * parts[..., :-1], axis) / l, jnp.squeeze(m, axis) + jnp.log(l)
 
 
 def no_attention(*shape: int) -> tuple[Array, Array]:
@@ -978,9 +982,9 @@ def plain_piece_attention(q, k, v, start, window: int | None, rows: int, tile: i
 BLOCK_TOKENS = 1024  # of a cache that has to be gathered or expanded: few, so that memory is bounded
 
 
-def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_place: bool) -> Array:
+def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_place: bool):
     """Causal attention of q [B, K, G, T, H] at positions start to start + T over a cache of `slots` slots on
-    each of R devices: float32 [B, K, G, T, W].
+    each of R devices: float32 [B, K, G, T, W], and the log-sum-exp of the scores, [B, K, G, T, 1].
 
     load(i, n) gives the keys and values of the i-th n slots. If it takes them `in_place`, n is all slots. If it has to
     gather or expand them, blocks are of about BLOCK_TOKENS tokens, and as many as are filled: memory is bounded
@@ -1003,7 +1007,7 @@ def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_
         return jax.lax.platform_dependent(q, *load(i, n), cpu=cpu, tpu=tpu, default=default)
 
     if n == slots or is_only_piece:
-        return attend(0, start)[0]
+        return attend(0, start)
     first = 0 if window is None else jnp.maximum(start - window + 1, 0) // (n * R)
     last = (start + T - 1) // (n * R)
 
@@ -1011,7 +1015,7 @@ def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_
         return merged(state, attend(i, start - i * n * R))
 
     W = jax.eval_shape(partial(load, n=n), 0)[1].shape[-1]
-    return jax.lax.fori_loop(first, last + 1, fold, no_attention(B, K, G, T, W))[0]
+    return jax.lax.fori_loop(first, last + 1, fold, no_attention(B, K, G, T, W))
 
 
 def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
@@ -1140,15 +1144,25 @@ def in_cache_layout(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Ar
     return q.reshape(B, T, K, N // K, -1).transpose(0, 2, 3, 1, 4), new
 
 
+def with_sinks(attended: tuple[Array, Array], sinks: Array | None) -> Array:
+    """The output [B, K, G, T, W] of softmaxes with one more term, which no value belongs to, so that a head can attend
+    to nothing: `sinks` [N] has its logit for each query head (Xiao et al. 2023, "attention sinks"), None: no such term.
+    `attended` is the output without it, and the log-sum-exp of the scores."""
+    out, log_sum_exp = attended
+    if sinks is None:
+        return out
+    return out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(1, *out.shape[1:3], 1, 1))
+
+
 def prefill_attention(
-    q, k, v, cache: LayerCache, positions, mask: Mask, *, start, is_live, R: int
+    q, k, v, cache: LayerCache, positions, mask: Mask, sinks: Array | None = None, *, start, is_live, R: int
 ) -> tuple[Array, LayerCache]:
     """Causal attention of T tokens of every row, at the same positions in each, over all positions up to theirs. Where
     R devices share a kv head, they gather each block of keys from all of them.
 
     Args: q [B, T, N, H], scaled; k, v float32 [B, T, K, H]; positions int32 [B, T], `start` to start + T in each row,
-    with start (0 or int32 []) and T multiples of R; is_live bool [B], the rows to store: the others have ended before.
-    Returns [B, T, N H] in q's dtype, and the cache.
+    with start (0 or int32 []) and T multiples of R; is_live bool [B], the rows to store: the others have ended before;
+    sinks as in with_sinks. Returns [B, T, N H] in q's dtype, and the cache.
     """
     B, T, N, H = q.shape
     q, new = in_cache_layout(q, k, v, cache)
@@ -1174,11 +1188,14 @@ def prefill_attention(
 
         return jax.tree.map(of_side, cache)
 
-    out = attend_to_blocks(q, load, cache.k.shape[2], start, mask.window, R, in_place=R == 1).astype(q.dtype)
+    out = attend_to_blocks(q, load, cache.k.shape[2], start, mask.window, R, in_place=R == 1)
+    out = with_sinks(out, sinks).astype(q.dtype)
     return out.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, T, N * H), cache
 
 
-def decode_attention(q, k, v, cache: LayerCache, positions, mask: Mask, *, R: int) -> tuple[Array, LayerCache]:
+def decode_attention(
+    q, k, v, cache: LayerCache, positions, mask: Mask, sinks: Array | None = None, *, R: int
+) -> tuple[Array, LayerCache]:
     """Attention of one token a row, at positions [B, 1], over the positions up to its own. Args: as prefill_attention.
 
     Where R devices share a kv head, each attends to its own slots, with the query heads of all R. They exchange the
@@ -1195,12 +1212,13 @@ def decode_attention(q, k, v, cache: LayerCache, positions, mask: Mask, *, R: in
     if R > 1:  # K is 1 then; every device sends all the same block: an all-gather
         queries = exchange(q.reshape(1, B, G, width), R)
         queries = queries.swapaxes(0, 1).reshape(B, 1, R * G, 1, width)
-    out, log_sum_exp, cache = attend_to_slots(queries, new, cache, positions, mask.window, R)
+    *attended, cache = attend_to_slots(queries, new, cache, positions, mask.window, R)
     if R > 1:
-        parts = jnp.concatenate([out, log_sum_exp], axis=-1).reshape(B, R, G, width + 1)
+        parts = jnp.concatenate(attended, axis=-1).reshape(B, R, G, width + 1)
         parts = exchange(parts.swapaxes(0, 1), R)
-        out = joined(parts, axis=0).reshape(q.shape)
-    return out.astype(q.dtype).transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, 1, N * H), cache
+        attended = (x.reshape(B, 1, G, 1, -1) for x in joined(parts, axis=0))
+    out = with_sinks(attended, sinks).astype(q.dtype)
+    return out.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, 1, N * H), cache
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1417,25 +1435,35 @@ def mesh_shape(
     """dp, ep and tp for these devices. Those not given are 1, except tp, which takes the remaining devices.
 
     A TPU's memory has lanes of 128 numbers. There ep is the smallest that leaves each device whole lanes of an expert's
-    columns.
+    columns, or a few zeros beside them.
     """
     dp = dp or 1
     left = len(devices) // dp
     if not ep and not tp and devices[0].platform == "tpu":
-        down = [weight for weight in jax.tree.leaves(weights_of(config)) if weight.experts and weight.split == 1]
-        sizes = {(weight.experts, weight.parts[0].rows_per_device(1)) for weight in down}
+        experts = [weight for weight in jax.tree.leaves(weights_of(config)) if weight.experts and weight.split == 1]
+
+        def suits(weight, ep, tp):
+            whole, columns = (weight.parts[0].rows_per_device(devices) for devices in (1, tp))
+            return weight.experts % ep == columns % 128 == 0 and tp * columns <= 1.1 * whole
+
         divisors = (n for n in range(1, left + 1) if left % n == 0)
-        ep = next((n for n in divisors if all(E % n == 0 and F % (left // n * 128) == 0 for E, F in sizes)), None)
+        ep = next((n for n in divisors if all(suits(weight, n, left // n) for weight in experts)), None)
     ep = ep or 1
     return dp, ep, tp or max(1, left // ep)
 
 
-def stored_width(C: int, dtype: jnp.dtype, mesh: Mesh) -> int:
-    """The input dimension of a matrix as each device stores it. On CPUs it is somewhat more than C, with zeros, if
-    16-bit rows would lie a multiple of 4,096 bytes apart: such rows map to the same places in the processor's cache,
-    and the product would take up to 1.7 times as long."""
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    return C + 32 if on_cpu and jnp.dtype(dtype).itemsize == 2 and 2 * C % 4096 == 0 else C
+def stored_width(C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
+    """The input dimension C of a device's part of a matrix as it is stored, maybe with zeros beside it.
+
+    On TPUs it is whole lanes of 128 numbers if devices split the outputs. XLA stores any other array with its output
+    dimension last, and would copy it for a kernel in every step. On CPUs 16-bit rows, but for experts, lie no multiple
+    of 4,096 bytes apart: such rows map to the same places in the processor's cache, and the product would take up to
+    1.7 times as long.
+    """
+    platform = mesh.devices.flat[0].platform
+    if platform == "tpu" and weight.split == 0:
+        return ceil_div(C, 128) * 128
+    return C + 32 if platform == "cpu" and dtype.itemsize == 2 and 2 * C % 4096 == 0 and not weight.experts else C
 
 
 def head_dtype(dtype: jnp.dtype, mesh: Mesh) -> jnp.dtype:
@@ -1492,10 +1520,7 @@ def einsum(subscripts: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) 
 def linear(x: Array, w: Array | Int8, bias: Array | None = None) -> Array:
     """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
     flat = x.reshape(-1, x.shape[-1])
-    if w.shape[-1] > x.shape[-1]:  # see stored_width
-        flat = repeat_columns(flat, w.shape[-1])
-    on_cpu = partial(cpu_product, columns=x.shape[-1])
-    y = jax.lax.platform_dependent(flat, w, cpu=on_cpu, tpu=tpu_product, default=product)
+    y = jax.lax.platform_dependent(flat, w, cpu=cpu_product, tpu=tpu_product, default=product)
     y = y.reshape(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 
@@ -1518,12 +1543,12 @@ def linear_halves(x: Array, w: Array | Int8, bias: Array | None = None) -> tuple
 
 
 def product(x: Array, w: Array | Int8, min_rows: int = 1) -> Array:
-    """x [B, C] times w [O, C]: float32 [B, O].
+    """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O].
 
     x is padded to `min_rows` rows: XLA for TPUs turns fewer rows into slow vector code.
     """
     values, scale = values_and_scale(w, x.dtype)
-    y = einsum("bc,oc->bo", pad_rows(x, min_rows), values)[: x.shape[0]]
+    y = einsum("bc,oc->bo", widened(pad_rows(x, min_rows), w), values)[: x.shape[0]]
     return y if scale is None else y * scale
 
 
@@ -1532,12 +1557,17 @@ def pad_rows(x: Array, rows: int) -> Array:
     return jnp.pad(x, ((0, max(rows - x.shape[0], 0)), (0, 0)))
 
 
+def widened(x: Array, w: Array | Int8) -> Array:
+    """x [B, C] with zeros up to the columns of w."""
+    return jnp.pad(x, ((0, 0), (0, w.shape[-1] - x.shape[-1])))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Products and attention on CPUs
 
 
-def cpu_product(x: Array, w: Array | Int8, columns: int | None = None) -> Array:
-    """product for CPUs. Only the first `columns` columns of w are not zeros (None: all).
+def cpu_product(x: Array, w: Array | Int8) -> Array:
+    """product for CPUs.
 
     One row uses `row_product` if its length allows: XLA's own product of 16 bits is ten times slower for one row than
     for two. Up to 128 rows the weight is the left operand, because XLA repacks the right one.
@@ -1546,12 +1576,14 @@ def cpu_product(x: Array, w: Array | Int8, columns: int | None = None) -> Array:
     activation: a coarse one, and a fine one for its rounding error. As rows of one product they cost little and lose
     next to nothing. (From some 50 rows on, casting the weight costs less.)
     """
-    B, is_16_bit, columns = len(x), x.dtype != jnp.float32, columns or x.shape[1]
-    runs = runs_of(columns, *((32, 4096) if isinstance(w, Int8) else (24, 8192)))
+    (B, C), is_16_bit = x.shape, x.dtype != jnp.float32
+    runs = runs_of(C, *((32, 4096) if isinstance(w, Int8) else (24, 8192)))
     if B == 1 and runs and isinstance(w, Int8):
-        return row_product(x[:, :columns], w.values, runs) * w.scale
+        return row_product(x, w.values, runs) * w.scale
     if B == 1 and runs and is_16_bit:
-        return row_product(x[:, :columns], w, runs)
+        return row_product(x, w, runs)
+    if w.shape[1] > C:  # see stored_width
+        x = repeat_columns(x, w.shape[1])
     if isinstance(w, Int8) and B < 50:
         coarse = quantize(x)
         fine = quantize(x - coarse.values * coarse.scale[:, None])
@@ -1638,9 +1670,10 @@ STREAM_BYTES = 40 * 2**20  # XLA for TPUs does not fetch a weight ahead if a dev
 
 def tpu_product(x: Array, w: Array | Int8) -> Array:
     """product for TPUs. A kernel streams the weight if it is too large to be fetched ahead and the rows are few."""
-    (B, C), O = x.shape, w.shape[0]
+    B, (O, C) = len(x), w.shape
     itemsize = jax.tree.leaves(w)[0].dtype.itemsize
     # Two buffers each of 128 rows of w and of x. A kernel gets 16 MiB.
+    x = widened(x, w)
     vmem = 2 * C * (128 * itemsize + B * x.dtype.itemsize)
     is_streamed = B <= 64 and C % 128 == 0 and O * C * itemsize >= STREAM_BYTES and vmem <= 12 * 2**20
     if 4 * B * C > 2**25:  # if x comes of float32 arrays too large for VMEM, XLA would read them for each tile of w

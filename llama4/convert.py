@@ -65,9 +65,10 @@ class Stored(NamedTuple):
     offset: int  # of its first byte in the file
     dtype: str  # of what read_rows returns, a key of DTYPES; any other is safetensors' name, and cannot be read
     shape: tuple[int, ...]  # with the input dimension last
-    is_input_first: bool = False  # whether the last two dimensions are exchanged on disk
+    is_packed: bool = False  # packed experts: on disk, the last two dimensions are exchanged unless they are MXFP4
     scale: "Stored | None" = None  # for a matrix in FP8 (e4m3): one factor for each block of it
     block: tuple[int, int] = (1, 1)  # rows and columns of such a block
+    exponents: "Stored | None" = None  # for MXFP4: one for each 32 numbers of a row
 
 
 class Checkpoint(NamedTuple):
@@ -128,18 +129,19 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     unsupported = (
         f"{folder}: quantization {method or quantization!r:.40} is not supported; give the unquantized checkpoint"
     )
-    if quantization not in (None, INT8) and method not in ("fp8", "compressed-tensors"):
+    if quantization not in (None, INT8) and method not in ("fp8", "compressed-tensors", "mxfp4"):
         raise InputError(unsupported)
     Config.from_dict(raw_config)  # reports what is wrong with config.json before what is wrong with the tensors
     found = stored_tensors(folder)
     with_fp8_scales(folder, found, quantization)
+    with_mxfp4_exponents(folder, found)
     config, int8 = Config.from_dict(raw_config, found), quantization == INT8
     try:
         return Checkpoint(folder, config, raw_config, int8, *check_tensors(folder, found, config, int8))
     except InputError as error:
-        if quantization in (None, INT8) or any(tensor.scale for tensor in found.values()):
+        if quantization in (None, INT8) or any(tensor.scale or tensor.exponents for tensor in found.values()):
             raise
-        raise InputError(f"{unsupported} ({error})") from error  # of these methods, only FP8 is read
+        raise InputError(f"{unsupported} ({error})") from error  # of these methods, only FP8 and MXFP4 are read
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
@@ -207,6 +209,20 @@ def with_fp8_scales(folder: Path, found: dict[str, Stored], quantization: object
         found[name] = tensor._replace(dtype="float32", scale=scale, block=tuple(sizes))
 
 
+def with_mxfp4_exponents(folder: Path, found: dict[str, Stored]) -> None:
+    """Puts one tensor `x` of MXFP4 [E, O, C] in the place of each `x_blocks` [E, O, C / 32, 16], two numbers a byte,
+    and `x_scales` [E, O, C / 32]."""
+    for name in [name.removesuffix("_blocks") for name in found if name.endswith("_blocks")]:
+        blocks, exponents = found.pop(f"{name}_blocks"), found.pop(f"{name}_scales", None)
+        if name in found or not exponents or {blocks.dtype, exponents.dtype} != {"U8"}:
+            raise InputError(f"{folder}: {name:.200}_blocks and {name:.200}_scales are no MXFP4 of 8-bit numbers")
+        if len(exponents.shape) != 3 or blocks.shape != (*exponents.shape, 16):
+            shapes = f"{list(blocks.shape)} and {list(exponents.shape)}"
+            raise InputError(f"{folder}: {name:.200}_blocks and _scales have shapes {shapes}, which is no MXFP4")
+        shape = (*exponents.shape[:2], 32 * exponents.shape[2])
+        found[name] = blocks._replace(dtype="bfloat16", shape=shape, exponents=exponents)
+
+
 def check_tensors(folder: Path, found: dict[str, Stored], config: Config, int8: bool) -> tuple[dict, dict]:
     """Of the tensors found, those that `config` needs, and those left out on purpose, with the reason.
 
@@ -217,9 +233,10 @@ def check_tensors(folder: Path, found: dict[str, Stored], config: Config, int8: 
     expected, rounded = {}, set()
     for weight in jax.tree.leaves(weights_of(config)):
         expected |= weight.tensors()
-        if weight.is_packed():
-            swaps = {name: found[name] for name in weight.tensors() if name in found}
-            found |= {name: t._replace(shape=swapped(t.shape), is_input_first=True) for name, t in swaps.items()}
+        for name in weight.tensors() if weight.is_packed() and weight.is_matrix() else ():
+            if tensor := found.get(name):
+                shape = tensor.shape if tensor.exponents else swapped(tensor.shape)
+                found[name] = tensor._replace(shape=shape, is_packed=True)
         if int8 and weight.is_matrix():
             rounded |= weight.tensors().keys()
     expected |= {f"{name}_scale": expected[name][:-1] for name in expected if name in rounded}
@@ -261,17 +278,38 @@ def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def read_rows(tensor: Stored, *index: slice | int) -> np.ndarray:
     """A part of a tensor, memory-mapped: it is read from disk when used, and leaves memory when dropped. FP8 becomes
-    float32."""
-    on_disk = swapped(tensor.shape) if tensor.is_input_first else tensor.shape
+    float32, MXFP4 bfloat16."""
+    if tensor.exponents:
+        return read_mxfp4(tensor, *index)
+    on_disk = swapped(tensor.shape) if tensor.is_packed else tensor.shape
     dtype = ml_dtypes.float8_e4m3fn if tensor.scale else DTYPES[tensor.dtype]
     array = np.memmap(tensor.file, dtype, "r", tensor.offset, on_disk)
-    array = (array.swapaxes(-1, -2) if tensor.is_input_first else array)[index]
+    array = (array.swapaxes(-1, -2) if tensor.is_packed else array)[index]
     if tensor.scale is None:
         return array
     index = (*index, slice(None), slice(None))
     blocks = [np.arange(tensor.shape[i])[index[i]] // tensor.block[i] for i in range(2)]
     with np.errstate(over="ignore", invalid="ignore"):  # damaged scales overflow; that is caught later
         return array.astype(np.float32) * read_rows(tensor.scale)[np.ix_(*blocks)].astype(np.float32)
+
+
+def read_mxfp4(tensor: Stored, *index: slice | int) -> np.ndarray:
+    """read_rows for MXFP4 (Rouhani et al. 2023, "OCP Microscaling Formats"): numbers of 4 bits, 1 of them the sign, 2
+    the exponent and 1 the mantissa, times a power of two for each 32 of a row."""
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    numbers = np.concatenate([magnitudes, -magnitudes])
+    both = np.stack([np.tile(numbers, 16), np.repeat(numbers, 16)], axis=-1)  # of each byte, the lower half first
+    shape = (*tensor.shape[:-1], tensor.shape[-1] // 32)
+    *rows, columns = (*index, *[slice(None)] * (3 - len(index)))
+    start, stop, _ = columns.indices(tensor.shape[-1])
+    first = start // 32
+    part = (*rows, slice(first, -(-stop // 32)))
+    exponents = np.memmap(tensor.exponents.file, np.uint8, "r", tensor.exponents.offset, shape)[part]
+    values = both[np.memmap(tensor.file, np.uint8, "r", tensor.offset, (*shape, 16))[part]]
+    with np.errstate(over="ignore"):  # damaged exponents
+        values *= np.ldexp(np.float32(1), np.arange(256) - 127)[exponents][..., None, None]
+    values = values.reshape(*exponents.shape[:-1], -1).astype(ml_dtypes.bfloat16)
+    return values[..., start - 32 * first : stop - 32 * first]
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -371,11 +409,11 @@ def block_of(tensors: dict, weight: Weight, index: tuple, shape: tuple[int, ...]
         along, filled = np.moveaxis(matrix, axis, 0), 0
         for part in weight.parts:
             place = filled
-            for name, start, stop in part.row_ranges(shard, shards):
-                where = (*[e] * weight.is_packed(), *[slice(None)] * axis, slice(start, stop))
-                rows = np.moveaxis(read_rows(tensors[weight.full_name(name, e)], *where), axis, 0)
-                along[place : place + stop - start][tuple(map(slice, rows.shape))] = rows
-                place += stop - start
+            for name, rows in part.row_slices(shard, shards):
+                where = (*[e] * weight.is_packed(), *[slice(None)] * axis, rows)
+                values = np.moveaxis(read_rows(tensors[weight.full_name(name, e)], *where), axis, 0)
+                along[place : place + len(values)][tuple(map(slice, values.shape))] = values
+                place += len(values)
             filled += part.rows_per_device(shards)
     return block
 
@@ -494,7 +532,7 @@ def write_shard(path: Path, metadata: dict[str, str], groups: list, tensors: dic
     header, end = {"__metadata__": metadata}, 0
     outputs = [output for group in groups for output in group]
     for name, dtype, shape, size in sorted(outputs, key=lambda output: -DTYPES[output[1]].itemsize):
-        shape = swapped(shape) if name in tensors and tensors[name].is_input_first else shape
+        shape = swapped(shape) if name in tensors and tensors[name].is_packed else shape
         header[name] = {"dtype": stored[dtype], "shape": shape, "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -520,7 +558,7 @@ def write_shard(path: Path, metadata: dict[str, str], groups: list, tensors: dic
                     raise InputError(f"{tensor.file}: {name} has NaN or values too large for {dtype}")
                 for (part, *_), array in zip(group, map(np.asarray, arrays), strict=True):
                     f.seek(written[part])
-                    f.write((array.swapaxes(-1, -2) if tensor.is_input_first and part == name else array).tobytes())
+                    f.write((array.swapaxes(-1, -2) if tensor.is_packed and part == name else array).tobytes())
                     written[part] += array.nbytes
                     bar.update(array.nbytes)
 

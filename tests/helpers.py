@@ -42,6 +42,8 @@ def save_random(folder: Path, model_class, config, seed: int = 0, rewrite=None, 
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.3)
+            elif name.endswith("sinks"):
+                parameter.normal_(0, 2)
         for name, buffer in reference.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.5, 0.5)

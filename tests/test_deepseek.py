@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_parity import YARN, deepseek, deepseek_2, deepseek_3, flash, glm4_flash, random_prompts
 
 SCALED = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SCALED += ("q_proj", "k_proj", "v_proj")
 
 
 def as_fp8(matrix, block):
@@ -29,9 +30,8 @@ def as_fp8(matrix, block):
     return values.contiguous(), scale, values.float() * whole[: matrix.shape[0], : matrix.shape[1]]
 
 
-def save_fp8(path, block):
-    """A checkpoint as the released FP8 ones are, with an extra layer too; the reference model has the same numbers."""
-    _, model_class, config = deepseek_3(rope_parameters=YARN, hidden_size=80)
+def save_fp8(path, model_class, config, block, extra=()):
+    """A checkpoint as the released FP8 ones are, with `extra` tensors; the reference model has the same numbers."""
     reference = save_random(path, model_class, config)
     tensors = load_file(path / "model.safetensors")
     for name in [name for name in tensors if name.split(".")[-2] in SCALED]:
@@ -47,19 +47,25 @@ def save_fp8(path, block):
                 whole[int(e)].copy_(exact)
             else:
                 reference.get_parameter(name).copy_(exact)
-    extra = f"model.layers.{config.num_hidden_layers}"
-    tensors |= {f"{extra}.eh_proj.weight": torch.ones(2, 2), f"{extra}.self_attn.o_proj.weight": torch.ones(3)}
-    save_file(tensors, path / "model.safetensors")
+    save_file(tensors | dict(extra), path / "model.safetensors")
     file = path / "config.json"
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
     return reference
 
 
+def save_fp8_deepseek(path, block):
+    """With an extra layer."""
+    _, model_class, config = deepseek_3(rope_parameters=YARN, hidden_size=80)
+    layer = f"model.layers.{config.num_hidden_layers}"
+    extra = {f"{layer}.eh_proj.weight": torch.ones(2, 2), f"{layer}.self_attn.o_proj.weight": torch.ones(3)}
+    return save_fp8(path, model_class, config, block, extra)
+
+
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory):
     path = tmp_path_factory.mktemp("fp8")
-    return path, save_fp8(path, (32, 16))
+    return path, save_fp8_deepseek(path, (32, 16))
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
@@ -71,7 +77,7 @@ def test_fp8_against_its_dequantized_twin(fp8, mesh):
 
 def test_fp8_in_blocks_of_128(tmp_path):
     """Larger than most of these matrices."""
-    reference = save_fp8(tmp_path, (128, 128))
+    reference = save_fp8_deepseek(tmp_path, (128, 128))
     prompts = random_prompts(9)
     assert_matches(reference, prompts, decode(deepseek, tmp_path, prompts, (1, 1, 2), max_new_tokens=4))
 

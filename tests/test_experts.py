@@ -59,7 +59,7 @@ def on_mesh(mesh, x, ids, scale, w_gate_up, w_down):
     """experts(..) on a mesh (dp, ep, tp), summed as the model does it."""
 
     def body(*arguments):
-        return jax.lax.psum(model.experts(*arguments), model.MODEL_AXES)
+        return jax.lax.psum(model.experts(*arguments, model.activation), model.MODEL_AXES)
 
     def specs(w, values, scale):
         return model.Int8(values, scale) if isinstance(w, model.Int8) else values
@@ -175,7 +175,7 @@ def test_compiles_for_tpus(topology, int8, ep, tp, B, k, E, D, F):
     )
 
     def body(*arguments):
-        return jax.lax.psum(model.experts(*arguments).astype(jnp.bfloat16), model.MODEL_AXES)
+        return jax.lax.psum(model.experts(*arguments, model.activation).astype(jnp.bfloat16), model.MODEL_AXES)
 
     specs = jax.tree.map(lambda a: a.sharding.spec, arguments)
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))

@@ -16,6 +16,8 @@ from transformers import (
     Glm4MoeLiteForCausalLM,
     GlmConfig,
     GlmForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     Llama4Config,
     Llama4ForCausalLM,
     Llama4ForConditionalGeneration,
@@ -24,10 +26,15 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 llama3, glm4, llama4 = import_folder("llama3"), import_folder("glm4"), import_folder("llama4")
 deepseek, glm4_flash = import_folder("deepseek"), import_folder("glm4_flash")
+qwen3, gpt_oss = import_folder("qwen3"), import_folder("gpt_oss")
 
 SMALL = {
     "vocab_size": 331,  # no multiple of anything: the vocabulary's shards are uneven
@@ -121,6 +128,17 @@ YARN = {
 }
 
 
+QWEN_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+OSS_ROPE = QWEN_YARN | {"rope_theta": 150000.0, "factor": 32.0, "truncate": False}
+
+
 def deepseek_3(**options):
     return deepseek, DeepseekV3ForCausalLM, DeepseekV3Config(**SMALL | LATENT | options)
 
@@ -132,6 +150,23 @@ def deepseek_2(**options):
 def flash(**options):
     options = SMALL | LATENT | {"n_group": 1, "topk_group": 1} | options
     return glm4_flash, Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig(**options)
+
+
+def qwen_3(**options):
+    return qwen3, Qwen3ForCausalLM, Qwen3Config(**SMALL | {"head_dim": 16} | options)
+
+
+def qwen_3_moe(**options):
+    """With experts narrower than an MLP, and heads that together are wider than the residual stream."""
+    moe = {"head_dim": 16, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24}
+    return qwen3, Qwen3MoeForCausalLM, Qwen3MoeConfig(**SMALL | moe | options)
+
+
+def oss(**options):
+    """With experts of 96 columns, for which a device has 128, and a window within a prompt."""
+    options = {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 50} | options
+    options = {"num_hidden_layers": 3, "rope_parameters": OSS_ROPE} | options
+    return gpt_oss, GptOssForCausalLM, GptOssConfig(**SMALL | options)
 
 
 CASES = {
@@ -180,6 +215,40 @@ CASES = {
     "glm 4.7 flash, other layers, groups": flash(
         mlp_layer_types=["sparse", "dense"], q_lora_rank=None, n_group=4, topk_group=1, rms_norm_eps=0.1
     ),
+    "qwen3": qwen_3(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "qwen3, tied, biases, yarn, later layers with a window, large eps": qwen_3(
+        tie_word_embeddings=True,
+        attention_bias=True,
+        rope_parameters=QWEN_YARN,
+        use_sliding_window=True,
+        sliding_window=50,
+        max_window_layers=1,
+        rms_norm_eps=0.1,
+        num_key_value_heads=1,
+    ),
+    "qwen3 moe": qwen_3_moe(norm_topk_prob=True, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "qwen3 moe, other layers, weights as they are, window": qwen_3_moe(
+        num_hidden_layers=5,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+        num_attention_heads=12,  # on 4 devices two share three query heads
+        num_key_value_heads=4,
+        use_sliding_window=True,
+        sliding_window=33,
+        rope_parameters=QWEN_YARN | {"attention_factor": 1.3, "truncate": False},
+    ),
+    "gpt-oss": oss(),
+    "gpt-oss, tied, no biases of attention, small limit, one kv head": oss(
+        tie_word_embeddings=True,
+        attention_bias=False,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        swiglu_limit=0.5,
+        swiglu_alpha=1.1,
+        rms_norm_eps=0.1,
+        num_key_value_heads=1,
+        num_experts_per_tok=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
 }
 
 
@@ -215,6 +284,11 @@ OTHER_MESHES = {  # meshes that replace (2, 2, 2): tp beyond the kv heads too, a
     "deepseek v2 lite": [(2, 1, 4)],
     "deepseek v2": [(1, 1, 1)],
     "glm 4.7 flash, other layers, groups": [(1, 2, 2)],
+    "qwen3, tied, biases, yarn, later layers with a window, large eps": [(1, 1, 8)],
+    "qwen3 moe": [(2, 2, 2), (1, 8, 1)],
+    "qwen3 moe, other layers, weights as they are, window": [(1, 4, 2)],
+    "gpt-oss": [(1, 1, 1), (2, 2, 2), (1, 1, 8)],
+    "gpt-oss, tied, no biases of attention, small limit, one kv head": [(1, 4, 2)],
 }
 
 

@@ -38,6 +38,12 @@ def deepseek(raw: dict, number) -> dict:
     return raw | {"rope_scaling": scaling, "rope_theta": number(raw["rope_theta"])}
 
 
+def qwen3(raw: dict) -> dict:
+    """The releases are older than the name num_local_experts."""
+    raw = flat(raw) | {"rope_scaling": None, "max_window_layers": raw["num_hidden_layers"]}
+    return raw | {"num_experts": raw.pop("num_local_experts")}
+
+
 def llama_4(raw: dict) -> dict:
     """Llama 4's: the text model nested beside a vision tower, a number for a switch, special token ids of images."""
     text = {k: v for k, v in flat(raw).items() if k not in ("architectures", "layer_types", "_name_or_path")}
@@ -56,6 +62,15 @@ FORMS = {
     ),
     "deepseek r1": ("deepseek", lambda raw: deepseek(raw, int)),
     "kimi k2": ("deepseek", lambda raw: deepseek(raw, float) | {"model_type": "kimi_k2"}),
+    "qwen3 30b-a3b": ("qwen3", qwen3),
+    "qwen3 coder 480b": (
+        "qwen3",
+        lambda raw: qwen3(raw) | {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0},
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        lambda raw: flat(raw) | {"experts_per_token": 2, "initial_context_length": 512, "swiglu_limit": 7.0},
+    ),
     "llama 4": ("llama4", llama_4),
     "llama 4, text alone": ("llama4", lambda raw: flat(raw) | {"attn_temperature_tuning": 4}),
 }
@@ -85,6 +100,8 @@ ABSENT = {  # keys of configs/ that the released file does not have: they are th
     "glm4": {"glm-4-9b-chat-hf": ("partial_rotary_factor",)},
     "llama4": {"llama-4-scout": ("attn_temperature_tuning", "floor_scale", "attn_scale", "tie_word_embeddings")},
     "deepseek": {"moonlight": ("rope_scaling",)},
+    "qwen3": {"qwen3-coder-480b": ("attention_bias",)},
+    "gpt_oss": {"gpt-oss-": ("attention_bias", "head_dim", "layer_types", "swiglu_limit", "rope_scaling")},
 }
 
 

@@ -1,6 +1,6 @@
 """Train the tiny demo checkpoint of a model family and write it in Hugging Face format.
 
-The demo is a chat model of about 600k to 1.1 million parameters that has memorised a few hundred short answers
+The demo is a chat model of about 600k to 1.2 million parameters that has memorised a few hundred short answers
 (capitals, small sums, greetings, some facts and lists), so that an inference script has something to say without
 downloading any weights. Everything is made here: the text, the byte-level BPE tokenizer with the special tokens and the
 form of chat template of the family's released models, and the model, which is the family's own class from transformers,
@@ -9,7 +9,7 @@ trained in float32 and saved as bfloat16. What differs from family to family is 
 One run takes some minutes on one CPU core and is deterministic for a given machine and torch version. It ends by
 answering every training question greedily with the saved checkpoint, and fails if fewer than 99 % are exact.
 
-    python tests/train_demo.py llama3|glm4|llama4|deepseek|glm4_flash [--output DIR]
+    python tests/train_demo.py llama3|glm4|llama4|deepseek|glm4_flash|qwen3|gpt_oss [--output DIR]
 
 The default output is the demo/ folder of that family, such as llama3/demo/. Needs torch, transformers and tokenizers.
 """
@@ -34,11 +34,15 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 PROMPTS = ["What is the capital of France?", "What is 3 plus 4?", "Hello!", "What are the days of the week?"]
@@ -274,6 +278,50 @@ def build_glm4_flash(**token_ids):
     return set_router_biases(Glm4MoeLiteForCausalLM(config))
 
 
+def build_qwen3(**token_ids):
+    """Return an untrained Qwen3 model, whose first layer has no experts."""
+    config = Qwen3MoeConfig(
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=256,
+        mlp_only_layers=[0],
+        moe_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        **token_ids,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+def build_gpt_oss(**token_ids):
+    """Return an untrained gpt-oss model, with a window shorter than a conversation."""
+    config = GptOssConfig(
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=32,
+        max_position_embeddings=2048,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512,
+            "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        },
+        **token_ids,
+    )  # fmt: skip
+    return GptOssForCausalLM(config)
+
+
 FAMILIES = {
     "llama3": Family(
         build_model=build_llama3,
@@ -362,6 +410,36 @@ FAMILIES = {
         pad="<|endoftext|>",
         conversation_end="<|user|>",
     ),
+    "qwen3": Family(
+        build_model=build_qwen3,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        prefix=[],
+        stops=["<|im_end|>", "<|endoftext|>"],
+        chat_template="{% for message in messages %}"
+        "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        template_words=["system", "user", "assistant", "\n"],
+        bos=None,
+        eos="<|im_end|>",
+        pad="<|endoftext|>",
+    ),
+    "gpt_oss": Family(
+        build_model=build_gpt_oss,
+        special_tokens=[
+            "<|startoftext|>", "<|endoftext|>", "<|return|>", "<|channel|>", "<|start|>", "<|end|>", "<|message|>",
+        ],
+        prefix=[],
+        stops=["<|return|>", "<|end|>", "<|endoftext|>"],
+        # The released models choose a channel themselves, and think in another one first.
+        chat_template="{% for message in messages %}{% if message['role'] == 'assistant' %}"
+        "{{ '<|start|>assistant<|channel|>final<|message|>' + message['content'] + '<|end|>' }}{% else %}"
+        "{{ '<|start|>' + message['role'] + '<|message|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant<|channel|>final<|message|>' }}{% endif %}",
+        template_words=["system", "user", "assistant", "final"],
+        bos="<|startoftext|>",
+        eos="<|return|>",
+        pad="<|endoftext|>",
+    ),
 }  # fmt: skip
 
 
@@ -396,10 +474,9 @@ def make_tokenizer(family, answers):
     template_text = family.template_words * len(answers)  # often enough to become whole tokens
     tokenizer.train_from_iterator([*answers.keys(), *answers.values(), *SYSTEM_PROMPTS, *template_text], trainer)
     tokenizer.add_special_tokens(family.special_tokens)
-    prefix = " ".join(family.prefix)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{prefix} $A",
-        pair=f"{prefix} $A {prefix} $B",
+        single=[*family.prefix, "$A"],
+        pair=[*family.prefix, "$A", *family.prefix, "$B"],
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in family.prefix],
     )
     return PreTrainedTokenizerFast(

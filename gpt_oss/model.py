@@ -1,0 +1,2493 @@
+"""gpt-oss inference in JAX: the whole model in one file.
+
+It covers `GptOssForCausalLM` of transformers: gpt-oss-20b and gpt-oss-120b. The file has three parts. "The model" is
+what makes this a gpt-oss: its configuration, its weights, its layers. "Running it" is the rest in plain JAX: sharding,
+prefill and decoding, attention over the cache, int8. "Fast on each machine" is the appendix: kernels, and what
+compilers need to be told. The last two consist of blocks that other models have too, with options that not every model
+uses. The file needs only jax and numpy.
+
+Differs from llama3 in: `attention`, whose heads have a sink each, and a window in every second layer; `feed_forward`,
+which has experts with biases in every layer, chosen by `route`; `activation`, which is clamped; `rope_frequencies`,
+which knows yarn alone.
+
+    config = Config.from_dict(json.loads(Path("config.json").read_text()))
+    mesh = make_mesh(tp=jax.device_count())
+    weights = ...  # the pytree that abstract_weights(config, mesh, dtype) describes; convert.load reads one
+    for tokens in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):
+        ...
+
+Some words of JAX. A pytree is nested dicts, lists and tuples of arrays; jax.tree.map applies a function to each array.
+Arrays never change: code that stores something returns a new array. A donated argument gives its memory to the result.
+jit compiles a function once for each set of shapes, and for each value of its static arguments. Inside it, an array is
+traced: it has a shape and a dtype, but no values yet. A ShapeDtypeStruct is an array's shape, dtype and sharding
+without the array. A mesh names the axes of a grid of devices, and a PartitionSpec (P) says which of them splits which
+dimension of an array. Under shard_map, code sees this device's part of each array. A collective acts among the devices
+along the axes that it names: psum adds their arrays (an all-reduce), all_gather stacks them or, with tiled=True,
+concatenates them. axis_index is the place of this device along such axes.
+
+Parallelism. A mesh of devices has three axes. `dp` splits the batch. `ep` splits the experts, and `tp` the intermediate
+dimension of each. Both together split all other matrices but the router: attention by heads (Shoeybi et al. 2019,
+"Megatron-LM"). All device code runs under `jax.shard_map`, and devices exchange nothing except in the collectives that
+the code spells out. A decode step has one `psum` in the embedding, two in each layer, and two `all_gather` for the next
+token. If ep x tp exceeds num_key_value_heads, R devices share each kv head, and each caches every R-th token for it.
+Prefill gathers such a cache in blocks; decoding exchanges queries and outputs (see `exchange`).
+
+Dimension letters, in shapes and einsums. Under shard_map B, N, K, G, F, E and V are the sizes on one device.
+
+    B  rows of the batch         D  hidden_size               V  vocab_size
+    T  tokens of a row           N  num_attention_heads       F  intermediate_size
+    S  cache slots of a row      K  num_key_value_heads       X  devices that share a layer, ep x tp
+    C  any contracted dimension  G  query heads per kv head   R  devices that share a kv head
+    O  any output dimension      H  head_dim                  E  num_local_experts
+
+Dtypes. Weights, residual stream and cache are bfloat16 by default; `weights_of` and `cache_layout` name the exceptions.
+Matrices that devices split, and the cache, can be int8 with float32 scales. Products accumulate in float32, and
+`linear` returns float32. The partial sums that devices add with a psum are rounded to the residual stream's dtype
+first, which halves the traffic. Norms, rotary embedding, softmax and logits are float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+import typing
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental import multihost_utils
+from jax.experimental import pallas as pl
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+MODEL_AXES = ("ep", "tp")  # the axes of the mesh whose devices share a layer
+
+
+# =====================================================================================================================
+# The model
+# =====================================================================================================================
+
+
+ROPE = {  # the rope parameters of a config.json that has none
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+ROPE_PARAMETERS = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
+ROPE_PARAMETERS += ("mscale", "mscale_all_dim", "attention_factor")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The values of config.json that inference needs, under config.json's own names.
+
+    The rope parameters are flat here; config.json may nest them in `rope_scaling` (transformers 4) or `rope_parameters`
+    (transformers 5). Defaults are those of transformers.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of an expert
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int = 8
+    head_dim: int = 64
+    num_local_experts: int = 128
+    num_experts_per_tok: int = 4
+    layer_types: tuple[str, ...] = ()  # for each layer "sliding_attention" or "full_attention"
+    sliding_window: int = 128
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    attention_bias: bool = True
+    rope_theta: float = 150000.0
+    factor: float = 1.0  # of yarn; 1 changes nothing
+    original_max_position_embeddings: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float = 0.0
+
+    n_group = topk_group = 1  # constants: `choose_experts` can limit the choice to some groups of experts
+
+    @classmethod
+    def from_dict(cls, config: dict, names: Collection[str] = ()) -> Config:
+        """Reads the dict of a config.json, as transformers 4 or 5 writes it. `names`, of the checkpoint's tensors, are
+        not needed for these models.
+
+        Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
+        """
+        if not (config.get("rope_scaling") or config.get("rope_parameters")):
+            config = config | {"rope_parameters": ROPE}
+        rope = read_rope(config)
+        check_supported(
+            model_type=(config.get("model_type"), ("gpt_oss",)),
+            rope_type=(rope["rope_type"], ("yarn", "default")),
+            partial_rotary_factor=(rope.get("partial_rotary_factor", 1), (1,)),
+            hidden_act=(config.get("hidden_act", "silu"), ("silu", "swish")),
+        )
+        read_elsewhere = ("layer_types", *ROPE_PARAMETERS)
+        given = {name: value for name, value in config.items() if name not in read_elsewhere}
+        is_yarn = rope["rope_type"] == "yarn"
+        for name in ROPE_PARAMETERS if is_yarn else ("rope_theta",):
+            value = rope.get(name)  # as in transformers, 0 counts as absent for most
+            if value != 0 or value is False or name in ("rope_theta", "attention_factor"):
+                given[name] = value
+        given = read_fields(cls, given, ("factor", "original_max_position_embeddings") if is_yarn else ())
+        if "num_key_value_heads" in config:  # here only if it is null
+            given.setdefault("num_key_value_heads", given["num_attention_heads"])
+        if "head_dim" in config:
+            given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
+        layers = given["num_hidden_layers"]
+        if layers >= 2**16:  # before lists of that length are made
+            raise InputError(f"config.json: num_hidden_layers cannot be {layers}")
+        kinds = ("sliding_attention", "full_attention")
+        layer_types = config.get("layer_types") or [kinds[i % 2] for i in range(layers)]
+        if not isinstance(layer_types, list) or len(layer_types) < layers:
+            raise InputError(f"config.json: layer_types is no list of {layers} entries, one for each layer")
+        check_supported(**{f"layer_types of layer {i}": (kind, kinds) for i, kind in enumerate(layer_types)})
+        if "sliding_attention" in layer_types[:layers] and config.get("sliding_window", 128) is None:
+            raise InputError("config.json: layers with sliding_attention need a sliding_window")
+        result = cls(**given, layer_types=tuple(layer_types[:layers]))
+        result.check()
+        return result
+
+    def check(self) -> None:
+        """Raises InputError for inconsistent numbers."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if heads % kv_heads:
+            raise InputError(f"config.json: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
+        if self.head_dim % 2 or not self.head_dim:
+            raise InputError(f"config.json: head_dim {self.head_dim} must be even: rotary embedding turns pairs")
+        if self.rope_theta <= 1:
+            raise InputError(f"config.json: rope_theta {self.rope_theta} must exceed 1: yarn divides by its logarithm")
+        if self.num_local_experts >= 2**12:  # before tables of that length are made
+            raise InputError(f"config.json: num_local_experts cannot be {self.num_local_experts}")
+        if self.num_experts_per_tok > self.num_local_experts:
+            raise InputError(
+                f"config.json: num_experts_per_tok {self.num_experts_per_tok} exceeds num_local_experts "
+                f"{self.num_local_experts}"
+            )
+
+    def mask(self, layer: int) -> Mask:
+        """Which tokens a token attends to in a layer: all up to its own, or the last ones."""
+        return Mask(window=self.sliding_window if self.layer_types[layer] == "sliding_attention" else None)
+
+
+def check_mesh(config: Config, mesh: Mesh) -> None:
+    """Raises InputError if the mesh does not divide the model."""
+    shards, kv_heads = model_shards(mesh), config.num_key_value_heads
+    if config.num_local_experts % mesh.shape["ep"]:
+        raise InputError(f"ep = {mesh.shape['ep']} does not divide num_local_experts {config.num_local_experts}")
+    if kv_heads % shards and shards % kv_heads:
+        raise InputError(f"ep x tp = {shards} is neither a divisor nor a multiple of num_key_value_heads {kv_heads}")
+
+
+def weights_of(config: Config) -> dict:
+    """A pytree of Weight: the tensors of the checkpoint that each array is made of, its shape, and how devices split
+    it.
+
+    A matrix is [output, input]; in the checkpoint experts are [input, output] or, in 4 bits, [output, input]. Split by
+    output, each device computes some of the outputs. Split by input, each device computes a partial sum of all outputs,
+    and a psum adds the sums. `qkv` joins q_proj, k_proj and v_proj, so that they are one product: a device holds its
+    query heads, then its key heads, then its value heads. Experts are split over ep, and each over tp, in which a
+    device has a multiple of 128 columns: 2,880 are no multiple of a TPU's lanes. In the checkpoint a gate row and an up
+    row take turns; here the gate rows come first. The router, which every device needs, is whole on each, and so are
+    the norms, which are float32, in which they are computed. "Declaring weights" explains Part, by_output, by_input,
+    bias and whole.
+    """
+    D, H, F, E = config.hidden_size, config.head_dim, config.intermediate_size, config.num_local_experts
+    N, K = config.num_attention_heads, config.num_key_value_heads
+
+    def layer(i):
+        attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        # A device has whole kv heads with their query heads. If R devices share a kv head, each has some of its query
+        # heads, and all have a copy of its key and value rows.
+        q, o = (Part({f"{attention}.{name}": N * H}, units=N, groups=K) for name in ("q_proj", "o_proj"))
+        k, v = (
+            Part({f"{attention}.{name}": K * H}, units=K, groups=K, replicated=True) for name in ("k_proj", "v_proj")
+        )
+
+        def gate_and_up(name):
+            rows = {f"{mlp}.experts.{name}": 2 * F}
+            return (Part(rows, units=F, within=(row, row + 1), multiple=128) for row in (0, 1))
+
+        weights = {
+            "attention_norm": whole(f"model.layers.{i}.input_layernorm.weight", D, dtype="float32"),
+            "qkv": by_output(D, q, k, v),
+            "sinks": Weight((Part({f"{attention}.sinks": N}, units=N, groups=K),), 0, None, "", dtype="float32"),
+            "o": by_input(D, o),
+            "mlp_norm": whole(f"model.layers.{i}.post_attention_layernorm.weight", D, dtype="float32"),
+            "router": whole(f"{mlp}.router.weight", E, D),
+            "router_bias": whole(f"{mlp}.router.bias", E, dtype="float32"),
+            "experts_gate_up": by_output(D, *gate_and_up("gate_up_proj"), experts=E),
+            "experts_gate_up_bias": Weight(tuple(gate_and_up("gate_up_proj_bias")), 0, None, "", E, "float32"),
+            "experts_down": by_input(D, Part({f"{mlp}.experts.down_proj": F}, multiple=128), experts=E),
+            "experts_down_bias": Weight((Part({f"{mlp}.experts.down_proj_bias": D}),), None, None, "", E),
+        }
+        if config.attention_bias:
+            weights |= {"qkv_bias": bias(q, k, v), "o_bias": whole(f"{attention}.o_proj.bias", D)}
+        return weights
+
+    weights = {
+        "embedding": by_output(D, Part({"model.embed_tokens": config.vocab_size})),
+        "layers": [layer(i) for i in range(config.num_hidden_layers)],
+        "norm": whole("model.norm.weight", D),
+    }
+    if not config.tie_word_embeddings:
+        weights["head"] = by_output(D, Part({"lm_head": config.vocab_size}))
+    return weights
+
+
+def left_out(name: str, config: Config) -> str | None:
+    """Why a tensor of the checkpoint is left out on purpose, or None."""
+    if name.endswith("rotary_emb.inv_freq"):
+        return "computed from config.json"
+    if name == "lm_head.weight" and config.tie_word_embeddings:
+        return "tied to model.embed_tokens.weight"
+    return None
+
+
+def rope_frequencies(config: Config) -> np.ndarray:
+    """float32 [H / 2]: the angle by which each pair rotates per position (Su et al. 2021).
+
+    Yarn (Peng et al. 2023) divides by `factor` those that make fewer than `beta_slow` rotations over the original
+    context, keeps those that make more than `beta_fast`, and interpolates between. The rounding is that of
+    transformers: at large positions the last digit of a frequency matters.
+    """
+    H, theta, factor = config.head_dim, config.rope_theta, config.factor
+    exponents = np.arange(0, H, 2, dtype=np.float32) / np.float32(H)
+    wavelengths = (np.float64(theta) ** exponents).astype(np.float32)
+    if factor == 1:
+        return (1 / wavelengths).astype(np.float32)
+
+    def pair_that_turns(times):
+        return H * math.log(config.original_max_position_embeddings / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
+    if config.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, H - 1)
+    last += 0.001 if first == last else 0
+    divided = np.clip((np.arange(H // 2, dtype=np.float32) - np.float32(first)) / np.float32(last - first), 0, 1)
+    kept = 1 - divided
+    frequencies = 1 / (np.float32(factor) * wavelengths) * (1 - kept) + 1 / wavelengths * kept
+    return frequencies.astype(np.float32)
+
+
+def rope_scale(config: Config) -> float:
+    """Yarn's factor of queries and keys, which grows with `factor`. As in transformers, attention_factor wins over the
+    two mscales."""
+
+    def grown(mscale):
+        return 0.1 * mscale * math.log(config.factor) + 1 if config.factor > 1 else 1.0
+
+    if config.attention_factor:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return grown(config.mscale) / grown(config.mscale_all_dim)
+    return grown(1)
+
+
+def rope(x: Array, positions: Array, config: Config) -> Array:
+    """Rotates the pairs (x[i], x[i + H/2]) of float32 x [B, T, heads, H] by position times frequency, positions [B,
+    T]."""
+    angles = positions[:, :, None, None].astype(jnp.float32) * rope_frequencies(config)
+    cos, sin = rope_scale(config) * jnp.cos(angles), rope_scale(config) * jnp.sin(angles)
+    x1, x2 = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+
+
+@jax.named_scope("attention")  # the name in a profiler's trace
+def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, config: Config, mask: Mask):
+    """The first half of a layer, on x [B, T, D] at positions [B, T]: norm, attention, residual. Returns the new x and
+    the new cache.
+
+    `attend(q, k, v, cache, positions, mask, sinks)` is prefill_attention or decode_attention; otherwise both run the
+    same layers. q [B, T, N, H] is scaled already; k and v are float32 [B, T, K, H]; sinks float32 [N] are logits of
+    attending to nothing. It returns the attention output [B, T, N H], and this layer's cache with k and v stored.
+    """
+    h = rms_norm(x, w["attention_norm"], config.rms_norm_eps)
+    q, k, v = split_heads(linear(h, w["qkv"], w.get("qkv_bias")), config)
+    q, k = rope(q, positions, config), rope(k, positions, config)
+    q = (q * config.head_dim**-0.5).astype(x.dtype)  # scales the attention scores
+    out, cache = attend(q, k, v, cache, positions, mask, w["sinks"])
+    x = x + jax.lax.psum(linear(out, w["o"]).astype(x.dtype), MODEL_AXES)
+    if config.attention_bias:
+        x = x + w["o_bias"]  # after the psum; otherwise it is added X times
+    return x, cache
+
+
+@jax.named_scope("mlp")
+def feed_forward(x: Array, w: dict, config: Config) -> Array:
+    """The second half of a layer, on x [B, T, D]: norm, the experts that the router chooses, and residual."""
+    h = rms_norm(x, w["mlp_norm"], config.rms_norm_eps).reshape(-1, x.shape[-1])
+    ids, scores = route(linear(h, w["router"], w["router_bias"]), config)
+    activate, biases = partial(activation, config=config), (w["experts_gate_up_bias"], w["experts_down_bias"])
+    out = experts(h, ids, scores, w["experts_gate_up"], w["experts_down"], activate, biases)
+    return x + jax.lax.psum(out.astype(x.dtype), MODEL_AXES).reshape(x.shape)
+
+
+def route(logits: Array, config: Config) -> tuple[Array, Array]:
+    """The experts of each token, int32 [B, k], and the weights of their outputs, float32 [B, k], from the router's
+    float32 logits [B, E]: the highest logits. B counts tokens here, and E all experts."""
+    return choose_experts(logits, logits, 1, config)
+
+
+def weighed(scores: Array, config: Config) -> Array:
+    """The weights [B, k] of the chosen experts' outputs, from their logits: a softmax over these alone. choose_experts
+    calls it."""
+    return jax.nn.softmax(scores, axis=1)
+
+
+def activation(gate: Array, up: Array, score: Array, config: Config) -> Array:
+    """The hidden layer of an expert whose output is multiplied by its score [B, 1]: float32 [B, F]. It is a SwiGLU
+    whose gate is at most `swiglu_limit`, and whose up lies within that on both sides and is 1 more.
+
+    The product after this is linear, so the score can be applied here. A row that did not choose the expert has score
+    0, and adds nothing.
+    """
+    limit = config.swiglu_limit
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(config.swiglu_alpha * gate) * (up + 1) * score
+
+
+def forward(
+    weights: dict, tokens: Array, positions: Array, cache: list[LayerCache], attend, config: Config
+) -> tuple[Array, list[LayerCache]]:
+    """The layers on tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the new cache.
+
+    It is a Python loop, not a jax.lax.scan over stacked weights: the compiler can then fetch the next layer's weights
+    ahead, and copies neither weights nor cache. The inner jit has JAX trace `layer` once for each kind of layer.
+    """
+
+    @partial(jax.jit, static_argnums=3)
+    def layer(x, w, layer_cache, mask):
+        x, layer_cache = attention(x, w, layer_cache, positions, attend, config, mask)
+        return feed_forward(x, w, config), layer_cache
+
+    x = embed(tokens, weights, config)
+    cache = list(cache)  # the caller's list stays as it is
+    for i, w in enumerate(weights["layers"]):
+        x, cache[i] = layer(x, w, cache[i], config.mask(i))
+    return x, cache
+
+
+@jax.named_scope("head")
+def output_logits(weights: dict, x: Array, config: Config) -> Array:
+    """The logits of this device's part of the vocabulary, float32 [B, V], for hidden states x [B, D]."""
+    x = rms_norm(x, weights["norm"], config.rms_norm_eps)
+    return mask_padding(linear(x, weights.get("head", weights["embedding"])), config)
+
+
+# =====================================================================================================================
+# Running it
+# =====================================================================================================================
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mesh and sharding
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used. The message is one line that names the thing and the remedy."""
+
+
+def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None) -> Mesh:
+    """A mesh (dp, ep, tp) over `devices`, by default all of them.
+
+    jax.make_mesh places devices along `ep` and `tp` next to each other, since they communicate in every layer.
+    """
+    devices = jax.devices() if devices is None else devices
+    if dp * ep * tp != len(devices):
+        raise InputError(
+            f"the mesh dp x ep x tp = {dp} x {ep} x {tp} needs {dp * ep * tp} devices, and there are {len(devices)}; "
+            "choose --dp --ep --tp so that their product is that number"
+        )
+    axis_types = (jax.sharding.AxisType.Auto,) * 3
+    return jax.make_mesh((dp, ep, tp), ("dp", *MODEL_AXES), axis_types=axis_types, devices=devices)
+
+
+def model_shards(mesh: Mesh) -> int:
+    """X, the number of devices that share each layer."""
+    return mesh.shape["ep"] * mesh.shape["tp"]
+
+
+def shard_index(R: int) -> Array | int:
+    """Which of the R consecutive devices that share a cache this device is."""
+    return 0 if R == 1 else jax.lax.rem(jax.lax.axis_index(MODEL_AXES), R)
+
+
+def sharer_groups(R: int) -> list[list[int]]:
+    """The devices of MODEL_AXES in groups of R consecutive ones, for the axis_index_groups of a collective."""
+    return np.arange(jax.lax.axis_size(MODEL_AXES)).reshape(-1, R).tolist()
+
+
+def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, out_specs: object):
+    """`body(weights, ..)` under shard_map: outside, an array is the whole one; inside `body` it is this device's part.
+
+    The specs of the weights come from their declaration, since traced arrays have none.
+    """
+    int8 = isinstance(weights["embedding"], Int8)
+    abstract = abstract_weights(config, mesh, weights["norm"].dtype, int8)
+    in_specs = (jax.tree.map(lambda weight: weight.sharding.spec, abstract), *in_specs)
+    # check_vma would have each kernel declare which devices' outputs differ.
+    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Declaring weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Rows of the checkpoint's tensors that devices split; columns, if the weight is split by input.
+
+    `tensors` maps names to numbers of rows; they are concatenated. A name with `{}` stands for one tensor per expert;
+    in the weight of several experts, a name without it is a packed tensor [experts, input, output].
+
+    The rows form `units` of equal size that are never cut, such as heads (0: each row is one). Units form `groups`,
+    such as the query heads of one kv head. A device holds whole groups. If there are more devices than groups, the
+    units of a group are divided among its devices, and the last ones may get fewer or none; a `replicated` part is
+    copied to each of them. `rows` (start, stop) limits the part to these rows. `within` (start, stop) takes these rows
+    of each unit. A device has room for a multiple of `multiple` units; what they do not fill is zeros.
+    """
+
+    tensors: dict[str, int]
+    units: int = 0
+    groups: int = 1
+    replicated: bool = False
+    rows: tuple[int, int] | None = None
+    within: tuple[int, int] | None = None
+    multiple: int = 1
+
+    def layout(self) -> tuple[int, int, int]:
+        """The first row to take, the number of units, and the rows of one."""
+        first, last = self.rows or (0, sum(self.tensors.values()))
+        units = self.units or last - first
+        return first, units, (last - first) // units
+
+    def assigned_units(self, shard: int, shards: int) -> tuple[int, int, int]:
+        """The units of device `shard` of `shards`: the first, the one after the last, and how many it has room for."""
+        sharers = max(shards // self.groups, 1)  # devices that share a group
+        size = self.layout()[1] // self.groups * max(self.groups // shards, 1)  # units of the groups of a device
+        room = size if self.replicated else ceil_div(size, sharers * self.multiple) * self.multiple
+        begin = shard // sharers * size
+        first = begin if self.replicated else begin + min(shard % sharers * room, size)
+        return first, min(first + room, begin + size), room
+
+    def rows_per_device(self, shards: int) -> int:
+        """How many rows each of `shards` devices has room for."""
+        start, stop = self.within or (0, self.layout()[2])
+        return self.assigned_units(0, shards)[2] * (stop - start)
+
+    def row_slices(self, shard: int, shards: int) -> Iterator[tuple[str, slice]]:
+        """The rows of device `shard` of `shards` in order, as slices of tensors by name."""
+        (first, last, _), (begin, _, rows) = self.assigned_units(shard, shards), self.layout()
+        runs, step = [(begin + rows * first, begin + rows * last)], 1
+        if self.within:
+            start, stop = self.within
+            runs = [(begin + rows * i + start, begin + rows * i + stop) for i in range(first, last)]
+            if stop - start == 1 < len(runs):  # one slice instead of thousands
+                runs, step = [(runs[0][0], runs[-1][1])], rows
+        for start, stop in runs:
+            for name, size in self.tensors.items():
+                if max(start, 0) < min(stop, size):
+                    yield name, slice(start % step if start < 0 else start, min(stop, size), step)
+                start, stop = start - size, stop - size
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A weight: its parts, concatenated along the output or the input dimension of a matrix.
+
+    `split` is the dimension that devices split: 0 the output, 1 the input, None: each device holds all of it.
+    `other_dim` is the size of the other dimension of a matrix, None for a vector. `experts` is how many matrices are
+    stacked along a first dimension, 0 for one matrix alone. `dtype` is a fixed one, also in converted checkpoints.
+    `per_head` says that each head is multiplied on its own (see head_dtype).
+    """
+
+    parts: tuple[Part, ...]
+    split: int | None
+    other_dim: int | None
+    suffix: str  # of the tensors' names
+    experts: int = 0
+    dtype: str | None = None
+    per_head: bool = False
+
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that split one matrix. Experts are split over ep, so only tp splits each one."""
+        return () if self.split is None else MODEL_AXES[1:] if self.experts else MODEL_AXES
+
+    def is_packed(self) -> bool:
+        """Whether the matrices of all experts are one tensor, [experts, input, output]."""
+        return bool(self.experts) and not any("{}" in name for part in self.parts for name in part.tensors)
+
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix that devices split: it can be Int8."""
+        return self.split is not None and self.other_dim is not None
+
+    def full_name(self, name: str, expert: int = 0) -> str:
+        """The full name in the checkpoint of a part's tensor."""
+        return name.format(expert) + self.suffix
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        """The shape of one matrix, or vector, with `rows` rows."""
+        if self.other_dim is None:
+            return (rows,)
+        return (self.other_dim, rows) if self.split == 1 else (rows, self.other_dim)
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of the checkpoint, with their shapes. Input dimensions are last, those of packed experts too."""
+        shapes = {name: self.shape(rows) for part in self.parts for name, rows in part.tensors.items()}
+        if self.is_packed():
+            return {self.full_name(name): (self.experts, *shape) for name, shape in shapes.items()}
+        return {self.full_name(name, e): shape for e in range(self.experts or 1) for name, shape in shapes.items()}
+
+    def abstract(self, mesh: Mesh, dtype: jnp.dtype, int8: bool) -> jax.ShapeDtypeStruct | Int8:
+        """The weight on a mesh, as a jax.ShapeDtypeStruct with its sharding, or as Int8 if `int8` and it is_matrix."""
+        shards = math.prod(mesh.shape[axis] for axis in self.axes())
+        shape = list(self.shape(shards * sum(part.rows_per_device(shards) for part in self.parts)))
+        spec = [] if self.split is None else [None] * len(shape)
+        if spec:
+            spec[self.split] = self.axes()
+        if self.is_matrix() and not self.per_head:
+            cuts = shards if self.split == 1 else 1
+            shape[1] = cuts * stored_width(shape[1] // cuts, self, jnp.dtype(jnp.int8 if int8 else dtype), mesh)
+        if self.experts:
+            shape, spec = [self.experts, *shape], [MODEL_AXES[0], *spec]
+
+        def array(shape, spec, dtype):
+            return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+        if self.is_matrix() and int8:
+            return Int8(array(shape, spec, jnp.int8), array(shape[:-1], spec[:-1], jnp.float32))
+        return array(shape, spec, self.dtype or (head_dtype(dtype, mesh) if self.per_head else dtype))
+
+
+def by_output(inputs: int, *parts: Part, experts: int = 0, per_head: bool = False) -> Weight:
+    """A matrix [rows of the parts, inputs] split by output, or `experts` of them."""
+    weight = Weight(parts, 0, inputs, ".weight", experts, per_head=per_head)
+    return dataclasses.replace(weight, suffix="") if weight.is_packed() else weight
+
+
+def by_input(outputs: int, part: Part, experts: int = 0) -> Weight:
+    """A matrix [outputs, rows of the part] split by input, or `experts` of them."""
+    return dataclasses.replace(by_output(outputs, part, experts=experts), split=1)
+
+
+def bias(*parts: Part) -> Weight:
+    """The biases of a matrix that is split by output."""
+    return Weight(parts, 0, None, ".bias")
+
+
+def whole(name: str, *shape: int, dtype: str | None = None) -> Weight:
+    """A vector or a matrix that each device holds whole, and that is never Int8."""
+    return Weight((Part({name: shape[0]}),), None, shape[1] if shape[1:] else None, "", dtype=dtype)
+
+
+def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = False) -> dict:
+    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises what check_mesh
+    raises.
+
+    Matrices are [output, input], as Hugging Face stores them: the contracted dimension comes last, so that a row is
+    contiguous, and loading transposes nothing but packed experts. If devices cannot share rows evenly, the arrays
+    have rows or columns of zeros, which change nothing.
+    """
+    check_mesh(config, mesh)
+    return jax.tree.map(lambda weight: weight.abstract(mesh, dtype, int8), weights_of(config))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decoding
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "sampling"), donate_argnames=("cache",))
+def prefill(weights: dict, cache, tokens, start, lengths, seeds, *, config: Config, mesh: Mesh, sampling: Sampling):
+    """One piece of the prompts: T tokens of each row, at positions start to start + T.
+
+    Rows are padded at the end. No real token attends to the padding, and each of its slots is overwritten before a
+    later token could. A row whose prompt ended before this piece stores nothing.
+
+    Args: cache, donated; tokens int32 [B, T]; start int32 [], or None if this is the only piece, which starts at 0;
+    lengths int32 [B], of the prompts; seeds as in next_token. Returns the cache, and for each row a next token, int32
+    [B], and its log-probability, float32 [B], which mean something if the row's prompt ends in this piece.
+    """
+
+    def body(weights, cache, tokens, start, lengths, seeds):
+        T, start = tokens.shape[1], 0 if start is None else start
+        positions = jnp.broadcast_to(start + jnp.arange(T), tokens.shape)
+        R = cache_sharers(config, model_shards(mesh))
+        attend = partial(prefill_attention, start=start, is_live=start < lengths, R=R)
+        x, cache = forward(weights, tokens, positions, cache, attend, config)
+        last = jnp.clip(lengths - 1 - start, 0, T - 1)
+        x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+        return cache, *next_token(output_logits(weights, x, config), lengths - 1, seeds, sampling)
+
+    in_specs = (CACHE_SPEC, P("dp"), P(), P("dp"), P("dp"))
+    program = sharded(body, mesh, weights, config, in_specs, (CACHE_SPEC, P(), P()))
+    return program(weights, cache, tokens, start, lengths, seeds)
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "sampling"), donate_argnames=("cache",))
+def decode_step(weights: dict, cache, tokens, positions, seeds, *, config: Config, mesh: Mesh, sampling: Sampling):
+    """One token for every row: takes tokens [B] at positions [B], and chooses those that follow.
+
+    Returns the cache (donated), the next tokens int32 [B], their log-probabilities float32 [B] and their positions.
+    """
+
+    def body(weights, cache, tokens, positions, seeds):
+        attend = partial(decode_attention, R=cache_sharers(config, model_shards(mesh)))
+        x, cache = forward(weights, tokens[:, None], positions[:, None], cache, attend, config)
+        tokens, logprobs = next_token(output_logits(weights, x[:, 0], config), positions, seeds, sampling)
+        return cache, tokens, logprobs, positions + 1
+
+    in_specs = (CACHE_SPEC, P("dp"), P("dp"), P("dp"))
+    program = sharded(body, mesh, weights, config, in_specs, (CACHE_SPEC, P(), P(), P("dp")))
+    return program(weights, cache, tokens, positions, seeds)
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen. `temperature` 0 takes the most probable one.
+
+    Otherwise the logits are divided by `temperature`, the `top_k` largest are kept (0: all), then of these the most
+    probable ones until their probabilities add up to `top_p` (Holtzman et al. 2020).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling) -> tuple[Array, Array]:
+    """The next tokens int32 [B] and their log-probabilities float32 [B], of the whole batch, on every device.
+
+    The log-probability is that of the unmodified softmax. Sampling draws with a key of its own for each row and each
+    position, so that no key is used twice.
+
+    Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seeds uint32 [B, 2], the
+    number of each row and the seed of the run.
+    """
+    if sampling.temperature == 0:
+        # Each device has a candidate: its largest logit, that token, and the sum of exp(logit - largest).
+        largest, V = jnp.max(logits, axis=-1), logits.shape[1]
+        local = jnp.min(jnp.where(logits == largest[:, None], jnp.arange(V), V - 1), axis=-1)  # an argmax
+        ids = local + jax.lax.axis_index(MODEL_AXES) * V
+        total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
+        # One collective for all three; float32 holds every id below 2**24 exactly.
+        candidates = jnp.stack([largest, total, ids.astype(jnp.float32)])
+        largest, total, ids = jax.lax.all_gather(candidates, MODEL_AXES, axis=1)  # [X, B] each
+        winner = jnp.argmax(largest, axis=0)[None]
+        logprobs = -jnp.log(jnp.sum(total * jnp.exp(largest - jnp.max(largest, axis=0)), axis=0))
+        tokens = jnp.take_along_axis(ids, winner, axis=0)[0]
+    else:
+        logits = jax.lax.all_gather(logits, MODEL_AXES, axis=1, tiled=True)
+        keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")  # a key of this generator is two numbers
+        keys = jax.vmap(jax.random.fold_in)(keys, positions)
+        kept = keep_probable(logits / sampling.temperature, sampling.top_k, sampling.top_p)
+        tokens = jax.vmap(jax.random.categorical)(keys, kept)
+        logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)[:, 0]
+    # Every host needs the tokens of all rows, to see which rows have ended.
+    chosen = jnp.stack([tokens.astype(jnp.float32), logprobs])
+    tokens, logprobs = jax.lax.all_gather(chosen, "dp", axis=1, tiled=True)
+    return tokens.astype(jnp.int32), logprobs
+
+
+def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
+    """Logits [B, V] with -inf for all that `top_k` and then `top_p` leave out; the most probable token stays."""
+    if top_k:
+        smallest = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    if top_p < 1:
+        descending = jnp.sort(logits, axis=-1, descending=True)
+        probabilities = jax.nn.softmax(descending, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        kept = jnp.sum(before < top_p, axis=-1, keepdims=True)
+        smallest = jnp.take_along_axis(descending, kept - 1, axis=-1)
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    return logits
+
+
+PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
+PREFILL_PIECE = 1024  # of one row: enough for each weight that is read to serve many tokens; not yet tuned on hardware
+LOOKAHEAD = 2  # decode steps started beyond the one whose tokens the host reads
+
+
+class Token(NamedTuple):
+    """A generated token of prompt `row`, with `finish_reason` "stop" or "length" if it is the row's last."""
+
+    row: int
+    id: int
+    logprob: float
+    finish_reason: str | None
+
+
+def generate(
+    weights: dict,
+    prompts: list[list[int]],
+    config: Config,
+    mesh: Mesh,
+    *,
+    rows: list[int] | None = None,
+    max_new_tokens: int,
+    max_seq_len: int | None = None,
+    stop_tokens: tuple[int, ...] = (),
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    int8_cache: bool = False,
+    stats: dict | None = None,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> Iterator[list[Token]]:
+    """Decodes all prompts as one batch and yields, step by step, the new tokens of the rows that are not finished.
+
+    A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
+    `max_seq_len` slots (by default as many as the longest row needs). What a row generates does not depend on the
+    others: sampling uses the seed and the row's number, `Token.row`. `rows` gives these numbers, by default the indices
+    in `prompts`.
+
+    The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
+    reads them LOOKAHEAD steps later. On machines whose attention reads the whole cache, the cache doubles as it fills,
+    at one compilation for each size.
+
+    `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
+    and at the end step_bytes of a decode step of mean length. No other time includes compilation or growing the cache.
+    `progress(stage, done, total)` is called before and after a compilation, and with the tokens of each piece of
+    prefill.
+
+    The first `next` raises InputError for prompts that check_prompts refuses and for a cache that cannot fit.
+    """
+    stats = {} if stats is None else stats
+    stats |= {"compile_s": 0.0, "decode_s": 0.0, "decode_steps": 0, "decode_tokens": 0}
+    check_prompts(prompts, config, max_seq_len)
+    lengths = [len(prompt) for prompt in prompts]
+    max_seq_len = max_seq_len or max(lengths) + max_new_tokens - 1  # the last token needs no slot
+    limits = [min(max_new_tokens, max_seq_len - length + 1) for length in lengths]
+
+    # The prompts as one array, padded at the end of each row, plus one-token rows so that dp divides the batch.
+    dp, dtype = mesh.shape["dp"], weights["norm"].dtype
+    batch = ceil_div(len(prompts), dp) * dp
+    piece = piece_length(max(lengths), batch // dp, config, mesh)
+    starts = range(0, max(lengths), piece)
+    prompt_tokens = np.zeros((batch, len(starts) * piece), np.int32)
+    for row, prompt in enumerate(prompts):
+        prompt_tokens[row, : len(prompt)] = prompt
+    padding = batch - len(prompts)
+    prompt_lengths = np.array(lengths + [1] * padding, np.int32)
+    rows = list(range(len(prompts))) if rows is None else rows
+
+    def on_mesh(array, spec=P()):
+        return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
+
+    positions = on_mesh(prompt_lengths, P("dp"))  # of the next token of each row, which is at first its prompt's length
+    seeds = on_mesh(np.array([(row, seed) for row in rows + [0] * padding], np.uint32), P("dp"))
+
+    most_slots = max(max_seq_len, prompt_tokens.shape[1])
+
+    def cache_of(slots):
+        return abstract_cache(config, mesh, batch, slots, dtype, int8_cache)
+
+    def compiled(stage, program, *arguments):
+        begin, options = time.perf_counter(), {"config": config, "mesh": mesh, "sampling": sampling}
+        executable = compile_once(program, arguments, options, partial(progress, f"compiling {stage}"))
+        stats["compile_s"] += time.perf_counter() - begin
+        return executable
+
+    if stored_bytes((weights, cache_of(most_slots))) > memory_of(mesh):
+        what = f"a cache of {batch} x {most_slots} tokens"  # found now, and not when the cache has grown
+        raise InputError(f"no memory for {what}; lower max_new_tokens or max_seq_len")
+    slots = slots_until(max(*lengths, prompt_tokens.shape[1] - 1), most_slots, mesh)
+    cache = zeros(cache_of(slots))
+
+    def traced(start):  # None for an only piece: its program knows that it starts at 0
+        return on_mesh(np.int32(start)) if len(starts) > 1 else None
+
+    # Prefill. All that it and the first decode step need is compiled before the clock starts.
+    tokens = on_mesh(prompt_tokens[:, :piece])
+    prefill_piece = compiled("prefill", prefill, weights, cache, tokens, traced(0), positions, seeds)
+    step = compiled("decoding", decode_step, weights, cache, on_mesh(prompt_tokens[:, 0]), positions, seeds)
+    multihost_utils.sync_global_devices("compiled")  # or the clock would count other processes' compilation
+    begin = time.perf_counter()
+    chosen = []  # in each piece: tokens and their log-probabilities
+    for start in starts:
+        tokens = on_mesh(prompt_tokens[:, start : start + piece])
+        cache, *new = prefill_piece(weights, cache, tokens, traced(start), positions, seeds)
+        jax.block_until_ready(chosen[-1:])  # the piece before this one, so that the device always has work
+        progress("prefill", sum(min(length, start) for length in lengths), sum(lengths))
+        chosen.append(new)
+    last_pieces = (prompt_lengths - 1) // piece
+    tokens, logprobs = (np.stack(each)[last_pieces, np.arange(batch)] for each in zip(*chosen, strict=True))
+    progress("prefill", sum(lengths), sum(lengths))
+    stats |= {"prefill_s": time.perf_counter() - begin, "prefill_tokens": sum(lengths)}
+
+    live = set(range(len(prompts)))  # the rows that are not finished
+    tokens_read = 0  # tokens of a row that the host has read
+
+    def read_tokens(tokens, logprobs):
+        """Fetches the tokens of a step, and takes the rows that end with them out of `live`."""
+        nonlocal tokens_read
+        tokens_read += 1
+        ids, logs = np.asarray(tokens), np.asarray(logprobs)
+        new = []
+        for row in sorted(live):
+            is_stop = int(ids[row]) in stop_tokens
+            reason = "stop" if is_stop else "length" if tokens_read == limits[row] else None
+            new.append(Token(rows[row], int(ids[row]), float(logs[row]), reason))
+            if reason:
+                live.remove(row)
+        return new
+
+    yield read_tokens(tokens, logprobs)
+
+    # Decode.
+    tokens = on_mesh(tokens)
+    in_flight = deque()  # the tokens of steps that the host has not read
+    tokens_started = 1  # tokens of a row, in flight or read
+    begin = time.perf_counter()
+    while live:
+        while tokens_started < max(limits[row] for row in live) and len(in_flight) <= LOOKAHEAD:
+            # A row at its limit is live until the host has read its last token, and needs no more slots.
+            position = max(lengths[row] + min(tokens_started, limits[row] - 1) for row in live) - 1
+            if position >= slots:
+                before, slots = cache_of(slots), slots_until(position, most_slots, mesh)
+                if (larger := cache_of(slots)) != before:
+                    jax.block_until_ready(tokens)  # no step runs while the clock stands still
+                    pause = time.perf_counter()
+                    cache = grow_cache(cache, larger)
+                    step = compiled("decoding", decode_step, weights, cache, tokens, positions, seeds)
+                    begin += time.perf_counter() - pause
+            cache, tokens, logprobs, positions = step(weights, cache, tokens, positions, seeds)
+            tokens.copy_to_host_async()
+            in_flight.append((tokens, logprobs))
+            tokens_started += 1
+        new = read_tokens(*in_flight.popleft())
+        stats["decode_s"] = time.perf_counter() - begin
+        stats["decode_steps"] += 1
+        stats["decode_tokens"] += len(new)
+        yield new
+    jax.block_until_ready(cache)  # steps in flight: no process may leave while others wait for it in a collective
+    stats["step_bytes"] = step_bytes(weights, cache, [length + tokens_read / 2 for length in lengths], config)
+
+
+PROGRAMS = {}  # the last compiled programs of this process
+
+
+def compile_once(program, arguments: tuple, options: dict, announce: Callable[[int, int], None]):
+    """A jitted program, compiled for arguments of these shapes, dtypes and shardings, and kept for the next call."""
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arguments)
+    leaves, tree = jax.tree.flatten(abstract)
+    key = program, tree, *leaves, *options.values()
+    if key not in PROGRAMS:
+        announce(0, 1)
+        while len(PROGRAMS) >= 32:
+            del PROGRAMS[next(iter(PROGRAMS))]
+        PROGRAMS[key] = program.lower(*abstract, **options).compile()
+        announce(1, 1)
+    return PROGRAMS[key]
+
+
+def zeros(abstract) -> object:
+    """A pytree of zeros in the shapes, dtypes and shardings of `abstract`, made on the devices."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
+
+
+def grow_cache(cache: list[LayerCache], abstract: list[LayerCache]) -> list[LayerCache]:
+    """The cache with as many slots as `abstract` has, the new ones empty. It takes the layers out of the list that it
+    is given, one at a time, so that no more than one is in memory twice."""
+    return [jax.block_until_ready(grow_layer(cache.pop(0), wanted=layer)) for layer in abstract]
+
+
+@partial(jax.jit, static_argnames="wanted")
+def grow_layer(layer: LayerCache, wanted: LayerCache) -> LayerCache:
+    """A layer's cache, padded to the shapes of `wanted`, in its shardings."""
+
+    def padded(x, wanted):
+        x = jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, wanted.shape, strict=True)])
+        return jax.lax.with_sharding_constraint(x, wanted.sharding)
+
+    return jax.tree.map(padded, layer, wanted)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def cache_slots(tokens: int) -> int:
+    """Slots to allocate for `tokens`: somewhat more, so that large blocks divide them. That is the next multiple of 256
+    up to 2,048 tokens, and at most a quarter more beyond."""
+    unit = max(256, power_of_two(tokens) // 8)
+    return ceil_div(tokens, unit) * unit
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Norm, embedding, vocabulary
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """x over its root mean square along the last dimension, times weight; float32 inside, x's dtype outside."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+@jax.named_scope("embed")
+def embed(tokens: Array, weights: dict, config: Config) -> Array:
+    """Rows of the vocabulary-sharded embedding [V, D] for tokens [B, T]: [B, T, D] in the residual stream's dtype.
+
+    Each device looks up the tokens that it holds and has zeros for the others; the psum puts them together.
+    """
+    table, dtype = weights["embedding"], weights["norm"].dtype
+    local = tokens - jax.lax.axis_index(MODEL_AXES) * table.shape[0]
+    is_here = (local >= 0) & (local < table.shape[0])
+    # One row more than needed: for a single row, XLA would copy a whole int8 table to another layout.
+    index = jnp.pad(jnp.where(is_here, local, 0), ((0, 1), (0, 0)))
+    x, scale = values_and_scale(jax.tree.map(lambda t: t[index][:-1], table), jnp.float32)
+    x = x if scale is None else x * scale[..., None]
+    x = x[..., : config.hidden_size]  # see stored_width
+    return jax.lax.psum(jnp.where(is_here[..., None], x, 0).astype(dtype), MODEL_AXES)
+
+
+def mask_padding(logits: Array, config: Config) -> Array:
+    """logits [B, V] of this device's part of the vocabulary, with MASKED for the rows that only pad the table."""
+    ids = jax.lax.axis_index(MODEL_AXES) * logits.shape[1] + jnp.arange(logits.shape[1])
+    return jnp.where(ids < config.vocab_size, logits, MASKED)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention in plain JAX
+
+
+# The score of a slot that is not attended to, the logit of a token that does not exist. It is finite, so that a block
+# with nothing else gives no NaN: once a real score arrives, what the block added is multiplied by exp(MASKED - m) = 0.
+MASKED = -1e30
+
+CACHE_SPEC = P("dp", MODEL_AXES)  # rows over dp; kv heads, or what devices share of a cache, over ep x tp
+
+
+def is_attended(keys: Array, queries: Array, window: int | None) -> Array:
+    """Whether the queries at positions `queries` see the keys at positions `keys`, in shapes that broadcast: no later
+    key, and none before the last `window` ones (None: all)."""
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)
+
+
+def attention_scores(q: Array, k: Array | Int8, mask: Array) -> Array:
+    """q [B, K, G, T, H], k [B, K, S, H], mask [.., T, S]: float32 [B, K, G, T, S]."""
+    keys, scale = values_and_scale(k, q.dtype)
+    scores = query_key_product(q.astype(keys.dtype), keys)
+    scores = scores if scale is None else scores * scale[:, :, None, None]
+    return jnp.where(mask, scores, MASKED)
+
+
+def attention_with_sum(scores: Array, v: Array | Int8, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """The softmax of scores [B, K, G, T, S] times values v [B, K, S, W], float32 [B, K, G, T, W], and the log-sum-exp
+    of the scores, float32 [B, K, G, T, 1]. `dtype` is for the product with int8 values."""
+    values, scale = values_and_scale(v, dtype)
+    m = jnp.max(scores, axis=-1, keepdims=True)
+    p = jnp.exp(scores - m)
+    l = jnp.sum(p, axis=-1, keepdims=True)
+    p = p / l if scale is None else p / l * scale[:, :, None, None]
+    return einsum("bkgts,bksw->bkgtw", p.astype(values.dtype), values), m + jnp.log(l)
+
+
+def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Softmax outputs over two sets of keys as one over both: pairs of an output and the log-sum-exp of its scores (as
+    in Dao et al. 2023, "Flash-Decoding")."""
+    log_sum_exp = jnp.logaddexp(a[1], b[1])
+    return sum(out * jnp.exp(each - log_sum_exp) for out, each in (a, b)), log_sum_exp
+
+
+def joined(parts: Array, axis: int) -> tuple[Array, Array]:
+    """What `merged` gives for many sets of keys: `parts` [.., W + 1] has their outputs and, in the last column,
+    log-sum-exps, along `axis`."""
+    m = jnp.max(parts[..., -1:], axis, keepdims=True)
+    weights = jnp.exp(parts[..., -1:] - m)
+    l = jnp.sum(weights, axis)
+    return jnp.sum(weights * parts[..., :-1], axis) / l, jnp.squeeze(m, axis) + jnp.log(l)
+
+
+def no_attention(*shape: int) -> tuple[Array, Array]:
+    """What adds nothing in `merged`: the output, of this shape, and the log-sum-exp of queries that see no key."""
+    return jnp.zeros(shape), jnp.full((*shape[:-1], 1), MASKED)
+
+
+def plain_piece_attention(q, k, v, start, window: int | None, rows: int, tile: int, block: int):
+    """Causal attention of queries q [B, K, G, T, H] at positions start to start + T, over keys [B, K, S, H] and values
+    [B, K, S, W] at positions 0 to S. Returns float32 [B, K, G, T, W], and the log-sum-exp of the scores, [B, K, G, T,
+    1]: MASKED or little more for a query that sees no key, and then its output means nothing.
+
+    It takes tiles of `rows` rows and at most `tile` positions and, for each, the blocks of at most `block` keys that
+    its queries see. If all is one tile and one block, there is no loop.
+    """
+    (B, K, G, T, H), W = q.shape, v.shape[-1]
+    S = min(k.shape[2], start + T) if isinstance(start, int) else k.shape[2]
+    tile, block = (max(n for n in range(1, most + 1) if size % n == 0) for most, size in ((tile, T), (block, S)))
+
+    def attend(row, t, i):  # the tile that begins at (row, t), to the block that begins at i
+        def cut(x):
+            return jax.lax.dynamic_slice(x, (row, 0, i) + (0,) * (x.ndim - 3), (rows, K, block, *x.shape[3:]))
+
+        queries = jax.lax.dynamic_slice(q, (row, 0, 0, t, 0), (rows, K, G, tile, H))
+        keys, values = jax.tree.map(cut, (k, v))
+        seen = is_attended(i + jnp.arange(block), start + t + jnp.arange(tile)[:, None], window)
+        return attention_with_sum(attention_scores(queries, keys, seen), values, q.dtype)
+
+    if (rows, tile, block) == (B, T, S):
+        return attend(0, 0, 0)
+
+    def of_tile(n):
+        row, t = n // (T // tile) * rows, n % (T // tile) * tile
+        first = 0 if window is None else jnp.maximum(start + t + 1 - window, 0) // block
+        last = jnp.minimum(start + t + tile, S) - 1
+
+        def fold(i, state):
+            return merged(state, attend(row, t, i * block))
+
+        return jax.lax.fori_loop(first, last // block + 1, fold, no_attention(rows, K, G, tile, W))
+
+    def in_order(x):  # [tiles, rows, K, G, tile, ..]
+        x = x.reshape(B // rows, T // tile, rows, K, G, tile, -1)
+        return x.transpose(0, 2, 3, 4, 1, 5, 6).reshape(B, K, G, T, -1)
+
+    return jax.tree.map(in_order, jax.lax.map(of_tile, jnp.arange(B // rows * (T // tile))))
+
+
+BLOCK_TOKENS = 1024  # of a cache that has to be gathered or expanded: few, so that memory is bounded
+
+
+def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_place: bool):
+    """Causal attention of q [B, K, G, T, H] at positions start to start + T over a cache of `slots` slots on
+    each of R devices: float32 [B, K, G, T, W], and the log-sum-exp of the scores, [B, K, G, T, 1].
+
+    load(i, n) gives the keys and values of the i-th n slots. If it takes them `in_place`, n is all slots. If it has to
+    gather or expand them, blocks are of about BLOCK_TOKENS tokens, and as many as are filled: memory is bounded
+    whatever the prompt's length. `start` is traced, so that one program serves all pieces of a prompt, or the number 0
+    if there is only one piece, which is one block.
+    """
+    (B, K, G, T, _), is_only_piece = q.shape, isinstance(start, int)
+    if in_place:
+        n = slots
+    elif is_only_piece:
+        n = min(slots, max(128, power_of_two(T // R)))
+    else:
+        n = math.gcd(slots, power_of_two(BLOCK_TOKENS // R))
+    plain = partial(plain_piece_attention, window=window, rows=B, tile=T, block=512)
+    on_cpu = partial(plain, rows=1, tile=256, block=256)
+    on_tpu = partial(piece_attention_kernel, window=window)
+
+    def attend(i, start):
+        cpu, tpu, default = (partial(way, start=start) for way in (on_cpu, on_tpu, plain))
+        return jax.lax.platform_dependent(q, *load(i, n), cpu=cpu, tpu=tpu, default=default)
+
+    if n == slots or is_only_piece:
+        return attend(0, start)
+    first = 0 if window is None else jnp.maximum(start - window + 1, 0) // (n * R)
+    last = (start + T - 1) // (n * R)
+
+    def fold(i, state):
+        return merged(state, attend(i, start - i * n * R))
+
+    W = jax.eval_shape(partial(load, n=n), 0)[1].shape[-1]
+    return jax.lax.fori_loop(first, last + 1, fold, no_attention(B, K, G, T, W))
+
+
+def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
+    """New tokens, which are as wide as the cache already, in its dtype."""
+    pairs = zip(new, cache, strict=True)
+    return LayerCache(*(quantize(x) if isinstance(side, Int8) else x.astype(side.dtype) for x, side in pairs))
+
+
+def plain_slot_attention(
+    q: Array, new: LayerCache, cache: LayerCache, positions: Array, window: int | None, R: int
+) -> tuple[Array, Array, LayerCache]:
+    """The queries q [B, K, G, 1, H] at positions [B] over this device's slots, once the tokens `new` are stored there.
+    Of the R devices that share the tokens of a row, device r has position p in slot p // R if p % R == r.
+
+    The cache is keys and values. Or, if queries are wider than its first side, both sides are keys: the first columns
+    of a query are for the first side, the rest for the second. The first side is the values too.
+
+    It reads all slots there are. Returns float32 [B, K, G, 1, W], the log-sum-exp of the scores, [B, K, G, 1, 1], and
+    the cache.
+    """
+    rows, S = jnp.arange(len(positions)), cache[0].shape[2]
+    # If another device stores the token, the slot is S: out of bounds, dropped.
+    slots = positions if R == 1 else jnp.where(positions % R == shard_index(R), positions // R, S)
+    new = as_stored(new, cache)
+    cache = jax.tree.map(lambda c, n: keep_layout(c.at[rows, :, slots].set(n[:, :, 0], mode="drop")), cache, new)
+    seen = is_attended(jnp.arange(S) * R + shard_index(R), positions[:, None], window)[:, None, None, None]
+    (first, second), width = cache, cache[0].shape[-1]
+    scores = attention_scores(q[..., :width], first, seen)
+    if q.shape[-1] > width:
+        scores, second = scores + attention_scores(q[..., width:], second, seen), first
+    return *attention_with_sum(scores, second, q.dtype), cache
+
+
+def attend_to_slots(q, new: LayerCache, cache: LayerCache, positions, window: int | None, R: int):
+    """plain_slot_attention, or on TPUs the kernel, which reads no more slots than it needs."""
+    plain, kernel = (partial(f, window=window, R=R) for f in (plain_slot_attention, slot_attention_kernel))
+    return jax.lax.platform_dependent(q, new, cache, positions, tpu=kernel, default=plain)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention over heads in plain JAX
+
+
+class Mask(NamedTuple):
+    """Which tokens up to its own a token attends to: all, the last `window` ones, or those of its chunk of `chunk`
+    tokens."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer, [B, K, S, H] each, position p of a row in its slot p.
+
+    Where attention is chunked, positions count from the beginning of a chunk: the next chunk overwrites it. If R
+    devices share a kv head, device r of them holds the positions p with p % R == r, in slot p // R. (K is then 1 on a
+    device, and X in the whole array.)
+    """
+
+    k: Array | Int8
+    v: Array | Int8
+
+
+def abstract_cache(
+    config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, int8: bool = False
+) -> list[LayerCache]:
+    """The KV cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens, rounded up. A chunked layer holds
+    no more than a chunk. Dtype and width are as cache_layout has them."""
+    X, sharding = model_shards(mesh), NamedSharding(mesh, CACHE_SPEC)
+    H, dtype = cache_layout(config.head_dim, dtype, mesh)
+
+    def layer_cache(i):
+        tokens = min(max_seq_len, config.mask(i).chunk or max_seq_len)
+        slots = cache_slots(ceil_div(tokens, cache_sharers(config, X)))
+        shape = (batch, max(config.num_key_value_heads, X), slots, H)
+        side = jax.ShapeDtypeStruct(shape, jnp.int8 if int8 else dtype, sharding=sharding)
+        if int8:
+            side = Int8(side, jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=sharding))
+        return LayerCache(side, side)
+
+    return [layer_cache(i) for i in range(config.num_hidden_layers)]
+
+
+def cache_sharers(config: Config, shards: int) -> int:
+    """R, the number of devices that share a kv head, of `shards` devices that share a layer."""
+    return max(shards // config.num_key_value_heads, 1)
+
+
+def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Config) -> float:
+    """Bytes of the cache that a decode step has to read, on all devices, for rows of these lengths."""
+    read = 0.0
+    for i, layer in enumerate(cache):
+        window, chunk = config.mask(i)
+        tokens = sum((length - 1) % chunk + 1 if chunk else min(length, window or length) for length in lengths)
+        batch, heads, slots, _ = layer.k.shape
+        read += stored_bytes(layer) * tokens / (batch * heads * slots / config.num_key_value_heads)
+    return read
+
+
+def piece_length(longest: int, rows: int, config: Config, mesh: Mesh) -> int:
+    """Tokens of a row that prefill takes at once, if a device has `rows` rows: a multiple of the devices that share a
+    cache, and a divisor of the chunk of chunked layers."""
+    R = cache_sharers(config, model_shards(mesh))
+    piece = ceil_div(padded_piece(longest, rows, mesh), R) * R
+    chunks = {chunk for i in range(config.num_hidden_layers) if (chunk := config.mask(i).chunk)}
+    return next(n for n in range(piece, 0, -R) if all(chunk % n == 0 for chunk in chunks))
+
+
+def split_heads(qkv: Array, config: Config) -> tuple[Array, Array, Array]:
+    """This device's queries [B, T, N, H], keys and values [B, T, K, H] of the product with `qkv`.
+
+    Devices that share a kv head divide its query heads. If R does not divide them, some devices have heads of zeros.
+    """
+    X, kv_heads = jax.lax.axis_size(MODEL_AXES), config.num_key_value_heads
+    K = max(kv_heads // X, 1)
+    N = K * ceil_div(config.num_attention_heads // kv_heads, cache_sharers(config, X))
+    return jnp.split(qkv.reshape(*qkv.shape[:2], N + 2 * K, config.head_dim), [N, N + K], axis=2)
+
+
+def in_cache_layout(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
+    """q [B, T, N, H] as [B, K, G, T, H], and k and v [B, T, K, H] as a LayerCache of T slots. All are as wide as the
+    cache, with zeros, which change neither scores nor values."""
+    (B, T, N, H), K = q.shape, k.shape[2]
+    q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, cache.k.shape[-1] - H))) for a in (q, k, v))
+    new = LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
+    return q.reshape(B, T, K, N // K, -1).transpose(0, 2, 3, 1, 4), new
+
+
+def with_sinks(attended: tuple[Array, Array], sinks: Array | None) -> Array:
+    """The output [B, K, G, T, W] of softmaxes with one more term, which no value belongs to, so that a head can attend
+    to nothing: `sinks` [N] has its logit for each query head (Xiao et al. 2023, "attention sinks"), None: no such term.
+    `attended` is the output without it, and the log-sum-exp of the scores."""
+    out, log_sum_exp = attended
+    if sinks is None:
+        return out
+    return out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(1, *out.shape[1:3], 1, 1))
+
+
+def prefill_attention(
+    q, k, v, cache: LayerCache, positions, mask: Mask, sinks: Array | None = None, *, start, is_live, R: int
+) -> tuple[Array, LayerCache]:
+    """Causal attention of T tokens of every row, at the same positions in each, over all positions up to theirs. Where
+    R devices share a kv head, they gather each block of keys from all of them.
+
+    Args: q [B, T, N, H], scaled; k, v float32 [B, T, K, H]; positions int32 [B, T], `start` to start + T in each row,
+    with start (0 or int32 []) and T multiples of R; is_live bool [B], the rows to store: the others have ended before;
+    sinks as in with_sinks. Returns [B, T, N H] in q's dtype, and the cache.
+    """
+    B, T, N, H = q.shape
+    q, new = in_cache_layout(q, k, v, cache)
+    start = start % mask.chunk if mask.chunk else start
+
+    def store(cache, new):
+        if R > 1:  # this device's share of the new tokens
+            new = new.reshape(*new.shape[:2], T // R, R, *new.shape[3:])
+            new = jax.lax.dynamic_index_in_dim(new, shard_index(R), axis=3, keepdims=False)
+        old = jax.lax.dynamic_slice_in_dim(cache, start // R, T // R, axis=2)
+        new = jnp.where(is_live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+        return jax.lax.dynamic_update_slice_in_dim(cache, new, start // R, axis=2)
+
+    cache = jax.tree.map(store, cache, as_stored(new, cache))
+
+    def load(i, n):
+        def of_side(x):
+            slots = jax.lax.dynamic_slice_in_dim(x, i * n, n, axis=2)
+            if R > 1:
+                slots = jax.lax.all_gather(slots, MODEL_AXES, axis=3, axis_index_groups=sharer_groups(R))
+                slots = slots.reshape(*x.shape[:2], R * n, *x.shape[3:])
+            return slots
+
+        return jax.tree.map(of_side, cache)
+
+    out = attend_to_blocks(q, load, cache.k.shape[2], start, mask.window, R, in_place=R == 1)
+    out = with_sinks(out, sinks).astype(q.dtype)
+    return out.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, T, N * H), cache
+
+
+def decode_attention(
+    q, k, v, cache: LayerCache, positions, mask: Mask, sinks: Array | None = None, *, R: int
+) -> tuple[Array, LayerCache]:
+    """Attention of one token a row, at positions [B, 1], over the positions up to its own. Args: as prefill_attention.
+
+    Where R devices share a kv head, each attends to its own slots, with the query heads of all R. They exchange the
+    queries before, and afterwards the outputs with the log-sum-exp of their scores, by which partial softmaxes merge
+    (as in Dao et al. 2023, "Flash-Decoding"). So no part of the cache is read, or held, twice.
+    """
+    B, _, N, H = q.shape
+    q, new = in_cache_layout(q, k, v, cache)
+    G, width = q.shape[2], q.shape[4]
+    positions = positions[:, 0] % mask.chunk if mask.chunk else positions[:, 0]
+    last = R * cache.k.shape[2] - 1  # the last position with a slot, where a finished row goes on
+    positions = jnp.minimum(positions, last)
+    queries = q
+    if R > 1:  # K is 1 then; every device sends all the same block: an all-gather
+        queries = exchange(q.reshape(1, B, G, width), R)
+        queries = queries.swapaxes(0, 1).reshape(B, 1, R * G, 1, width)
+    *attended, cache = attend_to_slots(queries, new, cache, positions, mask.window, R)
+    if R > 1:
+        parts = jnp.concatenate(attended, axis=-1).reshape(B, R, G, width + 1)
+        parts = exchange(parts.swapaxes(0, 1), R)
+        attended = (x.reshape(B, 1, G, 1, -1) for x in joined(parts, axis=0))
+    out = with_sinks(attended, sinks).astype(q.dtype)
+    return out.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, 1, N * H), cache
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts in plain JAX
+
+
+@jax.named_scope("experts")
+def experts(
+    x: Array,
+    ids: Array,
+    scores: Array,
+    w_gate_up: Array | Int8,
+    w_down: Array | Int8,
+    activate: Callable[[Array, Array, Array], Array],
+    biases: tuple[Array, Array] | None = None,
+) -> Array:
+    """What this device's experts, and its columns of them, contribute to the rows that chose them: float32 [B, D], to
+    be summed over ep x tp.
+
+    Args: x [B, D]; ids int32 [B, k], the experts chosen, counted over all devices; scores float32 [B, k]; w_gate_up
+    [E, 2F, D], gate rows before up rows; w_down [E, D, F]; activate(gate, up, score), which gives float32 [B, F] for
+    gate and up [B, F] of one expert and the scores [B, 1] of its rows, 0 for one that did not choose it; biases, if
+    there are any: float32 [E, 2F] of gate and up, and [E, D] of down, the same on the devices of tp.
+
+    B counts tokens here, rows times T. k is the number of experts chosen for each. A pair is a token and one of them.
+    No expert is read, or multiplied, that no token chose.
+    """
+    E = w_down.shape[0]
+    ids = ids - jax.lax.axis_index("ep") * E
+    ids = jnp.where((ids >= 0) & (ids < E), ids, E)  # E: on another device
+    gate_up_bias, down_bias = biases or (None, None)
+    out = local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
+    if biases:
+        by_expert = pad_rows(scores_by_expert(ids, scores, E), 8)  # XLA for TPUs turns fewer rows into slow vector code
+        added = einsum("be,ed->bd", by_expert.astype(down_bias.dtype), down_bias)[: len(x)]
+        out += added / jax.lax.axis_size("tp")  # each of these devices adds a part
+    return out
+
+
+def in_tiles(run, x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int) -> Array:
+    """`run(..)` on tiles of at most `tile` rows. A tile computes all its rows with every expert that one of them chose.
+    So rows that are more than a tile are sorted by expert, with a row for each expert that it chose.
+
+    ids are those of this device, E for an expert on another device.
+    """
+    (B, k), E = ids.shape, w_down.shape[0]
+    if tile >= B:
+        return run(x, ids, scores, w_gate_up, w_down, gate_up_bias, tile=B)
+    ids = jnp.pad(ids.ravel(), (0, -B * k % tile), constant_values=E)  # to whole tiles
+    scores = jnp.pad(scores.ravel(), (0, -B * k % tile))
+    order = jnp.argsort(ids)
+    x = jnp.take(x, order // k, axis=0, mode="clip")
+    y = run(x, ids[order, None], scores[order, None], w_gate_up, w_down, gate_up_bias, tile=tile)
+    y = y[jnp.argsort(order)[: B * k]]  # zeros for experts on other devices
+    return jnp.sum(y.reshape(B, k, -1), axis=1)
+
+
+def scores_by_expert(ids: Array, scores: Array, E: int) -> Array:
+    """ids, scores [B, k]: float32 [B, E], the score of each token for each expert, 0 if it did not choose it."""
+    return jnp.sum(jnp.where(ids[:, :, None] == jnp.arange(E), scores[:, :, None], 0), axis=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Routing in plain JAX
+
+
+def chosen_experts(scores: Array, choice: Array, best: int, config: Config) -> tuple[Array, Array]:
+    """The k experts whose float32 choice [B, E] is highest, and their scores, [B, k] each. If topk_group is less than
+    n_group, only experts of so many groups are eligible: of the groups whose `best` highest choices add up to the most.
+    """
+    B, E = scores.shape
+    if config.topk_group < config.n_group:
+        in_groups = choice.reshape(B, config.n_group, -1)
+        totals = jnp.sum(jax.lax.top_k(in_groups, best)[0], axis=-1)
+        groups = jax.lax.top_k(totals, config.topk_group)[1]
+        is_eligible = jnp.any(groups[:, :, None] == jnp.arange(config.n_group), axis=1)
+        choice = jnp.where(is_eligible[:, :, None], in_groups, MASKED).reshape(B, E)
+    ids = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
+    return ids, weighed(jnp.take_along_axis(scores, ids, axis=1), config)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Int8
+
+
+class Int8(NamedTuple):
+    """int8 `values [..., C]` times float32 `scale [...]`: one scale for each vector along the last dimension.
+
+    A weight [.., O, C] has a scale for each output channel, which is applied after the product. The embedding [V, D]
+    has one for each token, a cache [B, K, S, H] one for each token and head, an activation [B, C] one for each row.
+    """
+
+    values: Array
+    scale: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+def quantize(x: Array) -> Int8:
+    """Symmetric rounding to int8 along the last dimension: the largest magnitude becomes 127."""
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / 127
+    values = jnp.round(x / jnp.where(scale == 0, 1, scale)[..., None])
+    return Int8(values.astype(jnp.int8), scale)
+
+
+def values_and_scale(x: Array | Int8, dtype: jnp.dtype) -> tuple[Array, Array | None]:
+    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none."""
+    return (x.values.astype(dtype), x.scale) if isinstance(x, Int8) else (x, None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Many prompts, memory and statistics
+
+
+BATCH = 256  # rows of a device: by data sheets, beyond 240 (TPU v5e) or 295 (H100) computing outlasts reading bfloat16
+MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
+
+
+def generate_in_batches(
+    weights: dict,
+    prompts: list[list[int]],
+    config: Config,
+    mesh: Mesh,
+    *,
+    max_new_tokens: int,
+    max_seq_len: int | None = None,
+    int8_cache: bool = False,
+    stats: dict | None = None,
+    **options,
+) -> Iterator[list[Token]]:
+    """What generate does, for any number of prompts: in several batches if they do not fit in one.
+
+    A batch has rows of similar length, at most BATCH on a device. The longest come first, so that prompts that do not
+    fit are refused at once. The numbers of rows and slots are powers of two, so that few programs have to be compiled.
+    `stats` covers all batches; step_bytes is the mean over steps. All other options are generate's.
+    """
+    check_prompts(prompts, config, max_seq_len)
+    stats = {} if stats is None else stats
+    dp, dtype = mesh.shape["dp"], weights["norm"].dtype
+    room = MEMORY_SHARE * memory_of(mesh) - stored_bytes(weights)
+
+    def fits(count, slots):
+        cache = abstract_cache(config, mesh, ceil_div(count, dp) * dp, slots, dtype, int8_cache)
+        return count <= BATCH * dp and stored_bytes(cache) <= room
+
+    left = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+    while left:
+        needed = max_seq_len or len(prompts[left[-1]]) + max_new_tokens - 1
+        count, slots = len(left), needed
+        if not fits(count, slots):
+            count, slots = BATCH * dp, max_seq_len or max(256, power_of_two(needed))
+            while count > dp and not fits(count, slots):
+                count //= 2
+            if not fits(count, slots):  # perhaps only the rounding up does not fit
+                slots = needed
+        rows, left = sorted(left[-count:]), left[:-count]
+        measured = {}
+        options |= {"max_new_tokens": max_new_tokens, "max_seq_len": slots, "int8_cache": int8_cache}
+        yield from generate(weights, [prompts[row] for row in rows], config, mesh, rows=rows, stats=measured, **options)
+        steps = stats.get("decode_steps", 0) + measured["decode_steps"]
+        share = measured["decode_steps"] / steps if steps else 1
+        mean_bytes = round(share * measured.pop("step_bytes") + (1 - share) * stats.get("step_bytes", 0))
+        stats |= {key: stats.get(key, 0) + value for key, value in measured.items()} | {"step_bytes": mean_bytes}
+
+
+def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None) -> None:
+    """Raises InputError for no prompt, and one that is empty, longer than `max_seq_len` or outside the vocabulary."""
+    if not prompts:
+        raise InputError("there is no prompt")
+    for row, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise InputError(f"prompt {row} is empty: it has no tokens")
+        if max_seq_len and len(prompt) > max_seq_len:
+            raise InputError(f"prompt {row} has {len(prompt)} tokens, more than max_seq_len {max_seq_len}; raise it")
+        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+            raise InputError(f"prompt {row} has a token outside the model's vocabulary of {config.vocab_size}")
+
+
+def stored_bytes(tree) -> int:
+    """Bytes of a pytree of arrays or ShapeDtypeStructs on all devices. A copy counts on each device that holds it."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config) -> int:
+    """Bytes that a decode step has to read on all devices: all weights but the embedding, `lengths` slots of the rows.
+
+    Of experts it counts as many as a uniform router would choose on average. A tied embedding is the
+    output head too, and counts. A weight counts on every device that holds it.
+    """
+    rows = len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
+
+    def read(weight, array):
+        chosen = 1 - (1 - config.num_experts_per_tok / weight.experts) ** rows if weight.experts else 1
+        return chosen * stored_bytes(array)
+
+    total = sum(jax.tree.leaves(jax.tree.map(read, weights_of(config), weights)))
+    if "head" in weights:
+        total -= stored_bytes(weights["embedding"])
+    return int(total + cache_bytes_read(cache, lengths, config))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading config.json
+
+
+def read_rope(config: dict) -> dict:
+    """The rope parameters of a config.json, from its top level and its rope table. As in transformers, the table wins,
+    except for original_max_position_embeddings, which defaults to max_position_embeddings."""
+    table = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(table, dict):
+        raise InputError(f"config.json: the rope parameters must be a table, not {table!r:.40}")
+    top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    given = {name: value for part in (top_level, table) for name, value in part.items() if value is not None}
+    given.setdefault("rope_type", given.get("type", "default"))
+    key = "original_max_position_embeddings"
+    given[key] = config.get(key) or given.get(key) or config.get("max_position_embeddings")
+    return given
+
+
+def check_supported(**features: tuple[object, tuple]) -> None:
+    """Each feature is a pair (value, supported values). Raises InputError if a value is not among them."""
+    for name, (value, supported) in features.items():
+        if value not in supported:
+            names = ", ".join(map(str, supported))
+            raise InputError(f"config.json: {name} {value!r:.40} is not supported, only {names}")
+
+
+def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:
+    """Those of `given` that are fields of the dataclass `cls`, in the fields' types; null counts as absent.
+
+    Raises InputError for a value that such a field cannot have, and for a missing one that has no default or is
+    `needed`.
+    """
+    kinds = typing.get_type_hints(cls)
+    given = {name: value for name, value in given.items() if name in kinds and value is not None}
+    for name, value in given.items():
+        if not is_valid(value, kinds[name]):
+            raise InputError(f"config.json: {name} cannot be {value!r:.40}")
+    required = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
+    for name in (*required, *needed):
+        if name not in given:
+            raise InputError(f"config.json: {name} is missing")
+    return {name: float(value) if kinds[name] is float else value for name, value in given.items()}
+
+
+def is_valid(value: object, kind: type) -> bool:
+    """Whether a value of a JSON file can be a field of type `kind`. Numbers are positive and bounded."""
+    if kind in (bool, str):
+        return isinstance(value, kind)
+    if isinstance(value, bool):  # an int to Python
+        return False
+    if kind is float:
+        return isinstance(value, (int, float)) and 1e-30 < value < 1e30
+    return isinstance(value, int) and 0 < value < 2**31
+
+
+# =====================================================================================================================
+# Fast on each machine
+# =====================================================================================================================
+#
+# platform_dependent takes one of several functions, by the platform that the program is compiled for. The compiler
+# moves nothing across an optimization_barrier. A Pallas kernel is the program of a TPU core, which fetches blocks of
+# its arguments (a BlockSpec says which) into the core's fast memory, VMEM.
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory on each machine
+
+
+def memory_of(mesh: Mesh) -> float:
+    """Bytes of memory of a mesh's devices, infinite if they do not tell. CPUs share the machine's.
+
+    All processes must call it. All get the same result, from the process with the least.
+    """
+    devices = mesh.local_devices
+    if devices[0].platform == "cpu":
+        local = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        local = sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in devices)
+    least = float(np.min(multihost_utils.process_allgather(np.float32(local))))
+    return least * mesh.size / len(devices)
+
+
+def mesh_shape(
+    config: Config, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None
+) -> tuple[int, int, int]:
+    """dp, ep and tp for these devices. Those not given are 1, except tp, which takes the remaining devices.
+
+    A TPU's memory has lanes of 128 numbers. There ep is the smallest that leaves each device whole lanes of an expert's
+    columns, or a few zeros beside them.
+    """
+    dp = dp or 1
+    left = len(devices) // dp
+    if not ep and not tp and devices[0].platform == "tpu":
+        experts = [weight for weight in jax.tree.leaves(weights_of(config)) if weight.experts and weight.split == 1]
+
+        def suits(weight, ep, tp):
+            whole, columns = (weight.parts[0].rows_per_device(devices) for devices in (1, tp))
+            return weight.experts % ep == columns % 128 == 0 and tp * columns <= 1.1 * whole
+
+        divisors = (n for n in range(1, left + 1) if left % n == 0)
+        ep = next((n for n in divisors if all(suits(weight, n, left // n) for weight in experts)), None)
+    ep = ep or 1
+    return dp, ep, tp or max(1, left // ep)
+
+
+def stored_width(C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
+    """The input dimension C of a device's part of a matrix as it is stored, maybe with zeros beside it.
+
+    On TPUs it is whole lanes of 128 numbers if devices split the outputs. XLA stores any other array with its output
+    dimension last, and would copy it for a kernel in every step. On CPUs 16-bit rows, but for experts, lie no multiple
+    of 4,096 bytes apart: such rows map to the same places in the processor's cache, and the product would take up to
+    1.7 times as long.
+    """
+    platform = mesh.devices.flat[0].platform
+    if platform == "tpu" and weight.split == 0:
+        return ceil_div(C, 128) * 128
+    return C + 32 if platform == "cpu" and dtype.itemsize == 2 and 2 * C % 4096 == 0 and not weight.experts else C
+
+
+def head_dtype(dtype: jnp.dtype, mesh: Mesh) -> jnp.dtype:
+    """The dtype of weights whose products are made for each head apart: float32 on CPUs, where such products are slow
+    in any other."""
+    return jnp.float32 if mesh.devices.flat[0].platform == "cpu" else dtype
+
+
+def cache_layout(H: int, dtype: jnp.dtype, mesh: Mesh) -> tuple[int, jnp.dtype]:
+    """The width and the dtype of a cache of width H.
+
+    On CPUs a 16-bit cache is kept in float32: to update one slot XLA would convert all of it to float32 and back. On
+    TPUs H is rounded up to the 128 lanes: a narrower array would have its slots innermost in memory, and be copied to
+    another layout for the kernel in every step.
+    """
+    platform = mesh.devices.flat[0].platform
+    return ceil_div(H, 128) * 128 if platform == "tpu" else H, jnp.float32 if platform == "cpu" else dtype
+
+
+def slots_until(position: int, most: int, mesh: Mesh) -> int:
+    """Slots of a cache with which a step at `position` is compiled, out of `most`. Plain JAX reads all slots there are,
+    so it gets no more than the next power of two. The kernel for TPUs reads what it needs."""
+    return most if mesh.devices.flat[0].platform == "tpu" else min(most, max(256, power_of_two(position + 1)))
+
+
+def padded_piece(longest: int, rows: int, mesh: Mesh) -> int:
+    """The length of the pieces into which prefill divides prompts of up to `longest` tokens, if a device has `rows` of
+    them. It is a power of two, so that few programs are compiled; on CPUs, where padding costs more, a multiple of an
+    eighth of one."""
+    most = min(PREFILL_PIECE, max(1, PREFILL_TOKENS // power_of_two(rows)))
+    tokens = ceil_div(longest, ceil_div(longest, most))
+    unit = power_of_two(tokens)
+    if mesh.devices.flat[0].platform == "cpu":
+        unit = max(ceil_div(16, rows), unit // 8)  # a product takes as long for fewer than 16 rows more
+    return min(most, ceil_div(tokens, unit) * unit)
+
+
+def keep_layout(x: Array) -> Array:
+    """x in row-major order: for a single row, XLA's GPU backend would copy a whole cache to another layout, twice a
+    step."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products
+
+
+def einsum(subscripts: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) -> Array:
+    """jnp.einsum with sums in `dtype`, and without bf16 or tf32 passes if the operands are float32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=dtype)
+
+
+def linear(x: Array, w: Array | Int8, bias: Array | None = None) -> Array:
+    """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
+    flat = x.reshape(-1, x.shape[-1])
+    y = jax.lax.platform_dependent(flat, w, cpu=cpu_product, tpu=tpu_product, default=product)
+    y = y.reshape(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
+
+
+def linear_halves(x: Array, w: Array | Int8, bias: Array | None = None) -> tuple[Array, Array]:
+    """The two halves of linear's output, such as gate and up. Many rows on TPUs get a product for each half, since XLA
+    can then do what follows elementwise along with the second. One product would write all of its output to memory."""
+
+    def half(i):
+        return linear(x, *jax.tree.map(lambda a: jnp.split(a, 2)[i], (w, bias)))
+
+    def one_product():
+        return tuple(jnp.split(linear(x, w, bias), 2, axis=-1))
+
+    def two_products():
+        return half(0), half(1)
+
+    has_many_rows = math.prod(x.shape[:-1]) >= 128
+    return jax.lax.platform_dependent(tpu=two_products if has_many_rows else one_product, default=one_product)
+
+
+def product(x: Array, w: Array | Int8, min_rows: int = 1) -> Array:
+    """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O].
+
+    x is padded to `min_rows` rows: XLA for TPUs turns fewer rows into slow vector code.
+    """
+    values, scale = values_and_scale(w, x.dtype)
+    y = einsum("bc,oc->bo", widened(pad_rows(x, min_rows), w), values)[: x.shape[0]]
+    return y if scale is None else y * scale
+
+
+def pad_rows(x: Array, rows: int) -> Array:
+    """x [B, C] with zeros up to `rows` rows."""
+    return jnp.pad(x, ((0, max(rows - x.shape[0], 0)), (0, 0)))
+
+
+def widened(x: Array, w: Array | Int8) -> Array:
+    """x [B, C] with zeros up to the columns of w."""
+    return jnp.pad(x, ((0, 0), (0, w.shape[-1] - x.shape[-1])))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products and attention on CPUs
+
+
+def cpu_product(x: Array, w: Array | Int8) -> Array:
+    """product for CPUs.
+
+    One row uses `row_product` if its length allows: XLA's own product of 16 bits is ten times slower for one row than
+    for two. Up to 128 rows the weight is the left operand, because XLA repacks the right one.
+
+    With int8 weights and a few rows, the fast product is that of int8 and int8. Two int8 numbers hold 15 bits of an
+    activation: a coarse one, and a fine one for its rounding error. As rows of one product they cost little and lose
+    next to nothing. (From some 50 rows on, casting the weight costs less.)
+    """
+    (B, C), is_16_bit = x.shape, x.dtype != jnp.float32
+    runs = runs_of(C, *((32, 4096) if isinstance(w, Int8) else (24, 8192)))
+    if B == 1 and runs and isinstance(w, Int8):
+        return row_product(x, w.values, runs) * w.scale
+    if B == 1 and runs and is_16_bit:
+        return row_product(x, w, runs)
+    if w.shape[1] > C:  # see stored_width
+        x = repeat_columns(x, w.shape[1])
+    if isinstance(w, Int8) and B < 50:
+        coarse = quantize(x)
+        fine = quantize(x - coarse.values * coarse.scale[:, None])
+        y = weights_first(jnp.concatenate([coarse.values, fine.values]), w.values, jnp.int32)
+        return (y[:B] * coarse.scale[:, None] + y[B:] * fine.scale[:, None]) * w.scale
+    if isinstance(w, Int8) or B > 128:
+        return product(x, w)
+    return weights_first(pad_rows(x, 2 if is_16_bit else 1), w, jnp.float32)[:B]
+
+
+def runs_of(columns: int, most: int, longest: int) -> int:
+    """How many runs of 32 columns row_product should add up in one loop: at most `most`, and a divisor of all of them.
+    0 if it should not be used, because a row is longer than `longest` columns or would have fewer than 9 runs."""
+    divisors = (n for n in range(most, 8, -1) if columns % (32 * n) == 0)
+    return next(divisors, 0) if columns <= longest else 0
+
+
+def row_product(x: Array, w: Array, runs: int) -> Array:
+    """x [1, C] times w [O, C] of 16 or 8 bits, C a multiple of 32 * runs: float32 [1, O]. It ignores columns that only
+    w has. With bfloat16 it is 1.5 times as fast as two rows of XLA's own product, with int8 twice as fast.
+
+    XLA makes one unrolled loop that multiplies and adds `runs` runs of 32 columns, with the 32 side by side in vector
+    registers. The 32 sums are then multiplied with ones. A large w is taken in pieces, whose sums stay in the
+    processor's cache.
+
+    reduce_precision changes no number. It keeps XLA from its library of reductions, which would turn all weights to
+    float32 in memory first. The barriers keep the product with ones out of the loop. Dividing by ones changes no number
+    either: XLA repeats no division in a loop, so it turns x to float32 once, and not for each row of w.
+    """
+    (O, _), C, lanes = w.shape, x.shape[1], 32
+    x = x.astype(jnp.float32)
+    if w.dtype == jnp.int8:
+        x = x / jax.lax.optimization_barrier(jnp.ones(x.shape))
+
+    def multiply(w):
+        terms = w[:, :C].reshape(-1, C // (runs * lanes), runs, lanes).astype(jnp.float32) * x.reshape(-1, runs, lanes)
+        sums = jax.lax.reduce(terms, np.float32(0), lambda a, b: jax.lax.reduce_precision(a + b, 8, 23), (2,))
+        sums = jax.lax.optimization_barrier(sums).reshape(-1, lanes)
+        y = jax.lax.optimization_barrier(einsum("rc,bc->rb", sums, jnp.ones((1, lanes)))).reshape(len(w), -1)
+        return sum(y[:, i] for i in range(y.shape[1]))[None]
+
+    def step(i, y):
+        # The barrier ties w to i: else XLA would turn all of it to float32 before the loop.
+        rows, i = jax.lax.optimization_barrier((w, i))
+        piece = jax.lax.dynamic_slice_in_dim(rows, i * (O // pieces), O // pieces)
+        return jax.lax.dynamic_update_slice_in_dim(y, multiply(piece), i * (O // pieces), axis=1)
+
+    fewest = ceil_div(O * C, 2**24)
+    pieces = next((n for n in range(fewest, 4 * fewest) if O % n == 0), 1)
+    return multiply(w) if pieces == 1 else jax.lax.fori_loop(0, pieces, step, jnp.zeros((1, O), jnp.float32))
+
+
+def repeat_columns(x: Array, width: int) -> Array:
+    """x [B, C] of 16 bits, widened with its own first columns for a weight that is zero there. XLA would fuse a padding
+    of zeros with the elementwise operations before it, which would then take four times as long."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint16)  # XLA would concatenate bfloat16 as float32
+    bits = jnp.concatenate([bits, bits[:, : width - x.shape[1]]], axis=1)
+    return jax.lax.bitcast_convert_type(bits, x.dtype)
+
+
+def weights_first(x: Array, w: Array, dtype: jnp.dtype) -> Array:
+    """x [B, C] times w [O, C] with w as the left operand; a barrier keeps XLA from swapping them: `dtype` [B, O]."""
+    return jax.lax.optimization_barrier(einsum("oc,bc->ob", w, x, dtype)).T
+
+
+def query_key_product(q: Array, k: Array) -> Array:
+    """q [B, K, G, T, H] times k [B, K, S, H]: float32 [B, K, G, T, S]."""
+    plain = partial(einsum, "bkgth,bksh->bkgts")
+    return jax.lax.platform_dependent(q, k, cpu=plain if q.shape[3] > 1 else keys_first, default=plain)
+
+
+def keys_first(q: Array, k: Array) -> Array:
+    """query_key_product for CPUs and one query a row. XLA rearranges the second operand of a product there, which
+    should not be the keys; the barrier keeps XLA from exchanging the two."""
+    return jax.lax.optimization_barrier(einsum("bksh,bkgth->bksgt", k, q)).transpose(0, 1, 3, 4, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products on TPUs
+
+
+STREAM_BYTES = 40 * 2**20  # XLA for TPUs does not fetch a weight ahead if a device holds more of it than this
+
+
+def tpu_product(x: Array, w: Array | Int8) -> Array:
+    """product for TPUs. A kernel streams the weight if it is too large to be fetched ahead and the rows are few."""
+    B, (O, C) = len(x), w.shape
+    itemsize = jax.tree.leaves(w)[0].dtype.itemsize
+    # Two buffers each of 128 rows of w and of x. A kernel gets 16 MiB.
+    x = widened(x, w)
+    vmem = 2 * C * (128 * itemsize + B * x.dtype.itemsize)
+    is_streamed = B <= 64 and C % 128 == 0 and O * C * itemsize >= STREAM_BYTES and vmem <= 12 * 2**20
+    if 4 * B * C > 2**25:  # if x comes of float32 arrays too large for VMEM, XLA would read them for each tile of w
+        x = jax.lax.optimization_barrier(x)
+    return streamed_product(x, w) if is_streamed else product(x, w, min_rows=8)
+
+
+def streamed_product(
+    x: Array, w: Array | Int8, block: int | None = None, interpret: bool | pltpu.InterpretParams = False
+) -> Array:
+    """product as a Pallas kernel for TPUs: x [B, C] times w [O, C]: float32 [B, O].
+
+    It reads w once, in blocks of whole rows. Each block is contiguous, while XLA's own product of a weight in
+    HBM fetches narrow columns. The next block is fetched while this one is multiplied, which takes less time than
+    fetching, the cast of int8 values included. Rows of the last block beyond O are undefined, and are not stored.
+
+    `block` is the number of rows in a grid step, a multiple of 128, by default as many as make 2 MiB: no more, since
+    nothing overlaps the first block of a product; no fewer, since a step has to outlast its own overhead.
+    """
+    (B, C), O = x.shape, w.shape[0]
+    values, scale = w if isinstance(w, Int8) else (w, None)
+    block = block or max(128, 2**21 // (C * values.dtype.itemsize) // 128 * 128)
+
+    def kernel(x, w, y):
+        y[...] = einsum("bc,oc->bo", x[...], w[...].astype(x.dtype))
+
+    y = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((B, O), jnp.float32),
+        grid=(pl.cdiv(O, block),),
+        in_specs=[pl.BlockSpec((B, C), lambda i: (0, 0)), pl.BlockSpec((block, C), lambda i: (i, 0))],
+        out_specs=pl.BlockSpec((B, block), lambda i: (0, i)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),  # shared by the two cores of a v5p
+        cost_estimate=kernel_cost(2 * B * O * C, values),
+        interpret=interpret,
+        name="streamed_product",
+    )(x, pltpu.with_memory_space_constraint(values, pltpu.HBM))
+    return y if scale is None else y * scale
+
+
+def kernel_cost(flops: int, read) -> pl.CostEstimate:
+    """The cost, for the compiler, of a kernel that reads the arrays of the pytree `read`."""
+    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))
+    return pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts on each machine
+
+
+def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
+    """experts, with ids counted on this device: E is one on another device. The fastest way depends on the machine and
+    on how many pairs there are. A few pairs read one expert each, at full speed. Many pairs share the experts that they
+    read, and their rows are sorted by expert."""
+    E, x = w_down.shape[0], widened(x, w_gate_up)
+    has_few = ids.size < 3 * E
+    gather, loop, kernel = (partial(f, activate=activate) for f in (gathered_experts, expert_loop, expert_kernel))
+    whole = partial(loop, columns=None)
+    mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
+    shared = partial(in_tiles, loop, tile=min(max(power_of_two(mean), 16), 64))
+    on_cpu = partial(in_tiles, partial(loop, columns=2048), tile=1) if has_few else shared
+    on_gpu = gather if has_few else partial(in_tiles, whole, tile=512)
+    in_lanes = w_down.shape[2] % 128 == 0  # of a TPU, and of its memory: the kernel fetches no less
+    on_tpu = kernel if in_lanes else partial(in_tiles, whole, tile=128)
+    arguments = x, ids, scores, w_gate_up, w_down, gate_up_bias
+    return jax.lax.platform_dependent(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
+
+
+def expert_loop(
+    x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int, activate, columns: int | None = 256
+) -> Array:
+    """For CPUs, and GPUs with many rows: a loop over tiles of rows, the experts that they chose, and pieces of
+    `columns` columns of these (None: all). A piece is still in a CPU's caches when it is multiplied."""
+    B, (E, D, F) = len(x), w_down.shape
+    columns = columns if columns and F % columns == 0 else F
+    chosen = jnp.any(ids.reshape(B // tile, -1, 1) == jnp.arange(E), axis=1).ravel()  # [tiles * E]
+    visits = jnp.flatnonzero(chosen, size=min(chosen.size, ids.size))  # tile * E + expert, of those with work
+    scores = scores_by_expert(ids, scores, E)
+
+    def step(i, out):
+        # The barrier ties the weights to i: otherwise XLA for CPUs hoists its conversion of all experts out of the
+        # loop.
+        weights, i = jax.lax.optimization_barrier(((w_gate_up, w_down, gate_up_bias), i))
+        t, e = jnp.divmod(visits[i // (F // columns)], E)
+        column = i % (F // columns) * columns
+
+        def part(w, axis, start):  # of the expert e, `columns` of an axis
+            def cut(a):
+                if a.ndim <= axis:  # the scale has no such axis
+                    return jax.lax.dynamic_index_in_dim(a, e, keepdims=False)
+                starts, sizes = [e] + [0] * (a.ndim - 1), [1, *a.shape[1:]]
+                starts[axis], sizes[axis] = start, columns
+                # As integers: XLA for CPUs would turn all of a bfloat16 array to float32 to cut a piece of it.
+                bits = jax.lax.bitcast_convert_type(a, jnp.uint16) if a.dtype == jnp.bfloat16 else a
+                piece = jax.lax.dynamic_slice(bits, starts, sizes)[0]
+                return jax.lax.bitcast_convert_type(piece, a.dtype)
+
+            return jax.tree.map(cut, w)
+
+        multiply = partial(jax.lax.platform_dependent, cpu=cpu_product, default=product)
+        rows = jax.lax.dynamic_slice_in_dim(x, t * tile, tile)
+        score = jax.lax.dynamic_slice(scores, (t * tile, e), (tile, 1))
+        gate, up = (multiply(rows, part(weights[0], 1, start + column)) for start in (0, F))
+        if gate_up_bias is not None:
+            gate, up = (y + part(weights[2], 1, start + column) for y, start in ((gate, 0), (up, F)))
+        h = activate(gate, up, score).astype(x.dtype)
+        y = jax.lax.dynamic_slice_in_dim(out, t * tile, tile) + multiply(h, part(weights[1], 2, column))
+        return jax.lax.dynamic_update_slice_in_dim(out, y, t * tile, axis=0)
+
+    steps = jnp.sum(chosen) * (F // columns)
+    return jax.lax.fori_loop(0, steps, step, jnp.zeros((B, D), jnp.float32))
+
+
+def gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
+    """For GPUs and a few pairs: in this form XLA fuses the choice of the expert into the product, so each pair reads
+    its expert and nothing is copied. (A pair whose expert is on another device reads the last one here, times 0.)"""
+    (B, k), E = ids.shape, w_down.shape[0]
+    expert = jnp.minimum(ids.ravel(), E - 1)
+
+    def pair_product(x, w):  # x [pairs, C], w [E, O, C]
+        values, scale = values_and_scale(w, jnp.float32)
+        y = jnp.sum(x.astype(jnp.float32)[:, None] * values[expert].astype(jnp.float32), axis=-1)
+        return y if scale is None else y * scale[expert]
+
+    gate_up = pair_product(jnp.repeat(x, k, axis=0), w_gate_up)
+    gate, up = jnp.split(gate_up if gate_up_bias is None else gate_up + gate_up_bias[expert], 2, axis=-1)
+    h = activate(gate, up, jnp.where(ids < E, scores, 0).reshape(-1, 1)).astype(x.dtype)
+    return jnp.sum(pair_product(h, w_down).reshape(B, k, -1), axis=1)
+
+
+GROUP_BYTES = 48 * 2**20  # of VMEM, for the rows of a group of tokens and their sums
+
+
+def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile: int = 128, interpret=False) -> Array:
+    """One Pallas kernel for TPUs: it fetches the experts that tokens chose, and no others.
+
+    It first lists its visits, in less time than XLA's launches would take. Then it goes through them, 128 of an
+    expert's columns at a time, and fetches the next piece of gate, up and down while it multiplies this one. The hidden
+    columns never leave the chip, and the sums stay in VMEM until the end. A device without work fetches nothing.
+
+    Up to `tile` tokens are all multiplied with every expert that one of them chose, so a visit is an expert. Of more
+    tokens, a visit is an expert and at most `tile` of those that chose it: the kernel copies their rows together, and
+    adds each result to the sum of its token. The pairs are sorted before, by expert. The grid is groups of tokens, as
+    many as VMEM holds.
+    """
+    (B, width), (E, D, F), k = x.shape, w_down.shape, ids.shape[1]
+    columns = 128
+    pieces = F // columns
+    is_sorted = tile < B
+    fitting = GROUP_BYTES // (width * (x.dtype.itemsize + 4))
+    group = min(power_of_two(B), power_of_two(fitting + 1) // 2) if is_sorted else B
+    groups, pairs = ceil_div(B, group), group * k
+    visits = min(E, pairs) + pairs // tile * is_sorted
+    dtype, missing = x.dtype, ((0, groups * group - B), (0, 0))
+    x, ids, scores = jnp.pad(x, missing), jnp.pad(ids, missing, constant_values=E), jnp.pad(scores, missing)
+    scores, ids = scores_by_expert(ids, scores, E), ids.reshape(groups, pairs)
+    listed, tokens = ids, jnp.zeros(1, jnp.int32)
+    if is_sorted:
+        listed = jnp.sum(ids[:, :, None] < jnp.arange(E + 1), axis=1, dtype=jnp.int32)
+        x, tokens = packed(x), (jnp.argsort(ids, axis=1) // k).astype(jnp.int32).ravel()
+
+    def piece(weights, e, f):
+        """Of an expert, the f-th piece of gate, up and down, and of the biases of gate and up, if there are any."""
+        w_gate_up, w_down, *bias = weights
+        here = pl.ds(pl.multiple_of(f * columns, columns), columns)
+        above = pl.ds(pl.multiple_of(F + f * columns, columns), columns)
+        row = pl.ds(e, 1)
+        biases = [b.at[row, part] for b in bias for part in (here, above)]
+        if not isinstance(w_down, Int8):
+            return w_gate_up.at[e, here], w_gate_up.at[e, above], w_down.at[e, :, here], *biases
+        return (
+            Int8(w_gate_up.values.at[e, here], w_gate_up.scale.at[row, here]),
+            Int8(w_gate_up.values.at[e, above], w_gate_up.scale.at[row, above]),
+            Int8(w_down.values.at[e, :, here], w_down.scale.at[row]),
+            *biases,
+        )
+
+    def kernel(listed, tokens, x, scores, weights, out, seen, active, first, rows, picked, y, buffers, arrived):
+        # listed has the experts of the pairs or, if they are sorted, where each expert's pairs begin; tokens the token
+        # of each sorted pair. active has the expert of each visit, first its first pair. seen[e] is 1 once e is active;
+        # buffers has two slots for a piece of gate, of up and of down; rows, picked and y are a visit's rows, scores
+        # and results.
+        def begin_of(e):
+            return listed[pl.program_id(0) * (E + 1) + e]
+
+        def clear(e, _):
+            seen[e] = 0
+
+        def enter(i, count):
+            e = listed[i]
+            active[count] = e  # the next one takes this place if this is in the list already
+            count += 1 - seen[e]
+            seen[e] = 1
+            return count
+
+        def enter_pairs(e, count):
+            begin, end = begin_of(e), begin_of(e + 1)
+
+            def enter_tile(i, count):
+                active[count], first[count] = e, begin + i * tile
+                return count + 1
+
+            return jax.lax.fori_loop(0, pl.cdiv(end - begin, tile), enter_tile, count)
+
+        if is_sorted:
+            steps = jax.lax.fori_loop(0, E, enter_pairs, 0) * pieces
+        else:
+            jax.lax.fori_loop(0, E, clear, None)
+            seen[E] = 1  # what is elsewhere never enters the list
+            steps = jax.lax.fori_loop(0, pairs, enter, 0) * pieces
+
+        def copies(i):
+            sources = piece(weights, active[jax.lax.div(i, pieces)], jax.lax.rem(i, pieces))
+            slot = jax.lax.rem(i, 2)
+
+            def copy(source, buffer):
+                return pltpu.make_async_copy(source, buffer.at[slot], arrived.at[slot])
+
+            return jax.tree.leaves(jax.tree.map(copy, sources, buffers))
+
+        def start(i):
+            @pl.when(i < steps)
+            def fetch():
+                for copy in copies(i):
+                    copy.start()
+
+        def for_rows(visit, action):
+            """action(row of the visit, row of its token), for each pair of the visit."""
+            begin, end = first[visit], begin_of(active[visit] + 1)
+
+            def of_row(n, _):
+                action(pl.ds(n, 1), pl.ds(tokens[pl.program_id(0) * pairs + begin + n], 1))
+
+            jax.lax.fori_loop(0, jnp.minimum(end - begin, tile), of_row, None)
+
+        def collect(row, token):
+            rows[row], picked[row] = x[token], scores[token]
+
+        def add_to_token(row, token):
+            out[token] += y[row]
+
+        def add(i, _):
+            start(i + 1)
+            visit, f, slot = jax.lax.div(i, pieces), jax.lax.rem(i, pieces), jax.lax.rem(i, 2)
+            if is_sorted:
+
+                @pl.when(f == 0)
+                def begin():
+                    for_rows(visit, collect)
+                    y[...] = jnp.zeros(y.shape, jnp.float32)
+
+            for copy in copies(i):
+                copy.wait()
+
+            def multiply(x, w):
+                if isinstance(w, Int8):
+                    return einsum("bc,oc->bo", x, w.values[slot].astype(x.dtype)) * w.scale[slot]
+                return einsum("bc,oc->bo", x, w[slot])
+
+            w_gate, w_up, w_down, *biases = buffers
+            h, score = (unpacked(rows[...], dtype)[:, :width], picked) if is_sorted else (x[...], scores)
+            is_e = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1) == active[visit]
+            score = jnp.sum(jnp.where(is_e, score[...], 0), axis=1, keepdims=True)
+            gate, up = multiply(h, w_gate), multiply(h, w_up)
+            if biases:
+                gate, up = gate + biases[0][slot], up + biases[1][slot]
+            h = activate(gate, up, score)
+            total = y if is_sorted else out
+            total[...] += multiply(h.astype(dtype), w_down)
+            if is_sorted:
+                pl.when(f == pieces - 1)(lambda: for_rows(visit, add_to_token))
+
+        start(0)
+        out[...] = jnp.zeros(out.shape, jnp.float32)
+        jax.lax.fori_loop(0, steps, add, None)
+
+    def buffers():
+        vector = pltpu.VMEM((2, 1, columns), jnp.float32)
+        biases = [] if gate_up_bias is None else [vector, vector]
+        if not isinstance(w_down, Int8):
+            rows, cut = pltpu.VMEM((2, columns, width), w_down.dtype), pltpu.VMEM((2, D, columns), w_down.dtype)
+            return rows, rows, cut, *biases
+        rows = Int8(pltpu.VMEM((2, columns, width), jnp.int8), vector)
+        cut = Int8(pltpu.VMEM((2, D, columns), jnp.int8), pltpu.VMEM((2, 1, D), jnp.float32))
+        return rows, rows, cut, *biases
+
+    def of_group(width):
+        return pl.BlockSpec((group, width), lambda g, *_: (g, 0), pipeline_mode=pl.Buffered(1))
+
+    # How many experts are read if the router prefers none.
+    reads = groups * E * (1 - (1 - 1 / (E * jax.lax.axis_size("ep"))) ** pairs)
+    nbytes = int(reads / E * sum(w.size * w.dtype.itemsize for w in jax.tree.leaves((w_gate_up, w_down))))
+    flops = 6 * D * F * (B * k // jax.lax.axis_size("ep") if is_sorted else int(B * reads))
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    # Otherwise XLA moves all weights to VMEM if they fit, chosen or not.
+    weights = (w_gate_up, w_down) if gate_up_bias is None else (w_gate_up, w_down, gate_up_bias)
+    weights = jax.tree.map(lambda w: pltpu.with_memory_space_constraint(w, pltpu.HBM), weights)
+    y = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((groups * group, D), jnp.float32),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(groups,),
+            in_specs=[of_group(x.shape[1]), of_group(E), jax.tree.map(lambda _: in_hbm, weights)],
+            out_specs=of_group(D),
+            scratch_shapes=[
+                pltpu.SMEM((E + 1,), jnp.int32),
+                pltpu.SMEM((visits + 1,), jnp.int32),
+                pltpu.SMEM((visits + 1,), jnp.int32),
+                pltpu.VMEM((tile, x.shape[1]), x.dtype),
+                *(pltpu.VMEM((tile, width), jnp.float32) for width in (E, D)),
+                buffers(),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=60 * 2**20),
+        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0),
+        interpret=interpret,
+        name="experts",
+    )(listed.ravel(), tokens, x, scores, weights)
+    return y[:B]
+
+
+def packed(x: Array) -> Array:
+    """x [B, D] of 16 bits as uint32 [B, D / 2], one half over the other: a kernel cannot copy a row of 16 bits. D is
+    first rounded up, so that a half is whole lanes."""
+    if x.dtype == jnp.float32:
+        return x
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % 256)))
+    low, high = (jax.lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32) for half in jnp.split(x, 2, axis=1))
+    return low | high << 16
+
+
+def unpacked(x: Array, dtype: jnp.dtype) -> Array:
+    """The inverse of packed, but for the rounding up."""
+    if dtype == jnp.float32:
+        return x
+    halves = (x & 0xFFFF, x >> 16)
+    return jnp.concatenate([jax.lax.bitcast_convert_type(half.astype(jnp.uint16), dtype) for half in halves], axis=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Routing on TPUs
+
+
+def choose_experts(scores: Array, choice: Array, best: int, config: Config) -> tuple[Array, Array]:
+    """chosen_experts, or on TPUs one kernel: as XLA's dozen small ones, it would take longer than to read the
+    experts."""
+    plain, kernel = (partial(f, best=best, config=config) for f in (chosen_experts, routing_kernel))
+    return jax.lax.platform_dependent(scores, choice, tpu=kernel, default=plain)
+
+
+def routing_kernel(scores, choice, best: int, config: Config, interpret=False) -> tuple[Array, Array]:
+    """chosen_experts as one Pallas kernel for TPUs: k times it takes the highest choice, and strikes it out."""
+    (B, E), k = scores.shape, config.num_experts_per_tok
+    groups, size = config.n_group, E // config.n_group
+
+    def highest(x, lanes):  # x [B, n]: the highest and, of equal ones, the first lane that has it, [B, 1] each
+        value = jnp.max(x, axis=1, keepdims=True)
+        return value, jnp.min(jnp.where(x == value, lanes, x.shape[1]), axis=1, keepdims=True)
+
+    def kernel(scores, choice, ids, weights):
+        lanes = jax.lax.broadcasted_iota(jnp.int32, (tile, E), 1)
+        columns = jax.lax.broadcasted_iota(jnp.int32, (tile, k), 1)
+        left = choice[...]
+        if config.topk_group < groups:
+            group_of = jax.lax.div(lanes, size)
+            group_lanes = jax.lax.broadcasted_iota(jnp.int32, (tile, groups), 1)
+            totals = jnp.zeros((tile, groups), jnp.float32)
+            for group in range(groups):
+                rest, total = jnp.where(group_of == group, left, MASKED), 0.0
+                for _ in range(best):
+                    value, lane = highest(rest, lanes)
+                    rest, total = jnp.where(lanes == lane, MASKED, rest), total + value
+                totals = jnp.where(group_lanes == group, total, totals)
+            is_eligible = lanes < 0
+            for _ in range(config.topk_group):
+                _, group = highest(totals, group_lanes)
+                totals = jnp.where(group_lanes == group, MASKED, totals)
+                is_eligible |= group_of == group
+            left = jnp.where(is_eligible, left, MASKED)
+        chosen, found = jnp.zeros((tile, k), jnp.int32), jnp.zeros((tile, k), jnp.float32)
+        for n in range(k):
+            _, lane = highest(left, lanes)
+            left = jnp.where(lanes == lane, 2 * MASKED, left)  # below those that are not eligible
+            score = jnp.sum(jnp.where(lanes == lane, scores[...], 0), axis=1, keepdims=True)
+            chosen, found = jnp.where(columns == n, lane, chosen), jnp.where(columns == n, score, found)
+        ids[...] = chosen
+        weights[...] = weighed(found, config)
+
+    tile = min(B, 128)
+    return pl.pallas_call(
+        kernel,
+        out_shape=(jax.ShapeDtypeStruct((B, k), jnp.int32), jax.ShapeDtypeStruct((B, k), jnp.float32)),
+        grid=(pl.cdiv(B, tile),),
+        in_specs=[pl.BlockSpec((tile, E), lambda i: (i, 0))] * 2,
+        out_specs=[pl.BlockSpec((tile, k), lambda i: (i, 0))] * 2,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        cost_estimate=kernel_cost(8 * k * B * E, (scores, choice)),
+        interpret=interpret,
+        name="routing",
+    )(scores, choice)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention on TPUs
+
+
+def piece_attention_kernel(q, k, v, start, window: int | None):
+    """plain_piece_attention for TPUs."""
+    return attention_kernel(q, (), (k, v), jnp.broadcast_to(start, len(q)), window)[:2]
+
+
+def slot_attention_kernel(q, new: LayerCache, cache: LayerCache, positions, window: int | None, R: int):
+    """plain_slot_attention for TPUs. It reads the blocks of a row up to its position and no others."""
+    out, log_sum_exp, cache = attention_kernel(q.swapaxes(2, 3), new, cache, positions, window, R)
+    return out.swapaxes(2, 3), log_sum_exp.swapaxes(2, 3), cache
+
+
+def attention_kernel(q, new, cache, starts, window, R=1, queries=1024, block=None, interpret=False):
+    """Causal attention as one Pallas kernel for TPUs, for prefill and for decoding; scores stay in VMEM (as in Dao et
+    al. 2022, "FlashAttention").
+
+    In prefill `new` is (), q [B, K, G, T, H] is at positions starts [B] to starts + T, and arguments and results are
+    those of plain_piece_attention. In decoding they are those of plain_slot_attention, but for q [B, K, 1, G, H]: the
+    query heads lie along T, all at the same position.
+
+    The grid is (rows of the batch, kv heads, tiles of queries, blocks of keys). A tile is about `queries` of them: some
+    positions, with all G heads of each. A block that a tile does not see is neither fetched nor computed: its index is
+    mapped to a block that is there already. In prefill only blocks at the edge of what a tile sees are masked. In
+    decoding all kv heads of a block are fetched at once, since one is too few bytes.
+
+    The running softmax of decoding starts with the new token, which is at hand, so the cache is read only for the
+    tokens before it. Where R devices share the tokens of a row, the new one counts 1 / R on each, and one stores it.
+    That the kernel stores it saves launches and, for the scales, a change of layout. A single slot of a packed dtype
+    cannot be written, so the tile around it is patched in VMEM and written back. The cache that comes in and the one
+    that goes out are the same memory. That is safe: a row's tile is written after the last block of the row was read,
+    and other rows never read it.
+
+    `block` is by default 1,024 slots; in decoding a power of two that makes at most half a MiB of keys, or 128. It is
+    cut to a divisor of the slots.
+    """
+    (B, K, G, T, width), S = q.shape, cache[0].shape[2]
+    split = cache[0].shape[-1]
+    W = cache[1].shape[-1] if width == split else split
+    # kv heads of a grid step; rows of a tile for each of G, whole registers of them; and the positions that they span
+    heads, tile, span = K, ceil_div(T, 8) * 8, 1
+    if not new:
+        heads, tile = 1, min(max(queries // power_of_two(G), 16), max(power_of_two(T), 16))
+        span = tile
+    fitting = 2**19 // (K * split * jax.tree.leaves(cache)[0].dtype.itemsize)
+    block = math.gcd(S, block or (max(128, power_of_two(fitting + 1) // 2) if new else 1024))
+    lanes = min(block, 128)  # of m and l, and as many slots in the tile that is written back
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, -T % tile), (0, 0)))
+    tiles, M = q.shape[3] // tile, G * tile
+
+    # No dividend here is negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
+    def last_block(start, t):
+        return jax.lax.div(jnp.clip(start + (t + 1) * span, 1, R * S) - 1, R * block)
+
+    def first_block(start, t):
+        if window is None:
+            return 0
+        first = jax.lax.div(jnp.maximum(start + t * span - window + 1, 0), R * block)
+        return jnp.minimum(first, last_block(start, t))
+
+    steps = S // block if window is None else min(S // block, (window + span - 2) // (R * block) + 2)
+    if not new:
+        steps = jnp.minimum(steps, last_block(jnp.max(starts), tiles - 1) + 1)
+
+    def kernel(starts, q, new, cache, out, log_sum_exp, new_cache, m, l, acc):
+        # m and l are as wide as scores are, up to 128 lanes. m repeats one number, and l has sums of some keys each: to
+        # add up lanes is slow, and is done once, at the end.
+        t, step, start, r = pl.program_id(2), pl.program_id(3), starts[pl.program_id(0)], shard_index(R)
+        first_query, i, last = start + t * span, first_block(start, t) + step, last_block(start, t)
+
+        def side(x, h):  # [slots, ..] of a kv head, and the scale of each slot [1, slots]
+            if isinstance(x, Int8):
+                scales = slice(h, h + 1) if heads == K else pl.ds(pl.program_id(1), 1)
+                return x.values[0, h].astype(q.dtype), x.scale[0, scales]
+            return x[0, h].astype(q.dtype), 1.0
+
+        def attended(cache, h, product):
+            """The scores of a kv head's queries by `product`, and the values with their scale."""
+            first, second = (side(x, h) for x in cache)
+            q_tile = q[0, h].reshape(M, width)
+            scores = product(q_tile[:, :split], first[0]) * first[1]
+            if width == split:
+                return scores, second
+            return scores + product(q_tile[:, split:], second[0]) * second[1], first
+
+        def product_with_one(q, key):
+            return jnp.sum(q.astype(jnp.float32) * key.astype(jnp.float32), axis=-1, keepdims=True)
+
+        def new_token():
+            return as_stored(jax.tree.map(lambda x: x[...], new), cache)
+
+        @pl.when(step == 0)
+        def begin():
+            m[...] = jnp.full(m.shape, MASKED)
+            l[...] = jnp.zeros(l.shape)
+            acc[...] = jnp.zeros(acc.shape)
+            for h in range(heads) if new else ():
+                scores, (value, scale) = attended(new_token(), h, product_with_one)
+                m[h] = jnp.broadcast_to(scores, m.shape[1:])
+                l[h] = jnp.full(l.shape[1:], 1 / (R * lanes))
+                acc[h] = jnp.broadcast_to(value.astype(jnp.float32) * (scale / R), acc.shape[1:])
+
+        def fold(mask):
+            for h in range(heads):
+                scores, (value, scale) = attended(cache, h, partial(einsum, "th,sh->ts"))
+                if mask is not None:
+                    scores = jnp.where(mask, scores.reshape(G, tile, block), MASKED).reshape(scores.shape)
+                new_m = jnp.maximum(m[h], jnp.max(scores, axis=-1, keepdims=True))
+                alpha, p = jnp.exp(m[h] - new_m), jnp.exp(scores - jnp.tile(new_m, (1, block // lanes)))
+                m[h] = new_m
+                l[h] = l[h] * alpha + sum(jnp.split(p, block // lanes, axis=1))
+                acc[h] = acc[h] * alpha[:, :1] + einsum("ts,sw->tw", (p * scale).astype(q.dtype), value)
+
+        @pl.when(i <= last)
+        def fold_block():
+            keys = (i * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)) * R + r
+            if new:
+                fold((is_attended(keys, start, window) & (keys != start))[None])
+                return
+            is_whole = (i + 1) * block <= first_query + 1
+            if window is not None:
+                is_whole &= i * block > first_query + span - 1 - window
+            positions = first_query + jax.lax.broadcasted_iota(jnp.int32, (tile, block), 0)
+            pl.when(is_whole)(lambda: fold(None))
+            pl.when(~is_whole)(lambda: fold(is_attended(keys, positions, window)[None]))
+
+        if new:
+
+            @pl.when(i == last)
+            def store():
+                first = jax.lax.div(start, R * lanes) * lanes
+                here = pl.ds(0 if lanes == block else pl.multiple_of(first - i * block, lanes), lanes)
+
+                def patch(old, new, patched):
+                    slots = first + jax.lax.broadcasted_iota(jnp.int32, (1, K, lanes) + (1,) * (old.ndim - 3), 2)
+                    patched[...] = jnp.where(slots * R + r == start, new, old[:, :, here])
+
+                jax.tree.map(patch, cache, new_token(), new_cache)
+
+        @pl.when(step == pl.num_programs(3) - 1)
+        def finish():
+            total = jnp.sum(l[...], axis=-1, keepdims=True)
+            out[0] = (acc[...] / total).reshape(heads, G, tile, W)
+            log_sum_exp[0] = (m[...] + jnp.log(total)).reshape(heads, G, tile, lanes)
+
+    def of_tile(width):
+        return pl.BlockSpec((1, heads, G, tile, width), lambda b, n, t, step, starts: (b, n, 0, t, 0))
+
+    def slots(x, size, index):  # `size` slots: the index(start, t, step)-th of the row, with the scales of all heads
+        def at(b, n, t, step, starts):
+            i = index(starts[b], t, step)
+            return (b, n, i, 0) if x.ndim == 4 else (b, 0, i)
+
+        return pl.BlockSpec((1, heads, size, x.shape[3]) if x.ndim == 4 else (1, K, size), at)
+
+    def read(x):  # the block to attend to
+        return slots(x, block, lambda start, t, step: jnp.minimum(first_block(start, t) + step, last_block(start, t)))
+
+    def of_token(x):
+        return slots(x, 1, lambda start, t, step: 0)
+
+    def write(x):  # the tile with the new token's slot
+        return slots(x, lanes, lambda start, t, step: jax.lax.div(start, R * lanes))
+
+    written = ()
+    if new:  # otherwise XLA moves the whole cache to VMEM and back if it fits
+        written = cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
+    out, log_sum_exp = (jax.ShapeDtypeStruct((*q.shape[:4], n), jnp.float32) for n in (W, lanes))
+    out, log_sum_exp, cache = pl.pallas_call(
+        kernel,
+        out_shape=(out, log_sum_exp, jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), written)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(B, K // heads, tiles, steps),
+            in_specs=[of_tile(width), jax.tree.map(of_token, new), jax.tree.map(read, cache)],
+            out_specs=(of_tile(W), of_tile(lanes), jax.tree.map(write, written)),
+            scratch_shapes=[pltpu.VMEM((heads, M, width), jnp.float32) for width in (lanes, lanes, W)],
+        ),
+        input_output_aliases={4 + i: 2 + i for i in range(len(jax.tree.leaves(written)))},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        cost_estimate=kernel_cost(B * K * T * G * S * (width + W), cache),
+        interpret=interpret,
+        name="ragged_attention",
+    )(starts, q, new, cache)
+    return out[:, :, :, :T], log_sum_exp[:, :, :, :T, :1], cache
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exchange between devices
+
+
+def exchange(x: Array, R: int) -> Array:
+    """All-to-all among R consecutive devices of MODEL_AXES. x is [I, ..] with I a divisor of R: each group of R / I
+    consecutive devices receives the same block. Returns [R, ..], a block from each device.
+
+    On TPUs a kernel does it: these are some kilobytes, and launching XLA's all-to-all takes longer than moving them.
+    """
+
+    def plain(x):
+        blocks = jnp.repeat(x, R // x.shape[0], axis=0)
+        return jax.lax.all_to_all(blocks, MODEL_AXES, 0, 0, axis_index_groups=sharer_groups(R))
+
+    return jax.lax.platform_dependent(x, tpu=partial(exchange_kernel, R=R), default=plain)
+
+
+def exchange_kernel(x: Array, R: int, interpret: bool | pltpu.InterpretParams = False) -> Array:
+    """exchange for TPUs: each device writes into the memory of the others.
+
+    Nothing is written before all R have entered. A device leaves when it has a block from each, so all have passed the
+    barrier by then: no signal of the next exchange is mistaken for one of this one, and no block of the next arrives
+    too early.
+    """
+    receivers = R // x.shape[0]  # devices that receive the same block
+
+    def kernel(x, y, semaphores):
+        device = jax.lax.axis_index(MODEL_AXES)
+        r = shard_index(R)
+        group = [{MODEL_AXES: device - r + n} for n in range(R)]  # itself among them
+        barrier = pltpu.get_barrier_semaphore()
+        for other in group:
+            pl.semaphore_signal(barrier, device_id=other)
+        pl.semaphore_wait(barrier, R)
+        sent, received = semaphores.at[0], semaphores.at[1]
+        copies = [
+            pltpu.make_async_remote_copy(x.at[n // receivers], y.at[r], sent, received, group[n]) for n in range(R)
+        ]
+        for copy in copies:
+            copy.start()
+        for copy in copies:
+            copy.wait()
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((R, *x.shape[1:]), x.dtype),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        scratch_shapes=[pltpu.SemaphoreType.DMA((2,))],
+        compiler_params=pltpu.CompilerParams(collective_id=0),
+        interpret=interpret,
+        name="exchange",
+    )(x)

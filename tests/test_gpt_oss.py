@@ -1,0 +1,109 @@
+"""What gpt_oss/ alone has: MXFP4, and what its config.json may not say."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_matches, decode, save_random
+from safetensors.torch import load_file, save_file
+from test_parity import gpt_oss, oss, random_prompts
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+
+@pytest.fixture(scope="module")
+def mxfp4(tmp_path_factory):
+    """A checkpoint as it is released, with every byte in its experts, and the reference model with what transformers
+    makes of these bytes."""
+    path = tmp_path_factory.mktemp("mxfp4")
+    _, model_class, config = oss(num_local_experts=4)
+    reference = save_random(path, model_class, config)
+    tensors = load_file(path / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        exponents = torch.randint(121, 126, shape, generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, exponents
+        with torch.no_grad():
+            reference.get_parameter(name).copy_(convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32))
+    save_file(tensors, path / "model.safetensors")
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return path, reference
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (1, 1, 4)], ids=str)
+def test_mxfp4(mxfp4, mesh):
+    path, reference = mxfp4
+    prompts = random_prompts(70, 3)
+    assert_matches(reference, prompts, decode(gpt_oss, path, prompts, mesh, max_new_tokens=8))
+
+
+def test_mxfp4_converted(mxfp4, tmp_path):
+    """To bfloat16 or float32 experts stay what they are, in the form of other checkpoints. To int8 they are what
+    loading in int8 gives."""
+    path, reference = mxfp4
+    prompts = random_prompts(30)
+    gpt_oss.convert.convert(path, tmp_path / "float32", "float32", int8=False)
+    assert_matches(reference, prompts, decode(gpt_oss, tmp_path / "float32", prompts, (1, 2, 2), max_new_tokens=8))
+    gpt_oss.convert.convert(path, tmp_path / "bfloat16", "bfloat16", int8=False)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    converted = load_file(tmp_path / "bfloat16" / "model-00001-of-00001.safetensors")[name]
+    np.testing.assert_array_equal(converted.float(), reference.get_parameter(name).detach())
+    gpt_oss.convert.convert(path, tmp_path / "int8", "float32", int8=True)
+    converted = decode(gpt_oss, tmp_path / "int8", prompts, (1, 1, 4), max_new_tokens=8)
+    loaded = decode(gpt_oss, path, prompts, int8=True, max_new_tokens=8)
+    assert [token.id for token in converted[0]] == [token.id for token in loaded[0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda blocks, scales: (blocks, None), "are no MXFP4 of 8-bit numbers"),
+        (lambda blocks, scales: (blocks, scales.float()), "are no MXFP4 of 8-bit numbers"),
+        (lambda blocks, scales: (blocks[..., :8], scales), "which is no MXFP4"),
+        (lambda blocks, scales: (blocks[:, 1:], scales[:, 1:]), "has shape .* and config.json asks for"),
+    ],
+)
+def test_damaged_mxfp4(mxfp4, tmp_path, change, words):
+    path, _ = mxfp4
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.2.mlp.experts.down_proj"
+    blocks, scales = change(tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales"))
+    tensors |= {f"{name}_blocks": blocks.contiguous()} | ({} if scales is None else {f"{name}_scales": scales})
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    with pytest.raises(gpt_oss.model.InputError, match=words):
+        gpt_oss.convert.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types is no list of 3 entries"),
+        ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "layer_types of layer 1 'chunked"),
+        ({"sliding_window": None}, "need a sliding_window"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 exceeds num_local_experts 8"),
+        ({"num_local_experts": 10**6}, "num_local_experts cannot be 1000000"),
+        ({"swiglu_limit": 0}, "swiglu_limit cannot be 0"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "factor is missing"),
+        ({"head_dim": 15}, "head_dim 15 must be even"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers cannot be"),
+    ],
+)
+def test_what_config_json_may_not_say(changes, words):
+    _, _, config = oss()
+    with pytest.raises(gpt_oss.model.InputError, match=words):
+        gpt_oss.model.Config.from_dict(config.to_dict() | changes)
+
+
+def test_a_config_json_without_rope_parameters_has_the_released_ones():
+    _, _, config = oss()
+    raw = {name: value for name, value in config.to_dict().items() if name != "rope_parameters"}
+    read = gpt_oss.model.Config.from_dict(raw)
+    assert (read.factor, read.original_max_position_embeddings, read.truncate) == (32.0, 4096, False)
+    assert read.rope_theta == 150000.0
