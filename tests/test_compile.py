@@ -46,31 +46,33 @@ def compile_step(config, mesh, batch, slots, int8, folder="llama3", int8_cache=N
     return model.decode_step.lower(*arguments, **options).compile()
 
 
-def tpu_mesh(topology, tp):
+def tpu_mesh(topology, tp, ep=1):
     topology = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    return FOLDERS["llama3"].model.make_mesh(1, 1, tp, devices=topology.devices[:tp])
+    return FOLDERS["llama3"].model.make_mesh(1, ep, tp, devices=topology.devices[: ep * tp])
 
 
 @pytest.mark.parametrize(
-    ("folder", "name", "topology", "tp", "int8", "slots"),
+    ("folder", "name", "topology", "ep", "tp", "int8", "slots"),
     [
-        ("llama3", "llama-3.1-8b", "v5e:2x4", 8, False, 2048),
-        ("llama3", "llama-3.1-70b", "v5e:4x4", 16, True, 2048),
-        ("glm4", "glm-4-9b-0414", "v5e:4x4", 16, False, 2048),
-        ("llama4", "llama-4-scout-17b-16e", "v5e:4x4", 16, True, 4096),
+        ("llama3", "llama-3.1-8b", "v5e:2x4", 1, 8, False, 2048),
+        ("llama3", "llama-3.1-70b", "v5e:4x4", 1, 16, True, 2048),
+        ("glm4", "glm-4-9b-0414", "v5e:4x4", 1, 16, False, 2048),
+        ("llama4", "llama-4-scout-17b-16e", "v5e:4x4", 1, 16, True, 4096),
+        ("qwen3", "qwen3-30b-a3b", "v5e:2x4", 4, 2, False, 2048),
+        ("gpt_oss", "gpt-oss-120b", "v5e:4x4", 2, 8, True, 2048),
     ],
 )
-def test_full_size_on_tpus(folder, name, topology, tp, int8, slots):
+def test_full_size_on_tpus(folder, name, topology, ep, tp, int8, slots):
     """Two all-reduces a layer, one for the embedding, one all-gather for the next token, and no other collective. Eight
     layers stand for all; test_plan.py compiles a whole model."""
     config = full_size(name, folder, num_hidden_layers=8)
-    text = compile_step(config, tpu_mesh(topology, tp), 8, slots, int8, folder).as_text()
+    text = compile_step(config, tpu_mesh(topology, tp, ep), 8, slots, int8, folder).as_text()
     counts, layers = Counter(COLLECTIVE.findall(text)), config.num_hidden_layers
     assert counts == {"all-reduce": 2 * layers + 1, "all-gather": 1}
     kernels = Counter(KERNEL.findall(text))
     assert kernels["ragged_attention"] == layers
-    assert kernels["exchange"] == (2 * layers if tp > config.num_key_value_heads else 0)
-    assert kernels["experts"] == len(getattr(config, "moe_layers", ()))
+    assert kernels["exchange"] == (2 * layers if ep * tp > config.num_key_value_heads else 0)
+    assert kernels["experts"] == sum("router" in layer for layer in FOLDERS[folder].model.weights_of(config)["layers"])
     assert largest_copy(text) < 2**20
 
 
@@ -108,6 +110,7 @@ def test_experts_are_not_cut_finer_than_lanes():
     ]
     wanted += [("glm4_flash", "glm-4.7-flash", "v5e:2x4", (1, 2, 4))]
     wanted += [("llama4", "llama-4-maverick-17b-128e", "v5e:8x8", (1, 1, 64))]
+    wanted += [("qwen3", "qwen3-30b-a3b", "v5e:2x4", (1, 4, 2)), ("gpt_oss", "gpt-oss-120b", "v5e:4x4", (1, 2, 8))]
     for folder, name, topology, shape in wanted:
         devices, model = (
             topologies.get_topology_desc(platform="tpu", topology_name=topology).devices,

@@ -132,6 +132,44 @@ def test_devices_without_work(monkeypatch, platform, B):
     assert_close(on_mesh(model.make_mesh(1, 4, 2), *arguments), reference(*arguments), jnp.float32)
 
 
+@pytest.mark.parametrize(
+    ("platform", "B"), [("cpu", 1), ("cpu", 40), ("gpu", 2), ("gpu", 40), ("tpu", 3), ("tpu", 140)], ids=str
+)
+@pytest.mark.parametrize(("dtype", "int8"), [(jnp.float32, False), (jnp.bfloat16, True)], ids=["f32", "int8"])
+def test_biases_and_a_residual_stream_of_no_whole_lanes(monkeypatch, platform, B, dtype, int8):
+    """160 columns, which TPUs store as 256, and biases of gate, up and down, on two devices along tp."""
+    select(monkeypatch, platform)
+    x, ids, scale, w_gate_up, w_down = random_arguments(B, 2, 8, 160, 256, dtype, int8)
+    random = np.random.default_rng(1)
+    biases = tuple(random.standard_normal((8, size)).astype(np.float32) for size in (512, 160))
+    wanted = np.zeros(x.shape)
+    for b, row in enumerate(ids):
+        for slot, e in enumerate(row):
+            weights = (
+                np.asarray(w.values, np.float64) * w.scale[..., None] if int8 else w for w in (w_gate_up, w_down)
+            )
+            up_down = [np.asarray(w[e], np.float64) for w in weights]
+            gate, up = np.split(up_down[0] @ np.asarray(x[b], np.float64) + biases[0][e], 2)
+            wanted[b] += scale[b, slot] * (up_down[1] @ (np.tanh(gate) * up) + biases[1][e])
+
+    def body(x, ids, scale, w_gate_up, w_down, *biases):
+        def activate(gate, up, score):
+            return jnp.tanh(gate) * up * score
+
+        return jax.lax.psum(model.experts(x, ids, scale, w_gate_up, w_down, activate, biases), model.MODEL_AXES)
+
+    if platform == "tpu":
+        width = ((0, 0), (0, 0), (0, 96))
+        w_gate_up = w_gate_up._replace(values=jnp.pad(w_gate_up.values, width)) if int8 else jnp.pad(w_gate_up, width)
+    mesh = model.make_mesh(1, 1, 2, devices=jax.devices()[:2])
+    split = model.Int8(P(None, "tp"), P(None, "tp")) if int8 else P(None, "tp")
+    down = model.Int8(P(None, None, "tp"), P()) if int8 else P(None, None, "tp")
+    specs = (P(), P(), P(), split, down, P(None, "tp"), P())
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
+    out = program(x, ids, scale, grouped(w_gate_up, 2), w_down, grouped(biases[0], 2), biases[1])
+    assert_close(out, wanted, dtype)
+
+
 def test_rows_do_not_depend_on_others():
     """What a tile's other rows are must not show: not even where they are not finite."""
     arguments = random_arguments(16, 2, 8, 128, 256, jnp.float32, False)
