@@ -67,7 +67,7 @@ def shape_of(weight) -> tuple[int, ...]:
 def split_of(weight) -> str:
     """How devices split it."""
     if weight.split is None:
-        return "whole on each device"
+        return "experts over ep" if weight.experts else "whole on each device"
     split = f"{('rows', 'columns')[weight.split]} over {' x '.join(weight.axes())}"
     return f"experts over ep, {split}" if weight.experts else split
 

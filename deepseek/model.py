@@ -551,13 +551,13 @@ class Part:
     """Rows of the checkpoint's tensors that devices split; columns, if the weight is split by input.
 
     `tensors` maps names to numbers of rows; they are concatenated. A name with `{}` stands for one tensor per expert;
-    in the weight of several experts, a name without it is a packed tensor [experts, input, output].
+    in the weight of several experts, a name without it is a packed tensor [experts, input, output], or of vectors.
 
     The rows form `units` of equal size that are never cut, such as heads (0: each row is one). Units form `groups`,
     such as the query heads of one kv head. A device holds whole groups. If there are more devices than groups, the
     units of a group are divided among its devices, and the last ones may get fewer or none; a `replicated` part is
     copied to each of them. `rows` (start, stop) limits the part to these rows. `within` (start, stop) takes these rows
-    of each unit. A device has room for a multiple of `multiple` units; what they do not fill is zeros.
+    of each unit. The units of a device are rounded up to a multiple of `multiple`; the added ones are zeros.
     """
 
     tensors: dict[str, int]
@@ -627,7 +627,7 @@ class Weight:
         return () if self.split is None else MODEL_AXES[1:] if self.experts else MODEL_AXES
 
     def is_packed(self) -> bool:
-        """Whether the matrices of all experts are one tensor, [experts, input, output]."""
+        """Whether the matrices, or vectors, of all experts are one tensor."""
         return bool(self.experts) and not any("{}" in name for part in self.parts for name in part.tensors)
 
     def is_matrix(self) -> bool:
@@ -683,9 +683,9 @@ def by_input(outputs: int, part: Part, experts: int = 0) -> Weight:
     return dataclasses.replace(by_output(outputs, part, experts=experts), split=1)
 
 
-def bias(*parts: Part) -> Weight:
-    """The biases of a matrix that is split by output."""
-    return Weight(parts, 0, None, ".bias")
+def bias(*parts: Part, suffix: str = ".bias", experts: int = 0, dtype: str | None = None) -> Weight:
+    """A vector split over devices, such as the biases of a matrix that is split by output; or one for each expert."""
+    return Weight(parts, 0, None, suffix, experts, dtype)
 
 
 def whole(name: str, *shape: int, dtype: str | None = None) -> Weight:
@@ -1517,9 +1517,12 @@ def quantize(x: Array) -> Int8:
     return Int8(values.astype(jnp.int8), scale)
 
 
-def values_and_scale(x: Array | Int8, dtype: jnp.dtype) -> tuple[Array, Array | None]:
-    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none."""
-    return (x.values.astype(dtype), x.scale) if isinstance(x, Int8) else (x, None)
+def values_and_scale(x, dtype: jnp.dtype) -> tuple[Array, Array | None]:
+    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none. What is neither an
+    array nor Int8 has a method that gives its values."""
+    if isinstance(x, Int8):
+        return x.values.astype(dtype), x.scale
+    return x if isinstance(x, Array) else x.dequantized(dtype), None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1626,6 +1629,8 @@ def read_rope(config: dict) -> dict:
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(table, dict):
         raise InputError(f"config.json: the rope parameters must be a table, not {table!r:.40}")
+    if any(isinstance(value, dict) for value in table.values()):
+        raise InputError("config.json: rope parameters that differ by layer type are not supported")
     top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     given = {name: value for part in (top_level, table) for name, value in part.items() if value is not None}
     given.setdefault("rope_type", given.get("type", "default"))
@@ -1724,10 +1729,10 @@ def mesh_shape(
 def stored_width(C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
     """The input dimension C of a device's part of a matrix as it is stored, maybe with zeros beside it.
 
-    On TPUs it is whole lanes of 128 numbers if devices split the outputs. XLA stores any other array with its output
-    dimension last, and would copy it for a kernel in every step. On CPUs 16-bit rows, but for experts, lie no multiple
-    of 4,096 bytes apart: such rows map to the same places in the processor's cache, and the product would take up to
-    1.7 times as long.
+    On TPUs a matrix that is split by output gets whole lanes of 128 numbers. Otherwise XLA would store it with the
+    output dimension last, and copy it for a kernel in every step. On CPUs 16-bit rows must not lie a multiple of 4,096
+    bytes apart, since such rows map to the same places in the processor's cache, and the product would take up to 1.7
+    times as long. They get 32 numbers more, unless they are experts.
     """
     platform = mesh.devices.flat[0].platform
     if platform == "tpu" and weight.split == 0:
@@ -2000,24 +2005,27 @@ def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> 
     E, x = w_down.shape[0], widened(x, w_gate_up)
     has_few = ids.size < 3 * E
     gather, loop, kernel = (partial(f, activate=activate) for f in (gathered_experts, expert_loop, expert_kernel))
-    whole = partial(loop, columns=None)
+    whole = partial(loop, columns=())
     mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
     shared = partial(in_tiles, loop, tile=min(max(power_of_two(mean), 16), 64))
-    on_cpu = partial(in_tiles, partial(loop, columns=2048), tile=1) if has_few else shared
+    in_4_bits = not isinstance(w_down, (Array, Int8))  # which are unpacked before they are multiplied
+    alone = partial(loop, columns=(256, 128) if in_4_bits else (2048,))
+    on_cpu = partial(in_tiles, alone, tile=1) if has_few else shared
     on_gpu = gather if has_few else partial(in_tiles, whole, tile=512)
     in_lanes = w_down.shape[2] % 128 == 0  # of a TPU, and of its memory: the kernel fetches no less
-    on_tpu = kernel if in_lanes else partial(in_tiles, whole, tile=128)
+    on_tpu = kernel if in_lanes and not in_4_bits else partial(in_tiles, whole, tile=128)
     arguments = x, ids, scores, w_gate_up, w_down, gate_up_bias
     return jax.lax.platform_dependent(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
 
 def expert_loop(
-    x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int, activate, columns: int | None = 256
+    x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int, activate, columns: tuple[int, ...] = (256,)
 ) -> Array:
-    """For CPUs, and GPUs with many rows: a loop over tiles of rows, the experts that they chose, and pieces of
-    `columns` columns of these (None: all). A piece is still in a CPU's caches when it is multiplied."""
+    """For CPUs, and GPUs with many rows: a loop over tiles of rows, the experts that they chose, and pieces of these. A
+    piece has as many columns as the first of `columns` that divides all of them, or all. It is still in a CPU's caches
+    when it is multiplied."""
     B, (E, D, F) = len(x), w_down.shape
-    columns = columns if columns and F % columns == 0 else F
+    columns = next((n for n in columns if F % n == 0), F)
     chosen = jnp.any(ids.reshape(B // tile, -1, 1) == jnp.arange(E), axis=1).ravel()  # [tiles * E]
     visits = jnp.flatnonzero(chosen, size=min(chosen.size, ids.size))  # tile * E + expert, of those with work
     scores = scores_by_expert(ids, scores, E)
@@ -2034,13 +2042,15 @@ def expert_loop(
                 if a.ndim <= axis:  # the scale has no such axis
                     return jax.lax.dynamic_index_in_dim(a, e, keepdims=False)
                 starts, sizes = [e] + [0] * (a.ndim - 1), [1, *a.shape[1:]]
-                starts[axis], sizes[axis] = start, columns
+                n = w.shape[axis] // a.shape[axis]  # columns to a number of this array
+                starts[axis], sizes[axis] = start // n, columns // n
                 # As integers: XLA for CPUs would turn all of a bfloat16 array to float32 to cut a piece of it.
                 bits = jax.lax.bitcast_convert_type(a, jnp.uint16) if a.dtype == jnp.bfloat16 else a
                 piece = jax.lax.dynamic_slice(bits, starts, sizes)[0]
                 return jax.lax.bitcast_convert_type(piece, a.dtype)
 
-            return jax.tree.map(cut, w)
+            piece = jax.tree.map(cut, w)
+            return piece if isinstance(w, (Array, Int8)) else piece.dequantized(x.dtype)
 
         multiply = partial(jax.lax.platform_dependent, cpu=cpu_product, default=product)
         rows = jax.lax.dynamic_slice_in_dim(x, t * tile, tile)

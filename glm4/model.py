@@ -341,13 +341,13 @@ class Part:
     """Rows of the checkpoint's tensors that devices split; columns, if the weight is split by input.
 
     `tensors` maps names to numbers of rows; they are concatenated. A name with `{}` stands for one tensor per expert;
-    in the weight of several experts, a name without it is a packed tensor [experts, input, output].
+    in the weight of several experts, a name without it is a packed tensor [experts, input, output], or of vectors.
 
     The rows form `units` of equal size that are never cut, such as heads (0: each row is one). Units form `groups`,
     such as the query heads of one kv head. A device holds whole groups. If there are more devices than groups, the
     units of a group are divided among its devices, and the last ones may get fewer or none; a `replicated` part is
     copied to each of them. `rows` (start, stop) limits the part to these rows. `within` (start, stop) takes these rows
-    of each unit. A device has room for a multiple of `multiple` units; what they do not fill is zeros.
+    of each unit. The units of a device are rounded up to a multiple of `multiple`; the added ones are zeros.
     """
 
     tensors: dict[str, int]
@@ -417,7 +417,7 @@ class Weight:
         return () if self.split is None else MODEL_AXES[1:] if self.experts else MODEL_AXES
 
     def is_packed(self) -> bool:
-        """Whether the matrices of all experts are one tensor, [experts, input, output]."""
+        """Whether the matrices, or vectors, of all experts are one tensor."""
         return bool(self.experts) and not any("{}" in name for part in self.parts for name in part.tensors)
 
     def is_matrix(self) -> bool:
@@ -473,9 +473,9 @@ def by_input(outputs: int, part: Part, experts: int = 0) -> Weight:
     return dataclasses.replace(by_output(outputs, part, experts=experts), split=1)
 
 
-def bias(*parts: Part) -> Weight:
-    """The biases of a matrix that is split by output."""
-    return Weight(parts, 0, None, ".bias")
+def bias(*parts: Part, suffix: str = ".bias", experts: int = 0, dtype: str | None = None) -> Weight:
+    """A vector split over devices, such as the biases of a matrix that is split by output; or one for each expert."""
+    return Weight(parts, 0, None, suffix, experts, dtype)
 
 
 def whole(name: str, *shape: int, dtype: str | None = None) -> Weight:
@@ -1120,8 +1120,8 @@ def in_cache_layout(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Ar
 
 
 def with_sinks(attended: tuple[Array, Array], sinks: Array | None) -> Array:
-    """The output [B, K, G, T, W] of softmaxes with one more term, which no value belongs to, so that a head can attend
-    to nothing: `sinks` [N] has its logit for each query head (Xiao et al. 2023, "attention sinks"), None: no such term.
+    """The output [B, K, G, T, H] of softmaxes that have one logit more, without a value, so that a head can attend to
+    nothing (as in Xiao et al. 2023, "attention sinks"): float32 `sinks` [N], one for each query head, or None.
     `attended` is the output without it, and the log-sum-exp of the scores."""
     out, log_sum_exp = attended
     if sinks is None:
@@ -1191,7 +1191,7 @@ def decode_attention(
     if R > 1:
         parts = jnp.concatenate(attended, axis=-1).reshape(B, R, G, width + 1)
         parts = exchange(parts.swapaxes(0, 1), R)
-        attended = (x.reshape(B, 1, G, 1, -1) for x in joined(parts, axis=0))
+        attended = [x.reshape(B, 1, G, 1, -1) for x in joined(parts, axis=0)]
     out = with_sinks(attended, sinks).astype(q.dtype)
     return out.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, 1, N * H), cache
 
@@ -1223,9 +1223,12 @@ def quantize(x: Array) -> Int8:
     return Int8(values.astype(jnp.int8), scale)
 
 
-def values_and_scale(x: Array | Int8, dtype: jnp.dtype) -> tuple[Array, Array | None]:
-    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none."""
-    return (x.values.astype(dtype), x.scale) if isinstance(x, Int8) else (x, None)
+def values_and_scale(x, dtype: jnp.dtype) -> tuple[Array, Array | None]:
+    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none. What is neither an
+    array nor Int8 has a method that gives its values."""
+    if isinstance(x, Int8):
+        return x.values.astype(dtype), x.scale
+    return x if isinstance(x, Array) else x.dequantized(dtype), None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1332,6 +1335,8 @@ def read_rope(config: dict) -> dict:
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(table, dict):
         raise InputError(f"config.json: the rope parameters must be a table, not {table!r:.40}")
+    if any(isinstance(value, dict) for value in table.values()):
+        raise InputError("config.json: rope parameters that differ by layer type are not supported")
     top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     given = {name: value for part in (top_level, table) for name, value in part.items() if value is not None}
     given.setdefault("rope_type", given.get("type", "default"))
@@ -1430,10 +1435,10 @@ def mesh_shape(
 def stored_width(C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
     """The input dimension C of a device's part of a matrix as it is stored, maybe with zeros beside it.
 
-    On TPUs it is whole lanes of 128 numbers if devices split the outputs. XLA stores any other array with its output
-    dimension last, and would copy it for a kernel in every step. On CPUs 16-bit rows, but for experts, lie no multiple
-    of 4,096 bytes apart: such rows map to the same places in the processor's cache, and the product would take up to
-    1.7 times as long.
+    On TPUs a matrix that is split by output gets whole lanes of 128 numbers. Otherwise XLA would store it with the
+    output dimension last, and copy it for a kernel in every step. On CPUs 16-bit rows must not lie a multiple of 4,096
+    bytes apart, since such rows map to the same places in the processor's cache, and the product would take up to 1.7
+    times as long. They get 32 numbers more, unless they are experts.
     """
     platform = mesh.devices.flat[0].platform
     if platform == "tpu" and weight.split == 0:

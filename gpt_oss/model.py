@@ -7,8 +7,8 @@ compilers need to be told. The last two consist of blocks that other models have
 uses. The file needs only jax and numpy.
 
 Differs from llama3 in: `attention`, whose heads have a sink each, and a window in every second layer; `feed_forward`,
-which has experts with biases in every layer, chosen by `route`; `activation`, which is clamped; `rope_frequencies`,
-which knows yarn alone.
+which has experts with biases, chosen by `route`; `activation`, which is clamped; `rope_frequencies` and `rope_scale`,
+which know yarn; `weights_of`, which keeps experts in 4 bits.
 
     config = Config.from_dict(json.loads(Path("config.json").read_text()))
     mesh = make_mesh(tp=jax.device_count())
@@ -27,10 +27,11 @@ concatenates them. axis_index is the place of this device along such axes.
 
 Parallelism. A mesh of devices has three axes. `dp` splits the batch. `ep` splits the experts, and `tp` the intermediate
 dimension of each. Both together split all other matrices but the router: attention by heads (Shoeybi et al. 2019,
-"Megatron-LM"). All device code runs under `jax.shard_map`, and devices exchange nothing except in the collectives that
-the code spells out. A decode step has one `psum` in the embedding, two in each layer, and two `all_gather` for the next
-token. If ep x tp exceeds num_key_value_heads, R devices share each kv head, and each caches every R-th token for it.
-Prefill gathers such a cache in blocks; decoding exchanges queries and outputs (see `exchange`).
+"Megatron-LM"), embedding and head by vocab_size. All device code runs under `jax.shard_map`, and devices exchange
+nothing except in the collectives that the code spells out. A decode step has one `psum` in the embedding, two in each
+layer, and two `all_gather` for the next token. If ep x tp exceeds num_key_value_heads, R devices share each kv head,
+and each caches every R-th token for it. Prefill gathers such a cache in blocks; decoding exchanges queries and outputs
+(see `exchange`).
 
 Dimension letters, in shapes and einsums. Under shard_map B, N, K, G, F, E and V are the sizes on one device.
 
@@ -83,16 +84,19 @@ ROPE = {  # the rope parameters of a config.json that has none
     "original_max_position_embeddings": 4096,
     "truncate": False,
 }
-ROPE_PARAMETERS = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
-ROPE_PARAMETERS += ("mscale", "mscale_all_dim", "attention_factor")
+YARN_OPTIONS = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor")
+ROPE_PARAMETERS = {  # required and optional parameters of each rope_type
+    "default": ((), ()),
+    "yarn": (("factor", "original_max_position_embeddings"), YARN_OPTIONS),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The values of config.json that inference needs, under config.json's own names.
+    """The values of config.json that inference needs, under config.json's own names, and a fact of the checkpoint.
 
     The rope parameters are flat here; config.json may nest them in `rope_scaling` (transformers 4) or `rope_parameters`
-    (transformers 5). Defaults are those of transformers.
+    (transformers 5). Other defaults are those of transformers.
     """
 
     vocab_size: int
@@ -112,7 +116,8 @@ class Config:
     tie_word_embeddings: bool = False
     attention_bias: bool = True
     rope_theta: float = 150000.0
-    factor: float = 1.0  # of yarn; 1 changes nothing
+    rope_type: str = "default"
+    factor: float = 1.0
     original_max_position_embeddings: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -120,37 +125,42 @@ class Config:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     attention_factor: float = 0.0
+    experts_are_mxfp4: bool = False  # in the checkpoint
 
     n_group = topk_group = 1  # constants: `choose_experts` can limit the choice to some groups of experts
 
     @classmethod
     def from_dict(cls, config: dict, names: Collection[str] = ()) -> Config:
-        """Reads the dict of a config.json, as transformers 4 or 5 writes it. `names`, of the checkpoint's tensors, are
-        not needed for these models.
+        """Reads the dict of a config.json, as transformers 4 or 5 writes it. The names of the checkpoint's tensors tell
+        whether its experts are in MXFP4; without names, quantization_config does.
 
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
-        if not (config.get("rope_scaling") or config.get("rope_parameters")):
+        if not config.get("rope_scaling") and config.get("rope_parameters") is None:
             config = config | {"rope_parameters": ROPE}
         rope = read_rope(config)
         check_supported(
             model_type=(config.get("model_type"), ("gpt_oss",)),
-            rope_type=(rope["rope_type"], ("yarn", "default")),
+            rope_type=(rope["rope_type"], tuple(ROPE_PARAMETERS)),
             partial_rotary_factor=(rope.get("partial_rotary_factor", 1), (1,)),
-            hidden_act=(config.get("hidden_act", "silu"), ("silu", "swish")),
+            is_causal=(config.get("is_causal", True), (True,)),
         )
-        read_elsewhere = ("layer_types", *ROPE_PARAMETERS)
-        given = {name: value for name, value in config.items() if name not in read_elsewhere}
-        is_yarn = rope["rope_type"] == "yarn"
-        for name in ROPE_PARAMETERS if is_yarn else ("rope_theta",):
+        needed, optional = ROPE_PARAMETERS[rope["rope_type"]]
+        read_elsewhere = ("layer_types", "experts_are_mxfp4", "factor", *YARN_OPTIONS)
+        given = {"num_local_experts": config.get("num_experts")}  # transformers knows both names
+        given |= {name: value for name, value in config.items() if name not in read_elsewhere}
+        for name in ("rope_type", "rope_theta", *needed, *optional):
             value = rope.get(name)  # as in transformers, 0 counts as absent for most
-            if value != 0 or value is False or name in ("rope_theta", "attention_factor"):
+            if value != 0 or name in ("rope_theta", "attention_factor", "truncate"):
                 given[name] = value
-        given = read_fields(cls, given, ("factor", "original_max_position_embeddings") if is_yarn else ())
-        if "num_key_value_heads" in config:  # here only if it is null
+        given = read_fields(cls, given, needed)
+        if "num_key_value_heads" in config:  # null: the reference's default is not for that
             given.setdefault("num_key_value_heads", given["num_attention_heads"])
         if "head_dim" in config:
             given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
+        quantization = config.get("quantization_config")
+        says_mxfp4 = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+        given["experts_are_mxfp4"] = any(name.endswith("_blocks") for name in names) if names else says_mxfp4
         layers = given["num_hidden_layers"]
         if layers >= 2**16:  # before lists of that length are made
             raise InputError(f"config.json: num_hidden_layers cannot be {layers}")
@@ -172,7 +182,7 @@ class Config:
             raise InputError(f"config.json: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
         if self.head_dim % 2 or not self.head_dim:
             raise InputError(f"config.json: head_dim {self.head_dim} must be even: rotary embedding turns pairs")
-        if self.rope_theta <= 1:
+        if self.rope_type == "yarn" and self.rope_theta <= 1:
             raise InputError(f"config.json: rope_theta {self.rope_theta} must exceed 1: yarn divides by its logarithm")
         if self.num_local_experts >= 2**12:  # before tables of that length are made
             raise InputError(f"config.json: num_local_experts cannot be {self.num_local_experts}")
@@ -191,7 +201,8 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
     """Raises InputError if the mesh does not divide the model."""
     shards, kv_heads = model_shards(mesh), config.num_key_value_heads
     if config.num_local_experts % mesh.shape["ep"]:
-        raise InputError(f"ep = {mesh.shape['ep']} does not divide num_local_experts {config.num_local_experts}")
+        sizes = f"ep = {mesh.shape['ep']} does not divide num_local_experts {config.num_local_experts}"
+        raise InputError(f"{sizes}; choose a divisor of it")
     if kv_heads % shards and shards % kv_heads:
         raise InputError(f"ep x tp = {shards} is neither a divisor nor a multiple of num_key_value_heads {kv_heads}")
 
@@ -203,11 +214,13 @@ def weights_of(config: Config) -> dict:
     A matrix is [output, input]; in the checkpoint experts are [input, output] or, in 4 bits, [output, input]. Split by
     output, each device computes some of the outputs. Split by input, each device computes a partial sum of all outputs,
     and a psum adds the sums. `qkv` joins q_proj, k_proj and v_proj, so that they are one product: a device holds its
-    query heads, then its key heads, then its value heads. Experts are split over ep, and each over tp, in which a
-    device has a multiple of 128 columns: 2,880 are no multiple of a TPU's lanes. In the checkpoint a gate row and an up
-    row take turns; here the gate rows come first. The router, which every device needs, is whole on each, and so are
-    the norms, which are float32, in which they are computed. "Declaring weights" explains Part, by_output, by_input,
-    bias and whole.
+    query heads, then its key heads, then its value heads.
+
+    Experts are split over ep, and each over tp by its intermediate dimension. Zeros are added to that, so that a device
+    has a multiple of 128, which a TPU's kernel needs. In the checkpoint the rows of gate and up take turns; here all
+    gate rows come first. The router, which every device needs, is whole on each, and so are the norms. Those in layers,
+    the sinks, the router's bias and those of gate and up are float32, so that no step converts them. "Declaring
+    weights" explains Part, by_output, by_input, bias and whole; "Numbers of 4 bits", in_4_bits.
     """
     D, H, F, E = config.hidden_size, config.head_dim, config.intermediate_size, config.num_local_experts
     N, K = config.num_attention_heads, config.num_key_value_heads
@@ -222,20 +235,23 @@ def weights_of(config: Config) -> dict:
         )
 
         def gate_and_up(name):
-            rows = {f"{mlp}.experts.{name}": 2 * F}
-            return (Part(rows, units=F, within=(row, row + 1), multiple=128) for row in (0, 1))
+            tensors = {f"{mlp}.experts.{name}": 2 * F}
+            return (Part(tensors, units=F, within=(row, row + 1), multiple=128) for row in (0, 1))
 
+        down = Part({f"{mlp}.experts.down_proj": F}, multiple=128)
+        experts = by_output(D, *gate_and_up("gate_up_proj"), experts=E), by_input(D, down, experts=E)
+        experts_gate_up, experts_down = map(in_4_bits, experts) if config.experts_are_mxfp4 else experts
         weights = {
             "attention_norm": whole(f"model.layers.{i}.input_layernorm.weight", D, dtype="float32"),
             "qkv": by_output(D, q, k, v),
-            "sinks": Weight((Part({f"{attention}.sinks": N}, units=N, groups=K),), 0, None, "", dtype="float32"),
+            "sinks": bias(Part({attention: N}, units=N, groups=K), suffix=".sinks", dtype="float32"),
             "o": by_input(D, o),
             "mlp_norm": whole(f"model.layers.{i}.post_attention_layernorm.weight", D, dtype="float32"),
             "router": whole(f"{mlp}.router.weight", E, D),
             "router_bias": whole(f"{mlp}.router.bias", E, dtype="float32"),
-            "experts_gate_up": by_output(D, *gate_and_up("gate_up_proj"), experts=E),
-            "experts_gate_up_bias": Weight(tuple(gate_and_up("gate_up_proj_bias")), 0, None, "", E, "float32"),
-            "experts_down": by_input(D, Part({f"{mlp}.experts.down_proj": F}, multiple=128), experts=E),
+            "experts_gate_up": experts_gate_up,
+            "experts_gate_up_bias": bias(*gate_and_up("gate_up_proj_bias"), suffix="", experts=E, dtype="float32"),
+            "experts_down": experts_down,
             "experts_down_bias": Weight((Part({f"{mlp}.experts.down_proj_bias": D}),), None, None, "", E),
         }
         if config.attention_bias:
@@ -245,7 +261,7 @@ def weights_of(config: Config) -> dict:
     weights = {
         "embedding": by_output(D, Part({"model.embed_tokens": config.vocab_size})),
         "layers": [layer(i) for i in range(config.num_hidden_layers)],
-        "norm": whole("model.norm.weight", D),
+        "norm": whole("model.norm.weight", D),  # its dtype is that of the residual stream
     }
     if not config.tie_word_embeddings:
         weights["head"] = by_output(D, Part({"lm_head": config.vocab_size}))
@@ -264,37 +280,39 @@ def left_out(name: str, config: Config) -> str | None:
 def rope_frequencies(config: Config) -> np.ndarray:
     """float32 [H / 2]: the angle by which each pair rotates per position (Su et al. 2021).
 
-    Yarn (Peng et al. 2023) divides by `factor` those that make fewer than `beta_slow` rotations over the original
+    "yarn" (Peng et al. 2023) divides by `factor` those that make fewer than `beta_slow` rotations over the original
     context, keeps those that make more than `beta_fast`, and interpolates between. The rounding is that of
     transformers: at large positions the last digit of a frequency matters.
     """
     H, theta, factor = config.head_dim, config.rope_theta, config.factor
     exponents = np.arange(0, H, 2, dtype=np.float32) / np.float32(H)
     wavelengths = (np.float64(theta) ** exponents).astype(np.float32)
-    if factor == 1:
-        return (1 / wavelengths).astype(np.float32)
+    frequencies = 1 / wavelengths
+    if config.rope_type == "yarn":
 
-    def pair_that_turns(times):
-        return H * math.log(config.original_max_position_embeddings / (times * 2 * math.pi)) / (2 * math.log(theta))
+        def pair_that_turns(times):
+            return H * math.log(config.original_max_position_embeddings / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    first, last = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
-    if config.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, H - 1)
-    last += 0.001 if first == last else 0
-    divided = np.clip((np.arange(H // 2, dtype=np.float32) - np.float32(first)) / np.float32(last - first), 0, 1)
-    kept = 1 - divided
-    frequencies = 1 / (np.float32(factor) * wavelengths) * (1 - kept) + 1 / wavelengths * kept
+        first, last = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
+        if config.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, H - 1)
+        last += 0.001 if first == last else 0
+        divided = np.clip((np.arange(H // 2, dtype=np.float32) - np.float32(first)) / np.float32(last - first), 0, 1)
+        kept = 1 - divided
+        frequencies = 1 / (np.float32(factor) * wavelengths) * (1 - kept) + frequencies * kept
     return frequencies.astype(np.float32)
 
 
 def rope_scale(config: Config) -> float:
-    """Yarn's factor of queries and keys, which grows with `factor`. As in transformers, attention_factor wins over the
-    two mscales."""
+    """The factor of queries and keys with yarn, which grows with `factor`. As in transformers, attention_factor wins
+    over the two mscales."""
 
     def grown(mscale):
         return 0.1 * mscale * math.log(config.factor) + 1 if config.factor > 1 else 1.0
 
+    if config.rope_type != "yarn":
+        return 1.0
     if config.attention_factor:
         return config.attention_factor
     if config.mscale and config.mscale_all_dim:
@@ -317,8 +335,9 @@ def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, co
     the new cache.
 
     `attend(q, k, v, cache, positions, mask, sinks)` is prefill_attention or decode_attention; otherwise both run the
-    same layers. q [B, T, N, H] is scaled already; k and v are float32 [B, T, K, H]; sinks float32 [N] are logits of
-    attending to nothing. It returns the attention output [B, T, N H], and this layer's cache with k and v stored.
+    same layers. q [B, T, N, H] is scaled already; k and v are float32 [B, T, K, H]; sinks float32 [N] has each query
+    head's logit of attending to nothing. `attend` returns the attention output [B, T, N H], and this layer's cache with
+    k and v stored.
     """
     h = rms_norm(x, w["attention_norm"], config.rms_norm_eps)
     q, k, v = split_heads(linear(h, w["qkv"], w.get("qkv_bias")), config)
@@ -334,17 +353,19 @@ def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, co
 @jax.named_scope("mlp")
 def feed_forward(x: Array, w: dict, config: Config) -> Array:
     """The second half of a layer, on x [B, T, D]: norm, the experts that the router chooses, and residual."""
-    h = rms_norm(x, w["mlp_norm"], config.rms_norm_eps).reshape(-1, x.shape[-1])
-    ids, scores = route(linear(h, w["router"], w["router_bias"]), config)
-    activate, biases = partial(activation, config=config), (w["experts_gate_up_bias"], w["experts_down_bias"])
-    out = experts(h, ids, scores, w["experts_gate_up"], w["experts_down"], activate, biases)
-    return x + jax.lax.psum(out.astype(x.dtype), MODEL_AXES).reshape(x.shape)
+    h = rms_norm(x, w["mlp_norm"], config.rms_norm_eps)
+    tokens = h.reshape(-1, h.shape[-1])
+    ids, scores = route(linear(tokens, w["router"], w["router_bias"]), config)
+    activate = partial(activation, config=config)
+    biases = w["experts_gate_up_bias"], w["experts_down_bias"]
+    out = experts(tokens, ids, scores, w["experts_gate_up"], w["experts_down"], activate, biases).reshape(h.shape)
+    return x + jax.lax.psum(out.astype(x.dtype), MODEL_AXES)
 
 
 def route(logits: Array, config: Config) -> tuple[Array, Array]:
     """The experts of each token, int32 [B, k], and the weights of their outputs, float32 [B, k], from the router's
     float32 logits [B, E]: the highest logits. B counts tokens here, and E all experts."""
-    return choose_experts(logits, logits, 1, config)
+    return choose_experts(logits, logits, best=1, config=config)  # `best` is of a group, and there are no groups
 
 
 def weighed(scores: Array, config: Config) -> Array:
@@ -354,11 +375,11 @@ def weighed(scores: Array, config: Config) -> Array:
 
 
 def activation(gate: Array, up: Array, score: Array, config: Config) -> Array:
-    """The hidden layer of an expert whose output is multiplied by its score [B, 1]: float32 [B, F]. It is a SwiGLU
-    whose gate is at most `swiglu_limit`, and whose up lies within that on both sides and is 1 more.
+    """The hidden layer of an expert whose output is multiplied by its score [B, 1]: float32 [B, F]. It is a SwiGLU with
+    clamps: `gate` is at most `swiglu_limit`, `up` is within that on both sides, and 1 is added to `up`.
 
-    The product after this is linear, so the score can be applied here. A row that did not choose the expert has score
-    0, and adds nothing.
+    The product after this is linear, so the score can be applied here; to the bias after it, `experts` applies it. A
+    row that did not choose the expert has score 0, and adds nothing.
     """
     limit = config.swiglu_limit
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
@@ -457,13 +478,13 @@ class Part:
     """Rows of the checkpoint's tensors that devices split; columns, if the weight is split by input.
 
     `tensors` maps names to numbers of rows; they are concatenated. A name with `{}` stands for one tensor per expert;
-    in the weight of several experts, a name without it is a packed tensor [experts, input, output].
+    in the weight of several experts, a name without it is a packed tensor [experts, input, output], or of vectors.
 
     The rows form `units` of equal size that are never cut, such as heads (0: each row is one). Units form `groups`,
     such as the query heads of one kv head. A device holds whole groups. If there are more devices than groups, the
     units of a group are divided among its devices, and the last ones may get fewer or none; a `replicated` part is
     copied to each of them. `rows` (start, stop) limits the part to these rows. `within` (start, stop) takes these rows
-    of each unit. A device has room for a multiple of `multiple` units; what they do not fill is zeros.
+    of each unit. The units of a device are rounded up to a multiple of `multiple`; the added ones are zeros.
     """
 
     tensors: dict[str, int]
@@ -533,7 +554,7 @@ class Weight:
         return () if self.split is None else MODEL_AXES[1:] if self.experts else MODEL_AXES
 
     def is_packed(self) -> bool:
-        """Whether the matrices of all experts are one tensor, [experts, input, output]."""
+        """Whether the matrices, or vectors, of all experts are one tensor."""
         return bool(self.experts) and not any("{}" in name for part in self.parts for name in part.tensors)
 
     def is_matrix(self) -> bool:
@@ -589,9 +610,9 @@ def by_input(outputs: int, part: Part, experts: int = 0) -> Weight:
     return dataclasses.replace(by_output(outputs, part, experts=experts), split=1)
 
 
-def bias(*parts: Part) -> Weight:
-    """The biases of a matrix that is split by output."""
-    return Weight(parts, 0, None, ".bias")
+def bias(*parts: Part, suffix: str = ".bias", experts: int = 0, dtype: str | None = None) -> Weight:
+    """A vector split over devices, such as the biases of a matrix that is split by output; or one for each expert."""
+    return Weight(parts, 0, None, suffix, experts, dtype)
 
 
 def whole(name: str, *shape: int, dtype: str | None = None) -> Weight:
@@ -1236,8 +1257,8 @@ def in_cache_layout(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Ar
 
 
 def with_sinks(attended: tuple[Array, Array], sinks: Array | None) -> Array:
-    """The output [B, K, G, T, W] of softmaxes with one more term, which no value belongs to, so that a head can attend
-    to nothing: `sinks` [N] has its logit for each query head (Xiao et al. 2023, "attention sinks"), None: no such term.
+    """The output [B, K, G, T, H] of softmaxes that have one logit more, without a value, so that a head can attend to
+    nothing (as in Xiao et al. 2023, "attention sinks"): float32 `sinks` [N], one for each query head, or None.
     `attended` is the output without it, and the log-sum-exp of the scores."""
     out, log_sum_exp = attended
     if sinks is None:
@@ -1307,7 +1328,7 @@ def decode_attention(
     if R > 1:
         parts = jnp.concatenate(attended, axis=-1).reshape(B, R, G, width + 1)
         parts = exchange(parts.swapaxes(0, 1), R)
-        attended = (x.reshape(B, 1, G, 1, -1) for x in joined(parts, axis=0))
+        attended = [x.reshape(B, 1, G, 1, -1) for x in joined(parts, axis=0)]
     out = with_sinks(attended, sinks).astype(q.dtype)
     return out.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, 1, N * H), cache
 
@@ -1392,6 +1413,53 @@ def chosen_experts(scores: Array, choice: Array, best: int, config: Config) -> t
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Numbers of 4 bits
+
+
+class Mxfp4(NamedTuple):
+    """Numbers of 4 bits (a sign, two bits of exponent, one of mantissa), times a power of two for each 32 of them along
+    the last dimension (Rouhani et al. 2023, "Microscaling Data Formats").
+
+    `values` uint8 [.., C / 2] has two numbers in a byte: byte j of 16 has number j of the 32 in its lower half, and
+    number j + 16 in the upper one, so that both halves are vectors of neighbours. `exponents` uint8 [.., C / 32] has
+    127 for a factor of 1.
+    """
+
+    values: Array
+    exponents: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.values.shape[:-1], 2 * self.values.shape[-1])
+
+    def dequantized(self, dtype: jnp.dtype) -> Array:
+        """The numbers in `dtype`, [.., C]."""
+        halves = self.values.reshape(*self.exponents.shape, 1, 16) >> jnp.array([[0], [4]], jnp.uint8)
+        magnitude = halves & 7  # of 0, 1/2, 1, 3/2, 2, 3, 4, 6
+        twice = jnp.where(magnitude < 4, magnitude, (2 | magnitude & 1) << (magnitude >> 1) - 1).astype(jnp.float32)
+        factor = jax.lax.bitcast_convert_type(self.exponents.astype(jnp.uint32) << 23, jnp.float32) / 2
+        numbers = jnp.where(halves & 8 == 0, twice, -twice) * factor[..., None, None]
+        return numbers.astype(dtype).reshape(self.shape)
+
+
+class Mxfp4Weight(Weight):
+    """A matrix that is kept as Mxfp4, in which the checkpoint has it, unless it is to be Int8. On TPUs it is not, since
+    unpacking would take longer than reading bfloat16."""
+
+    def abstract(self, mesh: Mesh, dtype: jnp.dtype, int8: bool) -> jax.ShapeDtypeStruct | Int8 | Mxfp4:
+        array = super().abstract(mesh, dtype, int8)
+        if int8 or mesh.devices.flat[0].platform == "tpu":
+            return array
+        shapes = ((*array.shape[:-1], array.shape[-1] // n) for n in (2, 32))
+        return Mxfp4(*(jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=array.sharding) for shape in shapes))
+
+
+def in_4_bits(weight: Weight) -> Mxfp4Weight:
+    """The same weight, kept in 4 bits."""
+    return Mxfp4Weight(**vars(weight))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Int8
 
 
@@ -1418,9 +1486,12 @@ def quantize(x: Array) -> Int8:
     return Int8(values.astype(jnp.int8), scale)
 
 
-def values_and_scale(x: Array | Int8, dtype: jnp.dtype) -> tuple[Array, Array | None]:
-    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none."""
-    return (x.values.astype(dtype), x.scale) if isinstance(x, Int8) else (x, None)
+def values_and_scale(x, dtype: jnp.dtype) -> tuple[Array, Array | None]:
+    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none. What is neither an
+    array nor Int8 has a method that gives its values."""
+    if isinstance(x, Int8):
+        return x.values.astype(dtype), x.scale
+    return x if isinstance(x, Array) else x.dequantized(dtype), None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1527,6 +1598,8 @@ def read_rope(config: dict) -> dict:
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(table, dict):
         raise InputError(f"config.json: the rope parameters must be a table, not {table!r:.40}")
+    if any(isinstance(value, dict) for value in table.values()):
+        raise InputError("config.json: rope parameters that differ by layer type are not supported")
     top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     given = {name: value for part in (top_level, table) for name, value in part.items() if value is not None}
     given.setdefault("rope_type", given.get("type", "default"))
@@ -1625,10 +1698,10 @@ def mesh_shape(
 def stored_width(C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
     """The input dimension C of a device's part of a matrix as it is stored, maybe with zeros beside it.
 
-    On TPUs it is whole lanes of 128 numbers if devices split the outputs. XLA stores any other array with its output
-    dimension last, and would copy it for a kernel in every step. On CPUs 16-bit rows, but for experts, lie no multiple
-    of 4,096 bytes apart: such rows map to the same places in the processor's cache, and the product would take up to
-    1.7 times as long.
+    On TPUs a matrix that is split by output gets whole lanes of 128 numbers. Otherwise XLA would store it with the
+    output dimension last, and copy it for a kernel in every step. On CPUs 16-bit rows must not lie a multiple of 4,096
+    bytes apart, since such rows map to the same places in the processor's cache, and the product would take up to 1.7
+    times as long. They get 32 numbers more, unless they are experts.
     """
     platform = mesh.devices.flat[0].platform
     if platform == "tpu" and weight.split == 0:
@@ -1901,24 +1974,27 @@ def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> 
     E, x = w_down.shape[0], widened(x, w_gate_up)
     has_few = ids.size < 3 * E
     gather, loop, kernel = (partial(f, activate=activate) for f in (gathered_experts, expert_loop, expert_kernel))
-    whole = partial(loop, columns=None)
+    whole = partial(loop, columns=())
     mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
     shared = partial(in_tiles, loop, tile=min(max(power_of_two(mean), 16), 64))
-    on_cpu = partial(in_tiles, partial(loop, columns=2048), tile=1) if has_few else shared
+    in_4_bits = not isinstance(w_down, (Array, Int8))  # which are unpacked before they are multiplied
+    alone = partial(loop, columns=(256, 128) if in_4_bits else (2048,))
+    on_cpu = partial(in_tiles, alone, tile=1) if has_few else shared
     on_gpu = gather if has_few else partial(in_tiles, whole, tile=512)
     in_lanes = w_down.shape[2] % 128 == 0  # of a TPU, and of its memory: the kernel fetches no less
-    on_tpu = kernel if in_lanes else partial(in_tiles, whole, tile=128)
+    on_tpu = kernel if in_lanes and not in_4_bits else partial(in_tiles, whole, tile=128)
     arguments = x, ids, scores, w_gate_up, w_down, gate_up_bias
     return jax.lax.platform_dependent(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
 
 def expert_loop(
-    x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int, activate, columns: int | None = 256
+    x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int, activate, columns: tuple[int, ...] = (256,)
 ) -> Array:
-    """For CPUs, and GPUs with many rows: a loop over tiles of rows, the experts that they chose, and pieces of
-    `columns` columns of these (None: all). A piece is still in a CPU's caches when it is multiplied."""
+    """For CPUs, and GPUs with many rows: a loop over tiles of rows, the experts that they chose, and pieces of these. A
+    piece has as many columns as the first of `columns` that divides all of them, or all. It is still in a CPU's caches
+    when it is multiplied."""
     B, (E, D, F) = len(x), w_down.shape
-    columns = columns if columns and F % columns == 0 else F
+    columns = next((n for n in columns if F % n == 0), F)
     chosen = jnp.any(ids.reshape(B // tile, -1, 1) == jnp.arange(E), axis=1).ravel()  # [tiles * E]
     visits = jnp.flatnonzero(chosen, size=min(chosen.size, ids.size))  # tile * E + expert, of those with work
     scores = scores_by_expert(ids, scores, E)
@@ -1935,13 +2011,15 @@ def expert_loop(
                 if a.ndim <= axis:  # the scale has no such axis
                     return jax.lax.dynamic_index_in_dim(a, e, keepdims=False)
                 starts, sizes = [e] + [0] * (a.ndim - 1), [1, *a.shape[1:]]
-                starts[axis], sizes[axis] = start, columns
+                n = w.shape[axis] // a.shape[axis]  # columns to a number of this array
+                starts[axis], sizes[axis] = start // n, columns // n
                 # As integers: XLA for CPUs would turn all of a bfloat16 array to float32 to cut a piece of it.
                 bits = jax.lax.bitcast_convert_type(a, jnp.uint16) if a.dtype == jnp.bfloat16 else a
                 piece = jax.lax.dynamic_slice(bits, starts, sizes)[0]
                 return jax.lax.bitcast_convert_type(piece, a.dtype)
 
-            return jax.tree.map(cut, w)
+            piece = jax.tree.map(cut, w)
+            return piece if isinstance(w, (Array, Int8)) else piece.dequantized(x.dtype)
 
         multiply = partial(jax.lax.platform_dependent, cpu=cpu_product, default=product)
         rows = jax.lax.dynamic_slice_in_dim(x, t * tile, tile)

@@ -133,9 +133,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise InputError(unsupported)
     Config.from_dict(raw_config)  # reports what is wrong with config.json before what is wrong with the tensors
     found = stored_tensors(folder)
+    config = Config.from_dict(raw_config, found)
     with_fp8_scales(folder, found, quantization)
     with_mxfp4_exponents(folder, found)
-    config, int8 = Config.from_dict(raw_config, found), quantization == INT8
+    int8 = quantization == INT8
     try:
         return Checkpoint(folder, config, raw_config, int8, *check_tensors(folder, found, config, int8))
     except InputError as error:
@@ -282,7 +283,7 @@ def read_rows(tensor: Stored, *index: slice | int) -> np.ndarray:
     if tensor.exponents:
         return read_mxfp4(tensor, *index)
     on_disk = swapped(tensor.shape) if tensor.is_packed else tensor.shape
-    dtype = ml_dtypes.float8_e4m3fn if tensor.scale else DTYPES[tensor.dtype]
+    dtype = ml_dtypes.float8_e4m3fn if tensor.scale else DTYPES.get(tensor.dtype, np.uint8)
     array = np.memmap(tensor.file, dtype, "r", tensor.offset, on_disk)
     array = (array.swapaxes(-1, -2) if tensor.is_packed else array)[index]
     if tensor.scale is None:
@@ -349,6 +350,8 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
         """A weight as it is on disk, each device's part of it."""
         if checkpoint.int8 and isinstance(abstract, Int8):
             return Int8(read(abstract.values, weight), read(abstract.scale, scales_of(weight)))
+        if isinstance(abstract, tuple) and not isinstance(abstract, Int8):
+            return type(abstract)(*read_4_bits(checkpoint.tensors, weight, *abstract))
         values = abstract.values if isinstance(abstract, Int8) else abstract
         names = weight.tensors()
         dtypes = {checkpoint.tensors[name].dtype for name in names}
@@ -370,11 +373,37 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
             return jax.block_until_ready(jax.jit(quantize, out_shardings=shardings)(array))
         return jax.tree.map(lambda x, a: a if a.dtype == x.dtype else a.astype(x.dtype), abstract, array)
 
-    abstract, tree = jax.tree.flatten(target, is_leaf=lambda x: isinstance(x, Int8))
+    abstract, tree = jax.tree.flatten(target, is_leaf=lambda x: isinstance(x, tuple))
     arrays = read_ahead(read, abstract, jax.tree.leaves(weights_of(checkpoint.config)))
     pairs, delay = zip(abstract, arrays, strict=True), 1 if needed < 0.1 else 0  # seconds before the bar appears
     with progress_bar(pairs, total=len(abstract), desc="loading", unit=" weights", delay=delay) as bar:
         return tree.unflatten([cast_or_rounded(*pair) for pair in bar])
+
+
+def read_4_bits(tensors: dict, weight: Weight, *abstract: jax.ShapeDtypeStruct) -> Iterator[jax.Array]:
+    """The bytes of an MXFP4 weight, each device's part of them: those that hold two numbers, in the order of Mxfp4 in
+    model.py, and those that hold the exponent of 32."""
+    for n, array in zip((2, 32), abstract, strict=True):  # numbers to a byte
+        stored = {}
+        for name in weight.tensors():
+            as_bytes = {"dtype": "U8", "shape": (*tensors[name].shape[:-1], tensors[name].shape[-1] // n)}
+            stored[name] = tensors[name]._replace(**as_bytes, exponents=None, is_packed=False)
+            stored[name] = tensors[name].exponents if n == 32 else stored[name]
+        shorter = dataclasses.replace(weight, other_dim=weight.other_dim // n)
+        if weight.split == 1:
+            rows = {name: size // n for name, size in weight.parts[0].tensors.items()}
+            part = dataclasses.replace(weight.parts[0], tensors=rows, multiple=weight.parts[0].multiple // n)
+            shorter = dataclasses.replace(weight, parts=(part,))
+
+        def block(index, stored=stored, weight=shorter, shape=array.shape, is_pairs=n == 2):
+            found = block_of(stored, weight, index, shape, np.dtype(np.uint8))
+            if is_pairs:
+                groups = found.reshape(*found.shape[:-1], -1, 16)
+                numbers = np.stack([groups & 15, groups >> 4], axis=-1).reshape(*groups.shape[:-1], 2, 16)
+                found = (numbers[..., 0, :] | numbers[..., 1, :] << 4).reshape(found.shape)
+            return found
+
+        yield jax.make_array_from_callback(array.shape, array.sharding, block, dtype=np.uint8)
 
 
 def read_ahead(read, *arguments: list) -> Iterator:

@@ -7,9 +7,9 @@ decoding, attention over the cache, int8. "Fast on each machine" is the appendix
 told. The last two consist of blocks that other models have too, with options that not every model uses. The file needs
 only jax and numpy.
 
-Differs from llama3 in: `attention`, which has a norm of each query head and each key head; `feed_forward`, which has
-experts in some layers, chosen by `route`; `rope_frequencies`, which knows yarn; `Config`, which says what each layer
-has.
+Differs from llama3 in: `attention`, which has a norm of each query head and each key head; `feed_forward`, which can
+have experts, chosen by `route`; `rope_frequencies` and `rope_scale`, which know yarn; `Config`, which says what each
+layer has.
 
     config = Config.from_dict(json.loads(Path("config.json").read_text()))
     mesh = make_mesh(tp=jax.device_count())
@@ -27,12 +27,12 @@ along the axes that it names: psum adds their arrays (an all-reduce), all_gather
 concatenates them. axis_index is the place of this device along such axes.
 
 Parallelism. A mesh of devices has three axes. `dp` splits the batch. `ep` splits the experts, and `tp` the intermediate
-dimension of each. Both together split all other matrices but the router: attention by heads, and MLPs by
-intermediate_size (Shoeybi et al. 2019, "Megatron-LM"). All device code runs under `jax.shard_map`, and devices exchange
-nothing except in the collectives that the code spells out. A decode step has one `psum` in the embedding, two in each
-layer, and two `all_gather` for the next token. If ep x tp exceeds num_key_value_heads, R devices share each kv head,
-and each caches every R-th token for it. Prefill gathers such a cache in blocks; decoding exchanges queries and outputs
-(see `exchange`).
+dimension of each. Both together split all other matrices but the router: attention by heads, MLPs by intermediate_size
+(Shoeybi et al. 2019, "Megatron-LM"), embedding and head by vocab_size. All device code runs under `jax.shard_map`, and
+devices exchange nothing except in the collectives that the code spells out. A decode step has one `psum` in the
+embedding, two in each layer, and two `all_gather` for the next token. If ep x tp exceeds num_key_value_heads, R devices
+share each kv head, and each caches every R-th token for it. Prefill gathers such a cache in blocks; decoding exchanges
+queries and outputs (see `exchange`).
 
 Dimension letters, in shapes and einsums. Under shard_map B, N, K, G, F, E and V are the sizes on one device.
 
@@ -89,10 +89,10 @@ ROPE_PARAMETERS = {  # required and optional parameters of each rope_type
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The values of config.json that inference needs, under config.json's own names, and what each layer has.
+    """The values of config.json that inference needs, under config.json's own names, and which layers have experts.
 
-    The rope fields may stand in `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5). Defaults are
-    those of transformers.
+    The rope parameters are flat here; config.json may nest them in `rope_scaling` (transformers 4) or `rope_parameters`
+    (transformers 5). Other defaults are those of transformers.
     """
 
     vocab_size: int
@@ -107,7 +107,7 @@ class Config:
     moe_intermediate_size: int = 768  # of an expert
     norm_topk_prob: bool = False
     moe_layers: tuple[int, ...] = ()  # the layers with experts
-    windowed_layers: tuple[int, ...] = ()  # those whose tokens attend to the last `sliding_window` alone
+    layer_types: tuple[str, ...] = ()  # for each layer "sliding_attention" or "full_attention"
     sliding_window: int = 4096
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
@@ -138,25 +138,23 @@ class Config:
             rope_type=(rope["rope_type"], tuple(ROPE_PARAMETERS)),
             partial_rotary_factor=(rope.get("partial_rotary_factor", 1), (1,)),
             hidden_act=(config.get("hidden_act", "silu"), ("silu", "swish")),
+            is_causal=(config.get("is_causal", True), (True,)),
         )
-        has_experts = config["model_type"] == "qwen3_moe"
+        is_moe = config["model_type"] == "qwen3_moe"
+        num_experts = config.get("num_local_experts", config.get("num_experts", 128)) if is_moe else 0
         needed, optional = ROPE_PARAMETERS[rope["rope_type"]]
-        given = {"num_key_value_heads": 4 if has_experts else 32}
-        given |= {"num_experts": config.get("num_local_experts")}  # transformers 5 writes this name
-        given |= {name: value for name, value in config.items() if name not in ("factor", *YARN_OPTIONS)}
+        read_elsewhere = ("num_experts", "moe_layers", "layer_types", "factor", *YARN_OPTIONS)
+        given = {"num_key_value_heads": 4 if is_moe else 32}
+        given |= {name: value for name, value in config.items() if name not in read_elsewhere}
         for name in ("rope_type", "rope_theta", *needed, *optional):
             value = rope.get(name)  # as in transformers, 0 counts as absent for most
-            if value != 0 or value is False or name in ("rope_theta", "attention_factor"):
+            if value != 0 or name in ("rope_theta", "attention_factor", "truncate"):
                 given[name] = value
-        if has_experts and given["num_experts"] == 0:
-            has_experts, given["num_experts"] = False, None
-        # read_layers reads the fields about each layer.
-        given = {name: value for name, value in given.items() if name not in ("moe_layers", "windowed_layers")}
-        given = read_fields(cls, given, needed)
+        given = read_fields(cls, given | ({"num_experts": num_experts} if num_experts != 0 else {}), needed)
         given.setdefault("num_key_value_heads", given["num_attention_heads"])
         width = given["hidden_size"] // given["num_attention_heads"]
-        given.setdefault("head_dim", width if config["model_type"] == "qwen3_moe" else 128)
-        result = cls(**given, **read_layers(config, given["num_hidden_layers"], has_experts))
+        given.setdefault("head_dim", width if is_moe else 128)
+        result = cls(**given, **read_layers(config, given["num_hidden_layers"], has_experts=num_experts != 0))
         result.check()
         return result
 
@@ -178,11 +176,11 @@ class Config:
 
     def mask(self, layer: int) -> Mask:
         """Which tokens a token attends to in a layer: all up to its own, or the last ones."""
-        return Mask(window=self.sliding_window if layer in self.windowed_layers else None)
+        return Mask(window=self.sliding_window if self.layer_types[layer] == "sliding_attention" else None)
 
 
-def read_layers(config: dict, layers: int, has_experts: bool) -> dict[str, tuple[int, ...]]:
-    """The layers with experts and those with a window: config.json's, or the reference's defaults."""
+def read_layers(config: dict, layers: int, has_experts: bool) -> dict[str, tuple]:
+    """The fields of Config that say something about each layer: config.json's, or the reference's defaults."""
 
     def value_of(name, default, is_allowed):
         value = default if config.get(name) is None else config[name]
@@ -207,8 +205,7 @@ def read_layers(config: dict, layers: int, has_experts: bool) -> dict[str, tuple
         allowed = ("full_attention", "sliding_attention")[: 1 + uses_window]
         kinds = value_of("layer_types", kinds, lambda value: isinstance(value, list) and len(value) >= layers)
         check_supported(**{f"layer_types of layer {i}": (kind, allowed) for i, kind in enumerate(kinds)})
-    windowed = [i for i in range(layers) if kinds[i] == "sliding_attention"]
-    return {"moe_layers": tuple(with_experts), "windowed_layers": tuple(windowed)}
+    return {"moe_layers": tuple(with_experts), "layer_types": tuple(kinds[:layers])}
 
 
 def check_mesh(config: Config, mesh: Mesh) -> None:
@@ -235,8 +232,8 @@ def weights_of(config: Config) -> dict:
     by input, each device computes a partial sum of all outputs, and a psum adds the sums. `qkv` joins q_proj, k_proj
     and v_proj, so that they are one product: a device holds its query heads, then its key heads, then its value heads.
     `gate_up` joins gate_proj and up_proj likewise. Experts are split over ep, and each like an MLP over tp. The router,
-    which every device needs, is whole on each, and so are the norms. Those in a layer are float32, in which they are
-    computed. "Declaring weights" explains Part, by_output, by_input, bias and whole.
+    which every device needs, is whole on each, and so are the norms. Those in layers are float32, so that no step
+    converts them. "Declaring weights" explains Part, by_output, by_input, bias and whole.
     """
     D, H, E = config.hidden_size, config.head_dim, config.num_experts
     N, K = config.num_attention_heads, config.num_key_value_heads
@@ -275,7 +272,7 @@ def weights_of(config: Config) -> dict:
     weights = {
         "embedding": by_output(D, Part({"model.embed_tokens": config.vocab_size})),
         "layers": [layer(i) for i in range(config.num_hidden_layers)],
-        "norm": whole("model.norm.weight", D),
+        "norm": whole("model.norm.weight", D),  # its dtype is that of the residual stream
     }
     if not config.tie_word_embeddings:
         weights["head"] = by_output(D, Part({"lm_head": config.vocab_size}))
@@ -351,7 +348,7 @@ def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, co
     the new cache.
 
     `attend(q, k, v, cache, positions, mask)` is prefill_attention or decode_attention; otherwise both run the same
-    layers. q [B, T, N, H] is scaled already; k and v are float32 [B, T, K, H]. It returns the attention output
+    layers. q [B, T, N, H] is scaled already; k and v are float32 [B, T, K, H]. `attend` returns the attention output
     [B, T, N H], and this layer's cache with k and v stored.
     """
     h = rms_norm(x, w["attention_norm"], config.rms_norm_eps)
@@ -383,9 +380,9 @@ def feed_forward(x: Array, w: dict, config: Config) -> Array:
 
 def route(logits: Array, config: Config) -> tuple[Array, Array]:
     """The experts of each token, int32 [B, k], and the weights of their outputs, float32 [B, k], from the router's
-    float32 logits [B, E]: the highest softmaxes. B counts tokens here, and E all experts."""
+    float32 logits [B, E]: the k most probable, by a softmax over all. B counts tokens here, and E all experts."""
     scores = jax.nn.softmax(logits)
-    return choose_experts(scores, scores, 1, config)
+    return choose_experts(scores, scores, best=1, config=config)  # `best` is of a group, and there are no groups
 
 
 def weighed(scores: Array, config: Config) -> Array:
@@ -494,13 +491,13 @@ class Part:
     """Rows of the checkpoint's tensors that devices split; columns, if the weight is split by input.
 
     `tensors` maps names to numbers of rows; they are concatenated. A name with `{}` stands for one tensor per expert;
-    in the weight of several experts, a name without it is a packed tensor [experts, input, output].
+    in the weight of several experts, a name without it is a packed tensor [experts, input, output], or of vectors.
 
     The rows form `units` of equal size that are never cut, such as heads (0: each row is one). Units form `groups`,
     such as the query heads of one kv head. A device holds whole groups. If there are more devices than groups, the
     units of a group are divided among its devices, and the last ones may get fewer or none; a `replicated` part is
     copied to each of them. `rows` (start, stop) limits the part to these rows. `within` (start, stop) takes these rows
-    of each unit. A device has room for a multiple of `multiple` units; what they do not fill is zeros.
+    of each unit. The units of a device are rounded up to a multiple of `multiple`; the added ones are zeros.
     """
 
     tensors: dict[str, int]
@@ -570,7 +567,7 @@ class Weight:
         return () if self.split is None else MODEL_AXES[1:] if self.experts else MODEL_AXES
 
     def is_packed(self) -> bool:
-        """Whether the matrices of all experts are one tensor, [experts, input, output]."""
+        """Whether the matrices, or vectors, of all experts are one tensor."""
         return bool(self.experts) and not any("{}" in name for part in self.parts for name in part.tensors)
 
     def is_matrix(self) -> bool:
@@ -626,9 +623,9 @@ def by_input(outputs: int, part: Part, experts: int = 0) -> Weight:
     return dataclasses.replace(by_output(outputs, part, experts=experts), split=1)
 
 
-def bias(*parts: Part) -> Weight:
-    """The biases of a matrix that is split by output."""
-    return Weight(parts, 0, None, ".bias")
+def bias(*parts: Part, suffix: str = ".bias", experts: int = 0, dtype: str | None = None) -> Weight:
+    """A vector split over devices, such as the biases of a matrix that is split by output; or one for each expert."""
+    return Weight(parts, 0, None, suffix, experts, dtype)
 
 
 def whole(name: str, *shape: int, dtype: str | None = None) -> Weight:
@@ -1273,8 +1270,8 @@ def in_cache_layout(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Ar
 
 
 def with_sinks(attended: tuple[Array, Array], sinks: Array | None) -> Array:
-    """The output [B, K, G, T, W] of softmaxes with one more term, which no value belongs to, so that a head can attend
-    to nothing: `sinks` [N] has its logit for each query head (Xiao et al. 2023, "attention sinks"), None: no such term.
+    """The output [B, K, G, T, H] of softmaxes that have one logit more, without a value, so that a head can attend to
+    nothing (as in Xiao et al. 2023, "attention sinks"): float32 `sinks` [N], one for each query head, or None.
     `attended` is the output without it, and the log-sum-exp of the scores."""
     out, log_sum_exp = attended
     if sinks is None:
@@ -1344,7 +1341,7 @@ def decode_attention(
     if R > 1:
         parts = jnp.concatenate(attended, axis=-1).reshape(B, R, G, width + 1)
         parts = exchange(parts.swapaxes(0, 1), R)
-        attended = (x.reshape(B, 1, G, 1, -1) for x in joined(parts, axis=0))
+        attended = [x.reshape(B, 1, G, 1, -1) for x in joined(parts, axis=0)]
     out = with_sinks(attended, sinks).astype(q.dtype)
     return out.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, 1, N * H), cache
 
@@ -1455,9 +1452,12 @@ def quantize(x: Array) -> Int8:
     return Int8(values.astype(jnp.int8), scale)
 
 
-def values_and_scale(x: Array | Int8, dtype: jnp.dtype) -> tuple[Array, Array | None]:
-    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none."""
-    return (x.values.astype(dtype), x.scale) if isinstance(x, Int8) else (x, None)
+def values_and_scale(x, dtype: jnp.dtype) -> tuple[Array, Array | None]:
+    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none. What is neither an
+    array nor Int8 has a method that gives its values."""
+    if isinstance(x, Int8):
+        return x.values.astype(dtype), x.scale
+    return x if isinstance(x, Array) else x.dequantized(dtype), None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1564,6 +1564,8 @@ def read_rope(config: dict) -> dict:
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(table, dict):
         raise InputError(f"config.json: the rope parameters must be a table, not {table!r:.40}")
+    if any(isinstance(value, dict) for value in table.values()):
+        raise InputError("config.json: rope parameters that differ by layer type are not supported")
     top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     given = {name: value for part in (top_level, table) for name, value in part.items() if value is not None}
     given.setdefault("rope_type", given.get("type", "default"))
@@ -1662,10 +1664,10 @@ def mesh_shape(
 def stored_width(C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
     """The input dimension C of a device's part of a matrix as it is stored, maybe with zeros beside it.
 
-    On TPUs it is whole lanes of 128 numbers if devices split the outputs. XLA stores any other array with its output
-    dimension last, and would copy it for a kernel in every step. On CPUs 16-bit rows, but for experts, lie no multiple
-    of 4,096 bytes apart: such rows map to the same places in the processor's cache, and the product would take up to
-    1.7 times as long.
+    On TPUs a matrix that is split by output gets whole lanes of 128 numbers. Otherwise XLA would store it with the
+    output dimension last, and copy it for a kernel in every step. On CPUs 16-bit rows must not lie a multiple of 4,096
+    bytes apart, since such rows map to the same places in the processor's cache, and the product would take up to 1.7
+    times as long. They get 32 numbers more, unless they are experts.
     """
     platform = mesh.devices.flat[0].platform
     if platform == "tpu" and weight.split == 0:
@@ -1938,24 +1940,27 @@ def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> 
     E, x = w_down.shape[0], widened(x, w_gate_up)
     has_few = ids.size < 3 * E
     gather, loop, kernel = (partial(f, activate=activate) for f in (gathered_experts, expert_loop, expert_kernel))
-    whole = partial(loop, columns=None)
+    whole = partial(loop, columns=())
     mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
     shared = partial(in_tiles, loop, tile=min(max(power_of_two(mean), 16), 64))
-    on_cpu = partial(in_tiles, partial(loop, columns=2048), tile=1) if has_few else shared
+    in_4_bits = not isinstance(w_down, (Array, Int8))  # which are unpacked before they are multiplied
+    alone = partial(loop, columns=(256, 128) if in_4_bits else (2048,))
+    on_cpu = partial(in_tiles, alone, tile=1) if has_few else shared
     on_gpu = gather if has_few else partial(in_tiles, whole, tile=512)
     in_lanes = w_down.shape[2] % 128 == 0  # of a TPU, and of its memory: the kernel fetches no less
-    on_tpu = kernel if in_lanes else partial(in_tiles, whole, tile=128)
+    on_tpu = kernel if in_lanes and not in_4_bits else partial(in_tiles, whole, tile=128)
     arguments = x, ids, scores, w_gate_up, w_down, gate_up_bias
     return jax.lax.platform_dependent(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
 
 def expert_loop(
-    x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int, activate, columns: int | None = 256
+    x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int, activate, columns: tuple[int, ...] = (256,)
 ) -> Array:
-    """For CPUs, and GPUs with many rows: a loop over tiles of rows, the experts that they chose, and pieces of
-    `columns` columns of these (None: all). A piece is still in a CPU's caches when it is multiplied."""
+    """For CPUs, and GPUs with many rows: a loop over tiles of rows, the experts that they chose, and pieces of these. A
+    piece has as many columns as the first of `columns` that divides all of them, or all. It is still in a CPU's caches
+    when it is multiplied."""
     B, (E, D, F) = len(x), w_down.shape
-    columns = columns if columns and F % columns == 0 else F
+    columns = next((n for n in columns if F % n == 0), F)
     chosen = jnp.any(ids.reshape(B // tile, -1, 1) == jnp.arange(E), axis=1).ravel()  # [tiles * E]
     visits = jnp.flatnonzero(chosen, size=min(chosen.size, ids.size))  # tile * E + expert, of those with work
     scores = scores_by_expert(ids, scores, E)
@@ -1972,13 +1977,15 @@ def expert_loop(
                 if a.ndim <= axis:  # the scale has no such axis
                     return jax.lax.dynamic_index_in_dim(a, e, keepdims=False)
                 starts, sizes = [e] + [0] * (a.ndim - 1), [1, *a.shape[1:]]
-                starts[axis], sizes[axis] = start, columns
+                n = w.shape[axis] // a.shape[axis]  # columns to a number of this array
+                starts[axis], sizes[axis] = start // n, columns // n
                 # As integers: XLA for CPUs would turn all of a bfloat16 array to float32 to cut a piece of it.
                 bits = jax.lax.bitcast_convert_type(a, jnp.uint16) if a.dtype == jnp.bfloat16 else a
                 piece = jax.lax.dynamic_slice(bits, starts, sizes)[0]
                 return jax.lax.bitcast_convert_type(piece, a.dtype)
 
-            return jax.tree.map(cut, w)
+            piece = jax.tree.map(cut, w)
+            return piece if isinstance(w, (Array, Int8)) else piece.dequantized(x.dtype)
 
         multiply = partial(jax.lax.platform_dependent, cpu=cpu_product, default=product)
         rows = jax.lax.dynamic_slice_in_dim(x, t * tile, tile)

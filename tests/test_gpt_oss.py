@@ -92,6 +92,7 @@ def test_damaged_mxfp4(mxfp4, tmp_path, change, words):
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is not supported"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "factor is missing"),
         ({"head_dim": 15}, "head_dim 15 must be even"),
+        ({"is_causal": False}, "is_causal False is not supported"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers cannot be"),
     ],
 )
@@ -106,4 +107,4 @@ def test_a_config_json_without_rope_parameters_has_the_released_ones():
     raw = {name: value for name, value in config.to_dict().items() if name != "rope_parameters"}
     read = gpt_oss.model.Config.from_dict(raw)
     assert (read.factor, read.original_max_position_embeddings, read.truncate) == (32.0, 4096, False)
-    assert read.rope_theta == 150000.0
+    assert (read.rope_type, read.rope_theta) == ("yarn", 150000.0)

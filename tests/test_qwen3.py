@@ -27,6 +27,13 @@ def test_fp8_against_its_dequantized_twin(tmp_path, mesh):
         (qwen_3, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
         (qwen_3, {"rope_scaling": {"type": "yarn"}}, "factor is missing"),
         (qwen_3, {"head_dim": 7}, "head_dim 7 must be even"),
+        (qwen_3, {"is_causal": False}, "is_causal False is not supported"),
+        (qwen_3, {"rope_scaling": {"type": "yarn", "factor": 2, "truncate": 0}}, "truncate cannot be 0"),
+        (
+            qwen_3,
+            {"rope_scaling": {"full_attention": {"rope_theta": 1e4}}},
+            "rope parameters that differ by layer type",
+        ),
         (qwen_3, {"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide"),
         (qwen_3_moe, {"num_experts_per_tok": 17}, "num_experts_per_tok 17 exceeds num_experts 16"),
         (qwen_3_moe, {"num_local_experts": 10**6}, "num_experts cannot be 1000000"),
@@ -46,6 +53,7 @@ def test_what_config_json_may_not_say(family, changes, words):
     ("family", "options", "moe_layers", "windowed_layers"),
     [
         (qwen_3, {}, (), ()),
+        (qwen_3, {"num_experts": 0}, (), ()),
         (qwen_3, {"use_sliding_window": True, "max_window_layers": 3}, (), (3, 4)),
         (qwen_3, {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, (), ()),
         (qwen_3_moe, {}, (0, 1, 2, 3, 4), ()),
@@ -57,7 +65,8 @@ def test_what_a_layer_has(family, options, moe_layers, windowed_layers):
     """As transformers' own classes have it, whose modules say so."""
     _, model_class, config = family(num_hidden_layers=5, **options)
     read = qwen3.model.Config.from_dict(config.to_dict())
-    assert (read.moe_layers, read.windowed_layers) == (moe_layers, tuple(windowed_layers))
+    windowed = tuple(i for i in range(5) if read.mask(i).window)
+    assert (read.moe_layers, windowed) == (moe_layers, tuple(windowed_layers))
     layers = model_class(config).model.layers
     assert moe_layers == tuple(i for i, layer in enumerate(layers) if hasattr(layer.mlp, "experts"))
     assert tuple(windowed_layers) == tuple(i for i, layer in enumerate(layers) if layer.self_attn.sliding_window)
