@@ -64,11 +64,14 @@ def random_weights(model, abstract: dict, seed: int) -> dict:
         if isinstance(x, model.Int8):
             values = jax.random.randint(key, x.shape, -127, 128, jnp.int8)
             return model.Int8(values, jnp.full(x.scale.shape, 2e-4, x.scale.dtype))
+        if isinstance(x, tuple):  # numbers of 4 bits, and their exponents
+            values = jax.random.randint(key, x.values.shape, 0, 256, jnp.uint8)
+            return type(x)(values, jnp.full(x.exponents.shape, 120, jnp.uint8))
         if len(x.shape) == 1:  # a norm
             return jnp.ones(x.shape, x.dtype)
         return 0.02 * jax.random.normal(key, x.shape, x.dtype)
 
-    leaves, tree = jax.tree.flatten(abstract, is_leaf=lambda x: isinstance(x, model.Int8))
+    leaves, tree = jax.tree.flatten(abstract, is_leaf=lambda x: isinstance(x, tuple))
     make = {}  # a program for each kind of array
     for x in leaves:
         shardings = jax.tree.map(lambda x: x.sharding, x)

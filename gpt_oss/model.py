@@ -1432,14 +1432,38 @@ class Mxfp4(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         return (*self.values.shape[:-1], 2 * self.values.shape[-1])
 
+    def halves(self) -> tuple[Array, Array]:
+        """The first 16 numbers of each 32, and the other 16: float32 [.., C / 32, 16] each."""
+        exponents = 2 * self.exponents.astype(jnp.int32)[..., None] - 2
+
+        def numbers(half):
+            # Of the 3 bits of a magnitude 0, .5, 1, 1.5, 2, 3, 4, 6 the last is the mantissa's, and the others are an
+            # exponent: shifted, they are float32's. Not so 0; and .5 has the mantissa of 1.
+            code = half & 7
+            bits = jnp.maximum(exponents + jnp.where(code == 1, 0, code), 0) << 22
+            return jax.lax.bitcast_convert_type(jnp.where(code == 0, 0, bits) | (half & 8) << 28, jnp.float32)
+
+        values = self.values.reshape(*self.exponents.shape, 16).astype(jnp.int32)
+        return numbers(values & 15), numbers(values >> 4)
+
     def dequantized(self, dtype: jnp.dtype) -> Array:
         """The numbers in `dtype`, [.., C]."""
-        halves = self.values.reshape(*self.exponents.shape, 1, 16) >> jnp.array([[0], [4]], jnp.uint8)
-        magnitude = halves & 7  # of 0, 1/2, 1, 3/2, 2, 3, 4, 6
-        twice = jnp.where(magnitude < 4, magnitude, (2 | magnitude & 1) << (magnitude >> 1) - 1).astype(jnp.float32)
-        factor = jax.lax.bitcast_convert_type(self.exponents.astype(jnp.uint32) << 23, jnp.float32) / 2
-        numbers = jnp.where(halves & 8 == 0, twice, -twice) * factor[..., None, None]
-        return numbers.astype(dtype).reshape(self.shape)
+        return jnp.concatenate(self.halves(), axis=-1).astype(dtype).reshape(self.shape)
+
+    def product(self, x: Array) -> Array:
+        """x [B, C] times this matrix [O, C]: float32 [B, O]. A row comes alone on CPUs only; for it one loop, like that
+        of row_product, unpacks and multiplies."""
+        B, (O, C) = len(x), self.shape
+        multiply = partial(jax.lax.platform_dependent, cpu=cpu_product, default=product)
+        if B > 1:
+            xs = (half.reshape(B, C // 2) for half in jnp.split(x.reshape(B, -1, 32), 2, axis=-1))
+            matrices = jax.lax.optimization_barrier([w.astype(x.dtype).reshape(O, C // 2) for w in self.halves()])
+            return sum(multiply(x, w) for x, w in zip(xs, matrices, strict=True))
+        x = x.astype(jnp.float32) / jax.lax.optimization_barrier(jnp.ones((1, C)))
+        xs = jnp.split(x.reshape(-1, 32), 2, axis=-1)
+        terms = sum(x * w for x, w in zip(xs, self.halves(), strict=True))  # [O, C / 32, 16]
+        sums = jax.lax.reduce(terms, np.float32(0), lambda a, b: jax.lax.reduce_precision(a + b, 8, 23), (1,))
+        return einsum("ol,bl->bo", jax.lax.optimization_barrier(sums), jnp.ones((1, 16)))
 
 
 class Mxfp4Weight(Weight):
@@ -2018,10 +2042,13 @@ def expert_loop(
                 piece = jax.lax.dynamic_slice(bits, starts, sizes)[0]
                 return jax.lax.bitcast_convert_type(piece, a.dtype)
 
-            piece = jax.tree.map(cut, w)
-            return piece if isinstance(w, (Array, Int8)) else piece.dequantized(x.dtype)
+            return jax.tree.map(cut, w)
 
-        multiply = partial(jax.lax.platform_dependent, cpu=cpu_product, default=product)
+        def multiply(x, w):
+            if isinstance(w, (Array, Int8)):
+                return jax.lax.platform_dependent(x, w, cpu=cpu_product, default=product)
+            return w.product(x)
+
         rows = jax.lax.dynamic_slice_in_dim(x, t * tile, tile)
         score = jax.lax.dynamic_slice(scores, (t * tile, e), (tile, 1))
         gate, up = (multiply(rows, part(weights[0], 1, start + column)) for start in (0, F))

@@ -1984,10 +1984,13 @@ def expert_loop(
                 piece = jax.lax.dynamic_slice(bits, starts, sizes)[0]
                 return jax.lax.bitcast_convert_type(piece, a.dtype)
 
-            piece = jax.tree.map(cut, w)
-            return piece if isinstance(w, (Array, Int8)) else piece.dequantized(x.dtype)
+            return jax.tree.map(cut, w)
 
-        multiply = partial(jax.lax.platform_dependent, cpu=cpu_product, default=product)
+        def multiply(x, w):
+            if isinstance(w, (Array, Int8)):
+                return jax.lax.platform_dependent(x, w, cpu=cpu_product, default=product)
+            return w.product(x)
+
         rows = jax.lax.dynamic_slice_in_dim(x, t * tile, tile)
         score = jax.lax.dynamic_slice(scores, (t * tile, e), (tile, 1))
         gate, up = (multiply(rows, part(weights[0], 1, start + column)) for start in (0, F))
