@@ -206,7 +206,8 @@ def bench(args) -> dict:
         rival = None
         if args.vs:
             rival = Transformers(raw_config, args, Path(checkpoint))
-            weights = folder.convert.load(folder.convert.open_checkpoint(Path(checkpoint)), mesh, args.dtype, int8)
+            ours = folder.convert.open_checkpoint(Path(checkpoint))
+            config, weights = ours.config, folder.convert.load(ours, mesh, args.dtype, int8)
         else:
             weights = random_weights(
                 model, model.abstract_weights(config, mesh, jnp.dtype(args.dtype), int8), args.seed

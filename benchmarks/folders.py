@@ -55,6 +55,8 @@ def read_config(folder: str, name: str, layers: int | None = None) -> dict:
         if not 0 < layers <= text["num_hidden_layers"]:
             raise ValueError(f"--layers {layers} is not from 1 to the model's {text['num_hidden_layers']}")
         text["num_hidden_layers"] = layers
+        if "layer_types" in text:
+            text["layer_types"] = text["layer_types"][:layers]
     return config
 
 
