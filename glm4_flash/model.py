@@ -1619,6 +1619,8 @@ def read_rope(config: dict) -> dict:
     top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     given = {name: value for part in (top_level, table) for name, value in part.items() if value is not None}
     given.setdefault("rope_type", given.get("type", "default"))
+    if table.get("truncate", True) is None:
+        given["truncate"] = False
     key = "original_max_position_embeddings"
     given[key] = config.get(key) or given.get(key) or config.get("max_position_embeddings")
     return given

@@ -151,7 +151,7 @@ class Config:
         given |= {name: value for name, value in config.items() if name not in read_elsewhere}
         for name in ("rope_type", "rope_theta", *needed, *optional):
             value = rope.get(name)  # as in transformers, 0 counts as absent for most
-            if value != 0 or name in ("rope_theta", "attention_factor", "truncate"):
+            if value != 0 or value is False or name in ("rope_theta", "attention_factor", "truncate"):
                 given[name] = value
         given = read_fields(cls, given, needed)
         if "num_key_value_heads" in config:  # null: the reference's default is not for that
@@ -165,7 +165,9 @@ class Config:
         if layers >= 2**16:  # before lists of that length are made
             raise InputError(f"config.json: num_hidden_layers cannot be {layers}")
         kinds = ("sliding_attention", "full_attention")
-        layer_types = config.get("layer_types") or [kinds[i % 2] for i in range(layers)]
+        layer_types = (
+            [kinds[i % 2] for i in range(layers)] if config.get("layer_types") is None else config["layer_types"]
+        )
         if not isinstance(layer_types, list) or len(layer_types) < layers:
             raise InputError(f"config.json: layer_types is no list of {layers} entries, one for each layer")
         check_supported(**{f"layer_types of layer {i}": (kind, kinds) for i, kind in enumerate(layer_types)})
@@ -1627,6 +1629,8 @@ def read_rope(config: dict) -> dict:
     top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     given = {name: value for part in (top_level, table) for name, value in part.items() if value is not None}
     given.setdefault("rope_type", given.get("type", "default"))
+    if table.get("truncate", True) is None:
+        given["truncate"] = False
     key = "original_max_position_embeddings"
     given[key] = config.get(key) or given.get(key) or config.get("max_position_embeddings")
     return given

@@ -148,7 +148,7 @@ class Config:
         given |= {name: value for name, value in config.items() if name not in read_elsewhere}
         for name in ("rope_type", "rope_theta", *needed, *optional):
             value = rope.get(name)  # as in transformers, 0 counts as absent for most
-            if value != 0 or name in ("rope_theta", "attention_factor", "truncate"):
+            if value != 0 or value is False or name in ("rope_theta", "attention_factor", "truncate"):
                 given[name] = value
         given = read_fields(cls, given | ({"num_experts": num_experts} if num_experts != 0 else {}), needed)
         given.setdefault("num_key_value_heads", given["num_attention_heads"])
@@ -1569,6 +1569,8 @@ def read_rope(config: dict) -> dict:
     top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     given = {name: value for part in (top_level, table) for name, value in part.items() if value is not None}
     given.setdefault("rope_type", given.get("type", "default"))
+    if table.get("truncate", True) is None:
+        given["truncate"] = False
     key = "original_max_position_embeddings"
     given[key] = config.get(key) or given.get(key) or config.get("max_position_embeddings")
     return given

@@ -7,8 +7,9 @@ import pytest
 import torch
 from helpers import assert_matches, decode, save_random
 from safetensors.torch import load_file, save_file
-from test_parity import gpt_oss, oss, random_prompts
+from test_parity import OSS_ROPE, gpt_oss, oss, random_prompts
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,7 @@ def test_damaged_mxfp4(mxfp4, tmp_path, change, words):
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
         ({"layer_types": ["full_attention"] * 2}, "layer_types is no list of 3 entries"),
+        ({"layer_types": []}, "layer_types is no list of 3 entries"),
         ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "layer_types of layer 1 'chunked"),
         ({"sliding_window": None}, "need a sliding_window"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 exceeds num_local_experts 8"),
@@ -102,9 +104,16 @@ def test_what_config_json_may_not_say(changes, words):
         gpt_oss.model.Config.from_dict(config.to_dict() | changes)
 
 
-def test_a_config_json_without_rope_parameters_has_the_released_ones():
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_parameters": None}, {"rope_parameters": {}}, {"rope_parameters": OSS_ROPE | {"truncate": None}}],
+    ids=["as released", "default", "truncate null"],
+)
+def test_rope_parameters_are_read_as_transformers_reads_them(rope):
+    """None: those of the releases; an empty table: no yarn; null: false."""
     _, _, config = oss()
-    raw = {name: value for name, value in config.to_dict().items() if name != "rope_parameters"}
+    raw = {name: value for name, value in config.to_dict().items() if name != "rope_parameters"} | rope
     read = gpt_oss.model.Config.from_dict(raw)
-    assert (read.factor, read.original_max_position_embeddings, read.truncate) == (32.0, 4096, False)
-    assert (read.rope_type, read.rope_theta) == ("yarn", 150000.0)
+    reference = GptOssRotaryEmbedding(type(config)(**raw))
+    np.testing.assert_allclose(gpt_oss.model.rope_frequencies(read), reference.inv_freq, rtol=2e-7)
+    assert gpt_oss.model.rope_scale(read) == pytest.approx(reference.attention_scaling)
