@@ -2,11 +2,15 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from helpers import assert_matches, decode, save_random
+from jax.sharding import PartitionSpec as P
 from safetensors.torch import load_file, save_file
+from test_experts import select
 from test_parity import OSS_ROPE, gpt_oss, oss, random_prompts
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
@@ -38,8 +42,39 @@ def mxfp4(tmp_path_factory):
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (1, 1, 4)], ids=str)
 def test_mxfp4(mxfp4, mesh):
     path, reference = mxfp4
+    assert gpt_oss.convert.open_checkpoint(path).config.experts_are_mxfp4  # and so they stay
     prompts = random_prompts(70, 3)
     assert_matches(reference, prompts, decode(gpt_oss, path, prompts, mesh, max_new_tokens=8))
+
+
+@pytest.mark.parametrize(("platform", "B"), [("cpu", 1), ("cpu", 40), ("gpu", 2), ("gpu", 40)])
+def test_experts_in_4_bits(monkeypatch, platform, B):
+    """Each way of multiplying them, against float64."""
+    select(monkeypatch, platform)
+    model, random = gpt_oss.model, np.random.default_rng(0)
+    x, scores = random.standard_normal((B, 64)).astype(np.float32), random.uniform(0.2, 1, (B, 2)).astype(np.float32)
+    ids = np.stack([random.permutation(4)[:2] for _ in range(B)]).astype(np.int32)
+
+    def in_4_bits(*shape, C):
+        values = random.integers(0, 256, (*shape, C // 2), np.uint8)
+        return model.Mxfp4(*map(jnp.asarray, (values, random.integers(121, 126, (*shape, C // 32), np.uint8))))
+
+    w_gate_up, w_down = in_4_bits(4, 256, C=64), in_4_bits(4, 64, C=128)
+    biases = random.standard_normal((4, 256)).astype(np.float32), random.standard_normal((4, 64)).astype(np.float32)
+    wanted = np.zeros(x.shape)
+    for b, n in np.ndindex(B, 2):
+        e = ids[b, n]
+        up_and_down = [np.asarray(w.dequantized(jnp.float32)[e], np.float64) for w in (w_gate_up, w_down)]
+        gate, up = np.split(up_and_down[0] @ x[b] + biases[0][e], 2)
+        wanted[b] += scores[b, n] * (up_and_down[1] @ (np.tanh(gate) * up) + biases[1][e])
+
+    def body(*arguments):
+        *arguments, biases = arguments
+        return model.experts(*arguments, lambda gate, up, score: jnp.tanh(gate) * up * score, biases)
+
+    mesh = model.make_mesh(devices=jax.devices()[:1])
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+    np.testing.assert_allclose(program(x, ids, scores, w_gate_up, w_down, biases), wanted, atol=1e-3)
 
 
 def test_mxfp4_converted(mxfp4, tmp_path):
