@@ -1503,11 +1503,11 @@ def quantize(x: Array) -> Int8:
 
 
 def values_and_scale(x, dtype: jnp.dtype) -> tuple[Array, Array | None]:
-    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none. What is neither an
-    array nor Int8 has a method that gives its values."""
+    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none. A number format of
+    some models has a method that gives its values."""
     if isinstance(x, Int8):
         return x.values.astype(dtype), x.scale
-    return x if isinstance(x, Array) else x.dequantized(dtype), None
+    return x.dequantized(dtype) if hasattr(x, "dequantized") else x, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1995,12 +1995,12 @@ def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> 
     whole = partial(loop, columns=())
     mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
     shared = partial(in_tiles, loop, tile=min(max(power_of_two(mean), 16), 64))
-    in_4_bits = not isinstance(w_down, (Array, Int8))  # which are unpacked before they are multiplied
-    alone = partial(loop, columns=(256, 128) if in_4_bits else (2048,))
+    is_packed = hasattr(w_down, "dequantized")  # in 4 bits, which have a product of their own
+    alone = partial(loop, columns=(256, 128) if is_packed else (2048,))
     on_cpu = partial(in_tiles, alone, tile=1) if has_few else shared
     on_gpu = gather if has_few else partial(in_tiles, whole, tile=512)
     in_lanes = w_down.shape[2] % 128 == 0  # of a TPU, and of its memory: the kernel fetches no less
-    on_tpu = kernel if in_lanes and not in_4_bits else partial(in_tiles, whole, tile=128)
+    on_tpu = kernel if in_lanes and not is_packed else partial(in_tiles, whole, tile=128)
     arguments = x, ids, scores, w_gate_up, w_down, gate_up_bias
     return jax.lax.platform_dependent(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
@@ -2039,9 +2039,9 @@ def expert_loop(
             return jax.tree.map(cut, w)
 
         def multiply(x, w):
-            if isinstance(w, (Array, Int8)):
-                return jax.lax.platform_dependent(x, w, cpu=cpu_product, default=product)
-            return w.product(x)
+            if hasattr(w, "dequantized"):
+                return w.product(x)
+            return jax.lax.platform_dependent(x, w, cpu=cpu_product, default=product)
 
         rows = jax.lax.dynamic_slice_in_dim(x, t * tile, tile)
         score = jax.lax.dynamic_slice(scores, (t * tile, e), (tile, 1))

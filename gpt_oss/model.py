@@ -1415,77 +1415,6 @@ def chosen_experts(scores: Array, choice: Array, best: int, config: Config) -> t
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Numbers of 4 bits
-
-
-class Mxfp4(NamedTuple):
-    """Numbers of 4 bits (a sign, two bits of exponent, one of mantissa), times a power of two for each 32 of them along
-    the last dimension (Rouhani et al. 2023, "Microscaling Data Formats").
-
-    `values` uint8 [.., C / 2] has two numbers in a byte: byte j of 16 has number j of the 32 in its lower half, and
-    number j + 16 in the upper one, so that both halves are vectors of neighbours. `exponents` uint8 [.., C / 32] has
-    127 for a factor of 1.
-    """
-
-    values: Array
-    exponents: Array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.values.shape[:-1], 2 * self.values.shape[-1])
-
-    def halves(self) -> tuple[Array, Array]:
-        """The first 16 numbers of each 32, and the other 16: float32 [.., C / 32, 16] each."""
-        exponents = 2 * self.exponents.astype(jnp.int32)[..., None] - 2
-
-        def numbers(half):
-            # Of the 3 bits of a magnitude 0, .5, 1, 1.5, 2, 3, 4, 6 the last is the mantissa's, and the others are an
-            # exponent: shifted, they are float32's. Not so 0; and .5 has the mantissa of 1.
-            code = half & 7
-            bits = jnp.maximum(exponents + jnp.where(code == 1, 0, code), 0) << 22
-            return jax.lax.bitcast_convert_type(jnp.where(code == 0, 0, bits) | (half & 8) << 28, jnp.float32)
-
-        values = self.values.reshape(*self.exponents.shape, 16).astype(jnp.int32)
-        return numbers(values & 15), numbers(values >> 4)
-
-    def dequantized(self, dtype: jnp.dtype) -> Array:
-        """The numbers in `dtype`, [.., C]."""
-        return jnp.concatenate(self.halves(), axis=-1).astype(dtype).reshape(self.shape)
-
-    def product(self, x: Array) -> Array:
-        """x [B, C] times this matrix [O, C]: float32 [B, O]. A row comes alone on CPUs only; for it one loop, like that
-        of row_product, unpacks and multiplies."""
-        B, (O, C) = len(x), self.shape
-        multiply = partial(jax.lax.platform_dependent, cpu=cpu_product, default=product)
-        if B > 1:
-            xs = (half.reshape(B, C // 2) for half in jnp.split(x.reshape(B, -1, 32), 2, axis=-1))
-            matrices = jax.lax.optimization_barrier([w.astype(x.dtype).reshape(O, C // 2) for w in self.halves()])
-            return sum(multiply(x, w) for x, w in zip(xs, matrices, strict=True))
-        x = x.astype(jnp.float32) / jax.lax.optimization_barrier(jnp.ones((1, C)))
-        xs = jnp.split(x.reshape(-1, 32), 2, axis=-1)
-        terms = sum(x * w for x, w in zip(xs, self.halves(), strict=True))  # [O, C / 32, 16]
-        sums = jax.lax.reduce(terms, np.float32(0), lambda a, b: jax.lax.reduce_precision(a + b, 8, 23), (1,))
-        return einsum("ol,bl->bo", jax.lax.optimization_barrier(sums), jnp.ones((1, 16)))
-
-
-class Mxfp4Weight(Weight):
-    """A matrix that is kept as Mxfp4, in which the checkpoint has it, unless it is to be Int8. On TPUs it is not, since
-    unpacking would take longer than reading bfloat16."""
-
-    def abstract(self, mesh: Mesh, dtype: jnp.dtype, int8: bool) -> jax.ShapeDtypeStruct | Int8 | Mxfp4:
-        array = super().abstract(mesh, dtype, int8)
-        if int8 or mesh.devices.flat[0].platform == "tpu":
-            return array
-        shapes = ((*array.shape[:-1], array.shape[-1] // n) for n in (2, 32))
-        return Mxfp4(*(jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=array.sharding) for shape in shapes))
-
-
-def in_4_bits(weight: Weight) -> Mxfp4Weight:
-    """The same weight, kept in 4 bits."""
-    return Mxfp4Weight(**vars(weight))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Int8
 
 
@@ -1513,11 +1442,11 @@ def quantize(x: Array) -> Int8:
 
 
 def values_and_scale(x, dtype: jnp.dtype) -> tuple[Array, Array | None]:
-    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none. What is neither an
-    array nor Int8 has a method that gives its values."""
+    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none. A number format of
+    some models has a method that gives its values."""
     if isinstance(x, Int8):
         return x.values.astype(dtype), x.scale
-    return x if isinstance(x, Array) else x.dequantized(dtype), None
+    return x.dequantized(dtype) if hasattr(x, "dequantized") else x, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1992,6 +1921,77 @@ def kernel_cost(flops: int, read) -> pl.CostEstimate:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Numbers of 4 bits
+
+
+class Mxfp4(NamedTuple):
+    """Numbers of 4 bits (a sign, two bits of exponent, one of mantissa), times a power of two for each 32 of them along
+    the last dimension (Rouhani et al. 2023, "Microscaling Data Formats"). CPUs and GPUs keep experts so.
+
+    `values` uint8 [.., C / 2] has two numbers in a byte: byte j of 16 has number j of the 32 in its lower half, and
+    number j + 16 in the upper one, so that both halves are vectors of neighbours. `exponents` uint8 [.., C / 32] has
+    127 for a factor of 1.
+    """
+
+    values: Array
+    exponents: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.values.shape[:-1], 2 * self.values.shape[-1])
+
+    def halves(self) -> tuple[Array, Array]:
+        """The first 16 numbers of each 32, and the other 16: float32 [.., C / 32, 16] each."""
+        exponents = 2 * self.exponents.astype(jnp.int32)[..., None] - 2
+
+        def numbers(half):
+            # Of the 3 bits of a magnitude 0, .5, 1, 1.5, 2, 3, 4, 6 the last is the mantissa's, and the others are an
+            # exponent: shifted, they are float32's. Not so 0; and .5 has the mantissa of 1.
+            code = half & 7
+            bits = jnp.maximum(exponents + jnp.where(code == 1, 0, code), 0) << 22
+            return jax.lax.bitcast_convert_type(jnp.where(code == 0, 0, bits) | (half & 8) << 28, jnp.float32)
+
+        values = self.values.reshape(*self.exponents.shape, 16).astype(jnp.int32)
+        return numbers(values & 15), numbers(values >> 4)
+
+    def dequantized(self, dtype: jnp.dtype) -> Array:
+        """The numbers in `dtype`, [.., C]."""
+        return jnp.concatenate(self.halves(), axis=-1).astype(dtype).reshape(self.shape)
+
+    def product(self, x: Array) -> Array:
+        """x [B, C] times this matrix [O, C]: float32 [B, O]. A row comes alone on CPUs only; for it one loop, like that
+        of row_product, unpacks and multiplies."""
+        B, (O, C) = len(x), self.shape
+        multiply = partial(jax.lax.platform_dependent, cpu=cpu_product, default=product)
+        if B > 1:
+            xs = (half.reshape(B, C // 2) for half in jnp.split(x.reshape(B, -1, 32), 2, axis=-1))
+            matrices = jax.lax.optimization_barrier([w.astype(x.dtype).reshape(O, C // 2) for w in self.halves()])
+            return sum(multiply(x, w) for x, w in zip(xs, matrices, strict=True))
+        x = x.astype(jnp.float32) / jax.lax.optimization_barrier(jnp.ones((1, C)))
+        xs = jnp.split(x.reshape(-1, 32), 2, axis=-1)
+        terms = sum(x * w for x, w in zip(xs, self.halves(), strict=True))  # [O, C / 32, 16]
+        sums = jax.lax.reduce(terms, np.float32(0), lambda a, b: jax.lax.reduce_precision(a + b, 8, 23), (1,))
+        return einsum("ol,bl->bo", jax.lax.optimization_barrier(sums), jnp.ones((1, 16)))
+
+
+class Mxfp4Weight(Weight):
+    """A matrix that is kept as Mxfp4, in which the checkpoint has it, unless it is to be Int8. On TPUs it is not, since
+    unpacking would take longer than reading bfloat16."""
+
+    def abstract(self, mesh: Mesh, dtype: jnp.dtype, int8: bool) -> jax.ShapeDtypeStruct | Int8 | Mxfp4:
+        array = super().abstract(mesh, dtype, int8)
+        if int8 or mesh.devices.flat[0].platform == "tpu":
+            return array
+        shapes = ((*array.shape[:-1], array.shape[-1] // n) for n in (2, 32))
+        return Mxfp4(*(jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=array.sharding) for shape in shapes))
+
+
+def in_4_bits(weight: Weight) -> Mxfp4Weight:
+    """The same weight, kept in 4 bits."""
+    return Mxfp4Weight(**vars(weight))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Experts on each machine
 
 
@@ -2005,12 +2005,12 @@ def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> 
     whole = partial(loop, columns=())
     mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
     shared = partial(in_tiles, loop, tile=min(max(power_of_two(mean), 16), 64))
-    in_4_bits = not isinstance(w_down, (Array, Int8))  # which are unpacked before they are multiplied
-    alone = partial(loop, columns=(256, 128) if in_4_bits else (2048,))
+    is_packed = hasattr(w_down, "dequantized")  # in 4 bits, which have a product of their own
+    alone = partial(loop, columns=(256, 128) if is_packed else (2048,))
     on_cpu = partial(in_tiles, alone, tile=1) if has_few else shared
     on_gpu = gather if has_few else partial(in_tiles, whole, tile=512)
     in_lanes = w_down.shape[2] % 128 == 0  # of a TPU, and of its memory: the kernel fetches no less
-    on_tpu = kernel if in_lanes and not in_4_bits else partial(in_tiles, whole, tile=128)
+    on_tpu = kernel if in_lanes and not is_packed else partial(in_tiles, whole, tile=128)
     arguments = x, ids, scores, w_gate_up, w_down, gate_up_bias
     return jax.lax.platform_dependent(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
@@ -2049,9 +2049,9 @@ def expert_loop(
             return jax.tree.map(cut, w)
 
         def multiply(x, w):
-            if isinstance(w, (Array, Int8)):
-                return jax.lax.platform_dependent(x, w, cpu=cpu_product, default=product)
-            return w.product(x)
+            if hasattr(w, "dequantized"):
+                return w.product(x)
+            return jax.lax.platform_dependent(x, w, cpu=cpu_product, default=product)
 
         rows = jax.lax.dynamic_slice_in_dim(x, t * tile, tile)
         score = jax.lax.dynamic_slice(scores, (t * tile, e), (tile, 1))

@@ -295,7 +295,7 @@ def read_rows(tensor: Stored, *index: slice | int) -> np.ndarray:
 
 
 def read_mxfp4(tensor: Stored, *index: slice | int) -> np.ndarray:
-    """read_rows for MXFP4 (Rouhani et al. 2023, "OCP Microscaling Formats"): numbers of 4 bits, 1 of them the sign, 2
+    """read_rows for MXFP4 (Rouhani et al. 2023, "Microscaling Data Formats"): numbers of 4 bits, 1 of them the sign, 2
     the exponent and 1 the mantissa, times a power of two for each 32 of a row."""
     magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
     numbers = np.concatenate([magnitudes, -magnitudes])
@@ -380,30 +380,32 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
         return tree.unflatten([cast_or_rounded(*pair) for pair in bar])
 
 
-def read_4_bits(tensors: dict, weight: Weight, *abstract: jax.ShapeDtypeStruct) -> Iterator[jax.Array]:
-    """The bytes of an MXFP4 weight, each device's part of them: those that hold two numbers, in the order of Mxfp4 in
-    model.py, and those that hold the exponent of 32."""
-    for n, array in zip((2, 32), abstract, strict=True):  # numbers to a byte
-        stored = {}
-        for name in weight.tensors():
-            as_bytes = {"dtype": "U8", "shape": (*tensors[name].shape[:-1], tensors[name].shape[-1] // n)}
-            stored[name] = tensors[name]._replace(**as_bytes, exponents=None, is_packed=False)
-            stored[name] = tensors[name].exponents if n == 32 else stored[name]
-        shorter = dataclasses.replace(weight, other_dim=weight.other_dim // n)
-        if weight.split == 1:
-            rows = {name: size // n for name, size in weight.parts[0].tensors.items()}
-            part = dataclasses.replace(weight.parts[0], tensors=rows, multiple=weight.parts[0].multiple // n)
-            shorter = dataclasses.replace(weight, parts=(part,))
+def read_4_bits(tensors: dict, weight: Weight, values, exponents) -> Iterator[jax.Array]:
+    """The bytes of an MXFP4 weight, each device's part: pairs of numbers, in the order of Mxfp4 in model.py, and
+    exponents. `values` and `exponents` are their ShapeDtypeStructs."""
 
-        def block(index, stored=stored, weight=shorter, shape=array.shape, is_pairs=n == 2):
-            found = block_of(stored, weight, index, shape, np.dtype(np.uint8))
-            if is_pairs:
-                groups = found.reshape(*found.shape[:-1], -1, 16)
-                numbers = np.stack([groups & 15, groups >> 4], axis=-1).reshape(*groups.shape[:-1], 2, 16)
-                found = (numbers[..., 0, :] | numbers[..., 1, :] << 4).reshape(found.shape)
-            return found
+    def with_columns(n):  # the weight, for n numbers to a byte
+        if weight.split == 0:
+            return dataclasses.replace(weight, other_dim=weight.other_dim // n)
+        rows = {name: size // n for name, size in weight.parts[0].tensors.items()}
+        part = dataclasses.replace(weight.parts[0], tensors=rows, multiple=weight.parts[0].multiple // n)
+        return dataclasses.replace(weight, parts=(part,))
 
-        yield jax.make_array_from_callback(array.shape, array.sharding, block, dtype=np.uint8)
+    def pairs(index):
+        plain = {"dtype": "U8", "exponents": None, "is_packed": False}
+        shapes = {name: (*tensors[name].shape[:-1], tensors[name].shape[-1] // 2) for name in weight.tensors()}
+        stored = {name: tensors[name]._replace(shape=shape, **plain) for name, shape in shapes.items()}
+        found = block_of(stored, with_columns(2), index, values.shape, values.dtype)
+        groups = found.reshape(*found.shape[:-1], -1, 16)
+        numbers = np.stack([groups & 15, groups >> 4], axis=-1).reshape(*groups.shape[:-1], 2, 16)
+        return (numbers[..., 0, :] | numbers[..., 1, :] << 4).reshape(found.shape)
+
+    def powers(index):
+        stored = {name: tensors[name].exponents for name in weight.tensors()}
+        return block_of(stored, with_columns(32), index, exponents.shape, exponents.dtype)
+
+    for array, block in ((values, pairs), (exponents, powers)):
+        yield jax.make_array_from_callback(array.shape, array.sharding, block, dtype=array.dtype)
 
 
 def read_ahead(read, *arguments: list) -> Iterator:

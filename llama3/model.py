@@ -1249,11 +1249,11 @@ def quantize(x: Array) -> Int8:
 
 
 def values_and_scale(x, dtype: jnp.dtype) -> tuple[Array, Array | None]:
-    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none. What is neither an
-    array nor Int8 has a method that gives its values."""
+    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none. A number format of
+    some models has a method that gives its values."""
     if isinstance(x, Int8):
         return x.values.astype(dtype), x.scale
-    return x if isinstance(x, Array) else x.dequantized(dtype), None
+    return x.dequantized(dtype) if hasattr(x, "dequantized") else x, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
