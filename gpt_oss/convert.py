@@ -383,6 +383,8 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
 def read_4_bits(tensors: dict, weight: Weight, values, exponents) -> Iterator[jax.Array]:
     """The bytes of an MXFP4 weight, each device's part: pairs of numbers, in the order of Mxfp4 in model.py, and
     exponents. `values` and `exponents` are their ShapeDtypeStructs."""
+    if plain := [name for name in weight.tensors() if not tensors[name].exponents]:
+        raise InputError(f"{plain[0]} is not in MXFP4, as other experts of the checkpoint are")
 
     def with_columns(n):  # the weight, for n numbers to a byte
         if weight.split == 0:

@@ -115,6 +115,17 @@ def test_damaged_mxfp4(mxfp4, tmp_path, change, words):
         gpt_oss.convert.open_checkpoint(tmp_path)
 
 
+def test_experts_in_two_formats(mxfp4, tmp_path):
+    path, reference = mxfp4
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.2.mlp.experts.down_proj"
+    del tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
+    save_file(tensors | {name: reference.get_parameter(name).detach()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    with pytest.raises(gpt_oss.model.InputError, match="down_proj is not in MXFP4"):
+        decode(gpt_oss, tmp_path, random_prompts(3), max_new_tokens=1)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
