@@ -154,7 +154,7 @@ class Config:
             if value != 0 or value is False or name in ("rope_theta", "attention_factor", "truncate"):
                 given[name] = value
         given = read_fields(cls, given, needed)
-        if "num_key_value_heads" in config:  # null: the reference's default is not for that
+        if "num_key_value_heads" in config:  # null, for which the reference has another default
             given.setdefault("num_key_value_heads", given["num_attention_heads"])
         if "head_dim" in config:
             given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
@@ -164,10 +164,9 @@ class Config:
         layers = given["num_hidden_layers"]
         if layers >= 2**16:  # before lists of that length are made
             raise InputError(f"config.json: num_hidden_layers cannot be {layers}")
-        kinds = ("sliding_attention", "full_attention")
-        layer_types = (
-            [kinds[i % 2] for i in range(layers)] if config.get("layer_types") is None else config["layer_types"]
-        )
+        kinds, layer_types = ("sliding_attention", "full_attention"), config.get("layer_types")
+        if layer_types is None:
+            layer_types = [kinds[i % 2] for i in range(layers)]
         if not isinstance(layer_types, list) or len(layer_types) < layers:
             raise InputError(f"config.json: layer_types is no list of {layers} entries, one for each layer")
         check_supported(**{f"layer_types of layer {i}": (kind, kinds) for i, kind in enumerate(layer_types)})

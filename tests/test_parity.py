@@ -302,7 +302,7 @@ def test_unequal_prompts_in_one_batch(checkpoints, name, mesh):
     assert_matches(reference, prompts, decode(modules, path, prompts, mesh, max_new_tokens=12))
 
 
-@pytest.mark.parametrize("name", ["mistral 0.1, window", "llama 4 maverick", "deepseek v3"])
+@pytest.mark.parametrize("name", ["mistral 0.1, window", "llama 4 maverick", "deepseek v3", "gpt-oss"])
 def test_long_prompt_and_a_growing_cache(checkpoints, name, monkeypatch):
     """Many pieces of prefill, then decoding across the cache sizes 256, 512 and 1,024."""
     modules, path, reference = checkpoints(name)
@@ -321,6 +321,7 @@ def test_long_prompt_and_a_growing_cache(checkpoints, name, monkeypatch):
         # At 0.6 the reference's own float32 is up to 0.015 from its float64 here.
         (glm_0414, 0.3, {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
         (deepseek_3, 0.3, YARN),
+        (qwen_3, 0.3, QWEN_YARN),
     ],
 )
 def test_sharp_attention_far_along(tmp_path, family, scale, rope):
