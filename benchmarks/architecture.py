@@ -37,8 +37,8 @@ GLM4 = over_heads("+ qkv_bias; rope on a part of q and k", "post_attention_norm"
 QWEN3 = over_heads("q_norm, k_norm on each head; rope")
 QWEN3 += ["mlp_norm", "router", "experts_gate_up", "silu(gate) * up * score", "experts_down", PSUM, ADD]
 GPT_OSS = over_heads("+ qkv_bias; rope on q and k", "+ o_bias", what="attention with sinks")
-GPT_OSS += ["mlp_norm", "router", "experts_gate_up", "+ bias; clamped SwiGLU * score", "experts_down", PSUM]
-GPT_OSS += ["+ experts_down_bias of the chosen", ADD]
+GPT_OSS += ["mlp_norm", "router", "experts_gate_up", "+ bias; clamped SwiGLU * score", "experts_down"]
+GPT_OSS += ["+ experts_down_bias * score", PSUM, ADD]
 LLAMA4 = over_heads("rope, then a norm, on q and k") + with_experts("silu(gate * score) * up * score")
 DRAWN = {  # folder: the released size, the layer, its steps
     "llama3": ("llama-3.1-8b", 0, [*over_heads("rope on q and k"), "mlp_norm", *MLP, PSUM, ADD]),

@@ -2010,12 +2010,12 @@ def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> 
     whole = partial(loop, columns=())
     mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
     shared = partial(in_tiles, loop, tile=min(max(power_of_two(mean), 16), 64))
-    is_packed = hasattr(w_down, "dequantized")  # in 4 bits, which have a product of their own
-    alone = partial(loop, columns=(256, 128) if is_packed else (2048,))
+    is_4_bit = hasattr(w_down, "dequantized")  # which have a product of their own
+    alone = partial(loop, columns=(256, 128) if is_4_bit else (2048,))
     on_cpu = partial(in_tiles, alone, tile=1) if has_few else shared
     on_gpu = gather if has_few else partial(in_tiles, whole, tile=512)
     in_lanes = w_down.shape[2] % 128 == 0  # of a TPU, and of its memory: the kernel fetches no less
-    on_tpu = kernel if in_lanes and not is_packed else partial(in_tiles, whole, tile=128)
+    on_tpu = kernel if in_lanes and not is_4_bit else partial(in_tiles, whole, tile=128)
     arguments = x, ids, scores, w_gate_up, w_down, gate_up_bias
     return jax.lax.platform_dependent(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 

@@ -245,7 +245,7 @@ def weights_of(config: Config) -> dict:
         weights = {
             "attention_norm": whole(f"model.layers.{i}.input_layernorm.weight", D, dtype="float32"),
             "qkv": by_output(D, q, k, v),
-            "sinks": bias(Part({attention: N}, units=N, groups=K), suffix=".sinks", dtype="float32"),
+            "sinks": bias(Part({f"{attention}.sinks": N}, units=N, groups=K), suffix="", dtype="float32"),
             "o": by_input(D, o),
             "mlp_norm": whole(f"model.layers.{i}.post_attention_layernorm.weight", D, dtype="float32"),
             "router": whole(f"{mlp}.router.weight", E, D),
@@ -253,7 +253,7 @@ def weights_of(config: Config) -> dict:
             "experts_gate_up": experts_gate_up,
             "experts_gate_up_bias": bias(*gate_and_up("gate_up_proj_bias"), suffix="", experts=E, dtype="float32"),
             "experts_down": experts_down,
-            "experts_down_bias": Weight((Part({f"{mlp}.experts.down_proj_bias": D}),), None, None, "", E),
+            "experts_down_bias": dataclasses.replace(whole(f"{mlp}.experts.down_proj_bias", D), experts=E),
         }
         if config.attention_bias:
             weights |= {"qkv_bias": bias(q, k, v), "o_bias": whole(f"{attention}.o_proj.bias", D)}
@@ -1944,8 +1944,8 @@ class Mxfp4(NamedTuple):
         exponents = 2 * self.exponents.astype(jnp.int32)[..., None] - 2
 
         def numbers(half):
-            # Of the 3 bits of a magnitude 0, .5, 1, 1.5, 2, 3, 4, 6 the last is the mantissa's, and the others are an
-            # exponent: shifted, they are float32's. Not so 0; and .5 has the mantissa of 1.
+            # A magnitude 0, .5, 1, 1.5, 2, 3, 4 or 6 has 3 bits. The last is its mantissa and the others its exponent,
+            # in the order of float32, so they are shifted to their place there. 0 stays 0, and .5 has a mantissa of 0.
             code = half & 7
             bits = jnp.maximum(exponents + jnp.where(code == 1, 0, code), 0) << 22
             return jax.lax.bitcast_convert_type(jnp.where(code == 0, 0, bits) | (half & 8) << 28, jnp.float32)
@@ -1958,8 +1958,8 @@ class Mxfp4(NamedTuple):
         return jnp.concatenate(self.halves(), axis=-1).astype(dtype).reshape(self.shape)
 
     def product(self, x: Array) -> Array:
-        """x [B, C] times this matrix [O, C]: float32 [B, O]. A row comes alone on CPUs only; for it one loop, like that
-        of row_product, unpacks and multiplies."""
+        """x [B, C] times this matrix [O, C]: float32 [B, O]. For one row, which comes from CPUs above all, a loop like
+        that of row_product unpacks and multiplies."""
         B, (O, C) = len(x), self.shape
         multiply = partial(jax.lax.platform_dependent, cpu=cpu_product, default=product)
         if B > 1:
@@ -2004,12 +2004,12 @@ def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> 
     whole = partial(loop, columns=())
     mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
     shared = partial(in_tiles, loop, tile=min(max(power_of_two(mean), 16), 64))
-    is_packed = hasattr(w_down, "dequantized")  # in 4 bits, which have a product of their own
-    alone = partial(loop, columns=(256, 128) if is_packed else (2048,))
+    is_4_bit = hasattr(w_down, "dequantized")  # which have a product of their own
+    alone = partial(loop, columns=(256, 128) if is_4_bit else (2048,))
     on_cpu = partial(in_tiles, alone, tile=1) if has_few else shared
     on_gpu = gather if has_few else partial(in_tiles, whole, tile=512)
     in_lanes = w_down.shape[2] % 128 == 0  # of a TPU, and of its memory: the kernel fetches no less
-    on_tpu = kernel if in_lanes and not is_packed else partial(in_tiles, whole, tile=128)
+    on_tpu = kernel if in_lanes and not is_4_bit else partial(in_tiles, whole, tile=128)
     arguments = x, ids, scores, w_gate_up, w_down, gate_up_bias
     return jax.lax.platform_dependent(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
