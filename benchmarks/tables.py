@@ -21,6 +21,7 @@ PAGES = ("README.md", "docs/performance.md", *(f"{folder}/README.md" for folder 
 MARKED = re.compile(
     r"(<!-- (plans|prefills|speeds|formats|summary|sizes|weights) (\S[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL
 )
+MEMORY_SHARE = 0.85  # of a device's memory, as in main.py
 MACHINES = [  # in the order of their memory: name, bytes of all devices, platform, number of devices
     *((name, gb * 1e9, "gpu", 1) for name, gb in {"RTX 4090": 24, "L40S": 48, "H100": 80, "H200": 141}.items()),
     ("8 x H100", 640e9, "gpu", 8),
@@ -162,7 +163,7 @@ def sizes(names: list[str]) -> list[str]:
         count = sum(math.prod(shape_of(weight)) for weight in weights)
         for int8 in (False, True):
             nbytes = sum(bytes_of(weight, int8) for weight in weights)
-            fitting = [m for m in MACHINES if nbytes <= model.MEMORY_SHARE * m[1] and divides(model, config, *m[2:])]
+            fitting = [m for m in MACHINES if nbytes <= MEMORY_SHARE * m[1] and divides(model, config, *m[2:])]
             beyond = {"gpu": "more than 8 GPUs", "tpu": "more than 256 chips"}
             smallest = [next((m[0] for m in fitting if m[2] == kind), more) for kind, more in beyond.items()]
             cells.append(f"{billions(nbytes)} GB: {', '.join(smallest)}")

@@ -34,8 +34,9 @@ import jax
 import ml_dtypes  # numpy's bfloat16 and FP8
 import model
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from model import Config, InputError, Int8, Part, Weight, abstract_weights, memory_of, quantize, weights_of
+from model import Config, InputError, Int8, Part, Weight, abstract_weights, quantize, weights_of
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
@@ -330,6 +331,20 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Loading
+
+
+def memory_of(mesh: Mesh) -> float:
+    """Bytes of memory of a mesh's devices, infinite if they do not tell. CPUs share the machine's.
+
+    All processes must call it. All get the same result, from the process with the least.
+    """
+    devices = mesh.local_devices
+    if devices[0].platform == "cpu":
+        local = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        local = sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in devices)
+    least = float(np.min(multihost_utils.process_allgather(np.float32(local))))
+    return least * mesh.size / len(devices)
 
 
 def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool = False) -> dict:

@@ -23,6 +23,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -37,17 +38,31 @@ if __name__ == "__main__" and sys.stderr is not None and sys.stderr.isatty():  #
 import convert
 import jax
 import numpy as np
-from convert import Checkpoint, find_checkpoint, fingerprint, load, one_line, progress_bar, read_json, users_line
+from convert import (
+    Checkpoint,
+    find_checkpoint,
+    fingerprint,
+    load,
+    memory_of,
+    one_line,
+    progress_bar,
+    read_json,
+    users_line,
+)
 from jax.experimental import multihost_utils
 from model import (
     InputError,
     Sampling,
+    Token,
+    abstract_cache,
+    ceil_div,
     check_mesh,
     check_prompts,
-    generate_in_batches,
+    generate,
     make_mesh,
     mesh_shape,
     power_of_two,
+    stored_bytes,
 )
 from tokenizers import Regex, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast, SentencePieceBackend
@@ -55,6 +70,8 @@ from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTra
 DEMO = Path(__file__).resolve().parent / "demo"
 PROMPTS_CHARACTERS = 2**28  # a larger --prompts_file, such as /dev/zero, is refused
 LONG_PROMPT = 2**15  # tokens; a shorter prompt is taken whatever max_position_embeddings says, as in transformers
+BATCH = 256  # rows of a device: by data sheets, beyond 240 (TPU v5e) or 295 (H100) computing outlasts reading bfloat16
+MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
 MESSAGE_BYTES = 2**16  # of the message that each process sends to the others before loading
 OWN = ("model_path", "prompt", "prompts_file", "coordinator", "process_id")  # flags that may differ between hosts
 
@@ -451,6 +468,55 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
         "bandwidth_utilization": bandwidth and peak and bandwidth / peak,
         "peak_memory_gb": peak_bytes / 1e9,
     }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Many prompts
+
+
+def generate_in_batches(
+    weights: dict,
+    prompts: list[list[int]],
+    config,
+    mesh: jax.sharding.Mesh,
+    *,
+    max_new_tokens: int,
+    max_seq_len: int | None = None,
+    int8_cache: bool = False,
+    stats: dict,
+    **options,
+) -> Iterator[list[Token]]:
+    """What model.py's generate does, for any number of prompts: in several batches if they do not fit in one.
+
+    A batch has rows of similar length, at most BATCH on a device. The longest come first, so that prompts that do not
+    fit are refused at once. If memory does not hold all rows, their number is a power of two, so that few programs have
+    to be compiled. `stats` covers all batches; step_bytes is the mean over steps. All other options are generate's.
+    """
+    dp, memory = mesh.shape["dp"], memory_of(mesh)
+    left = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+    while left:
+        slots = max_seq_len or len(prompts[left[-1]]) + max_new_tokens - 1
+
+        def share(count):
+            """Of the memory, what weights and cache take."""
+            rows = ceil_div(count, dp) * dp
+            cache = abstract_cache(config, mesh, rows, slots, weights["norm"].dtype, int8_cache)
+            return stored_bytes((weights, cache)) / memory
+
+        count = len(left)
+        while count > dp and (count > BATCH * dp or share(count) > MEMORY_SHARE):
+            count = max(power_of_two(count) // 2, dp)
+        if share(count) > 1:
+            what = f"a cache of {count} x {slots} tokens"
+            raise InputError(f"no memory for {what}; lower max_new_tokens or max_seq_len")
+        rows, left = sorted(left[-count:]), left[:-count]
+        measured = {}
+        options |= {"max_new_tokens": max_new_tokens, "max_seq_len": slots, "int8_cache": int8_cache}
+        yield from generate(weights, [prompts[row] for row in rows], config, mesh, rows=rows, stats=measured, **options)
+        steps = stats.get("decode_steps", 0) + measured["decode_steps"]
+        weight = measured["decode_steps"] / steps if steps else 1
+        mean_bytes = round(weight * measured.pop("step_bytes") + (1 - weight) * stats.get("step_bytes", 0))
+        stats |= {key: stats.get(key, 0) + value for key, value in measured.items()} | {"step_bytes": mean_bytes}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

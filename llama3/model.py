@@ -46,7 +46,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import time
 import typing
 from collections import deque
@@ -676,7 +675,7 @@ def generate(
     `progress(stage, done, total)` is called before and after a compilation, and with the tokens of each piece of
     prefill.
 
-    The first `next` raises InputError for prompts that check_prompts refuses and for a cache that cannot fit.
+    The first `next` raises InputError for prompts that check_prompts refuses.
     """
     stats = {} if stats is None else stats
     stats |= {"compile_s": 0.0, "decode_s": 0.0, "decode_steps": 0, "decode_tokens": 0}
@@ -714,9 +713,6 @@ def generate(
         stats["compile_s"] += time.perf_counter() - begin
         return executable
 
-    if stored_bytes((weights, cache_of(most_slots))) > memory_of(mesh):
-        what = f"a cache of {batch} x {most_slots} tokens"  # found now, and not when the cache has grown
-        raise InputError(f"no memory for {what}; lower max_new_tokens or max_seq_len")
     slots = slots_until(max(*lengths, prompt_tokens.shape[1] - 1), most_slots, mesh)
     cache = zeros(cache_of(slots))
 
@@ -790,6 +786,19 @@ def generate(
     stats["step_bytes"] = step_bytes(weights, cache, [length + tokens_read / 2 for length in lengths], config)
 
 
+def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None) -> None:
+    """Raises InputError for no prompt, and one that is empty, longer than `max_seq_len` or outside the vocabulary."""
+    if not prompts:
+        raise InputError("there is no prompt")
+    for row, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise InputError(f"prompt {row} is empty: it has no tokens")
+        if max_seq_len and len(prompt) > max_seq_len:
+            raise InputError(f"prompt {row} has {len(prompt)} tokens, more than max_seq_len {max_seq_len}; raise it")
+        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+            raise InputError(f"prompt {row} has a token outside the model's vocabulary of {config.vocab_size}")
+
+
 PROGRAMS = {}  # the last compiled programs of this process
 
 
@@ -815,18 +824,12 @@ def zeros(abstract) -> object:
 def grow_cache(cache: list[LayerCache], abstract: list[LayerCache]) -> list[LayerCache]:
     """The cache with as many slots as `abstract` has, the new ones empty. It takes the layers out of the list that it
     is given, one at a time, so that no more than one is in memory twice."""
-    return [jax.block_until_ready(grow_layer(cache.pop(0), wanted=layer)) for layer in abstract]
 
+    def grown(x, wanted):
+        missing = tuple((0, after - before) for before, after in zip(x.shape, wanted.shape, strict=True))
+        return jax.jit(jnp.pad, static_argnums=1, out_shardings=wanted.sharding)(x, missing)
 
-@partial(jax.jit, static_argnames="wanted")
-def grow_layer(layer: LayerCache, wanted: LayerCache) -> LayerCache:
-    """A layer's cache, padded to the shapes of `wanted`, in its shardings."""
-
-    def padded(x, wanted):
-        x = jnp.pad(x, [(0, after - before) for before, after in zip(x.shape, wanted.shape, strict=True)])
-        return jax.lax.with_sharding_constraint(x, wanted.sharding)
-
-    return jax.tree.map(padded, layer, wanted)
+    return [jax.block_until_ready(jax.tree.map(grown, cache.pop(0), layer)) for layer in abstract]
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -844,6 +847,32 @@ def cache_slots(tokens: int) -> int:
     up to 2,048 tokens, and at most a quarter more beyond."""
     unit = max(256, power_of_two(tokens) // 8)
     return ceil_div(tokens, unit) * unit
+
+
+def stored_bytes(tree) -> int:
+    """Bytes of a pytree of arrays or ShapeDtypeStructs on all devices. A copy counts on each device that holds it."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config) -> int:
+    """Bytes that a decode step has to read on all devices: all weights but the embedding, `lengths` slots of the rows.
+
+    Of experts it counts as many as a uniform router would choose on average. A tied embedding is the
+    output head too, and counts. A weight counts on every device that holds it.
+    """
+    rows = len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
+
+    def read(weight, array):
+        chosen = 1 - (1 - config.num_experts_per_tok / weight.experts) ** rows if weight.experts else 1
+        return chosen * stored_bytes(array)
+
+    total = sum(jax.tree.leaves(jax.tree.map(read, weights_of(config), weights)))
+    if "head" in weights:
+        total -= stored_bytes(weights["embedding"])
+    return int(total + cache_bytes_read(cache, lengths, config))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1257,100 +1286,6 @@ def values_and_scale(x, dtype: jnp.dtype) -> tuple[Array, Array | None]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Many prompts, memory and statistics
-
-
-BATCH = 256  # rows of a device: by data sheets, beyond 240 (TPU v5e) or 295 (H100) computing outlasts reading bfloat16
-MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
-
-
-def generate_in_batches(
-    weights: dict,
-    prompts: list[list[int]],
-    config: Config,
-    mesh: Mesh,
-    *,
-    max_new_tokens: int,
-    max_seq_len: int | None = None,
-    int8_cache: bool = False,
-    stats: dict | None = None,
-    **options,
-) -> Iterator[list[Token]]:
-    """What generate does, for any number of prompts: in several batches if they do not fit in one.
-
-    A batch has rows of similar length, at most BATCH on a device. The longest come first, so that prompts that do not
-    fit are refused at once. The numbers of rows and slots are powers of two, so that few programs have to be compiled.
-    `stats` covers all batches; step_bytes is the mean over steps. All other options are generate's.
-    """
-    check_prompts(prompts, config, max_seq_len)
-    stats = {} if stats is None else stats
-    dp, dtype = mesh.shape["dp"], weights["norm"].dtype
-    room = MEMORY_SHARE * memory_of(mesh) - stored_bytes(weights)
-
-    def fits(count, slots):
-        cache = abstract_cache(config, mesh, ceil_div(count, dp) * dp, slots, dtype, int8_cache)
-        return count <= BATCH * dp and stored_bytes(cache) <= room
-
-    left = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
-    while left:
-        needed = max_seq_len or len(prompts[left[-1]]) + max_new_tokens - 1
-        count, slots = len(left), needed
-        if not fits(count, slots):
-            count, slots = BATCH * dp, max_seq_len or max(256, power_of_two(needed))
-            while count > dp and not fits(count, slots):
-                count //= 2
-            if not fits(count, slots):  # perhaps only the rounding up does not fit
-                slots = needed
-        rows, left = sorted(left[-count:]), left[:-count]
-        measured = {}
-        options |= {"max_new_tokens": max_new_tokens, "max_seq_len": slots, "int8_cache": int8_cache}
-        yield from generate(weights, [prompts[row] for row in rows], config, mesh, rows=rows, stats=measured, **options)
-        steps = stats.get("decode_steps", 0) + measured["decode_steps"]
-        share = measured["decode_steps"] / steps if steps else 1
-        mean_bytes = round(share * measured.pop("step_bytes") + (1 - share) * stats.get("step_bytes", 0))
-        stats |= {key: stats.get(key, 0) + value for key, value in measured.items()} | {"step_bytes": mean_bytes}
-
-
-def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None) -> None:
-    """Raises InputError for no prompt, and one that is empty, longer than `max_seq_len` or outside the vocabulary."""
-    if not prompts:
-        raise InputError("there is no prompt")
-    for row, prompt in enumerate(prompts, 1):
-        if not prompt:
-            raise InputError(f"prompt {row} is empty: it has no tokens")
-        if max_seq_len and len(prompt) > max_seq_len:
-            raise InputError(f"prompt {row} has {len(prompt)} tokens, more than max_seq_len {max_seq_len}; raise it")
-        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-            raise InputError(f"prompt {row} has a token outside the model's vocabulary of {config.vocab_size}")
-
-
-def stored_bytes(tree) -> int:
-    """Bytes of a pytree of arrays or ShapeDtypeStructs on all devices. A copy counts on each device that holds it."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices
-        for x in jax.tree.leaves(tree)
-    )
-
-
-def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config) -> int:
-    """Bytes that a decode step has to read on all devices: all weights but the embedding, `lengths` slots of the rows.
-
-    Of experts it counts as many as a uniform router would choose on average. A tied embedding is the
-    output head too, and counts. A weight counts on every device that holds it.
-    """
-    rows = len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
-
-    def read(weight, array):
-        chosen = 1 - (1 - config.num_experts_per_tok / weight.experts) ** rows if weight.experts else 1
-        return chosen * stored_bytes(array)
-
-    total = sum(jax.tree.leaves(jax.tree.map(read, weights_of(config), weights)))
-    if "head" in weights:
-        total -= stored_bytes(weights["embedding"])
-    return int(total + cache_bytes_read(cache, lengths, config))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Reading config.json
 
 
@@ -1420,20 +1355,6 @@ def is_valid(value: object, kind: type) -> bool:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory on each machine
-
-
-def memory_of(mesh: Mesh) -> float:
-    """Bytes of memory of a mesh's devices, infinite if they do not tell. CPUs share the machine's.
-
-    All processes must call it. All get the same result, from the process with the least.
-    """
-    devices = mesh.local_devices
-    if devices[0].platform == "cpu":
-        local = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:
-        local = sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in devices)
-    least = float(np.min(multihost_utils.process_allgather(np.float32(local))))
-    return least * mesh.size / len(devices)
 
 
 def mesh_shape(

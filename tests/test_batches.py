@@ -10,13 +10,13 @@ from helpers import ROOT, import_folder
 def test_what_memory_holds(monkeypatch):
     """In batches of four rows and of eight, each row draws the tokens that it draws in one batch."""
     folder = import_folder("llama3")
-    model = folder.model
+    main, model = folder.main, folder.model
     checkpoint = folder.convert.open_checkpoint(ROOT / "llama3" / "demo")
     mesh = model.make_mesh(2, 1, 2, devices=jax.devices()[:4])
     weights = folder.convert.load(checkpoint, mesh, "float32")
     chance, lengths = random.Random(0), [3, 40, 300, 7, 2, 90, 1, 12, 33, 5, 8, 4, 6]
     prompts = [[chance.randrange(checkpoint.config.vocab_size) for _ in range(length)] for length in lengths]
-    generate, batches = model.generate, []
+    generate, batches = main.generate, []
 
     def recorded(*arguments, rows, **options):
         batches.append((rows, options["max_seq_len"]))
@@ -24,18 +24,18 @@ def test_what_memory_holds(monkeypatch):
 
     def decoded():
         rows, stats, options = [[] for _ in prompts], {}, {"max_new_tokens": 20, "sampling": model.Sampling(2.0)}
-        for tokens in model.generate_in_batches(weights, prompts, checkpoint.config, mesh, stats=stats, **options):
+        for tokens in main.generate_in_batches(weights, prompts, checkpoint.config, mesh, stats=stats, **options):
             for token in tokens:
                 rows[token.row].append(token)
         return rows, stats
 
-    monkeypatch.setattr(model, "generate", recorded)
+    monkeypatch.setattr(main, "generate", recorded)
     whole, stats_of_one = decoded()
     cache = model.abstract_cache(checkpoint.config, mesh, 4, 512, weights["norm"].dtype)
-    memory = (model.stored_bytes(weights) + 1.01 * model.stored_bytes(cache)) / model.MEMORY_SHARE
-    monkeypatch.setattr(model, "memory_of", lambda mesh: memory)
+    memory = (model.stored_bytes(weights) + 1.01 * model.stored_bytes(cache)) / main.MEMORY_SHARE
+    monkeypatch.setattr(main, "memory_of", lambda mesh: memory)
     dealt, stats = decoded()
-    assert batches == [(list(range(13)), 319), ([1, 2, 5, 8], 512), ([0, 3, 4, 7, 9, 10, 11, 12], 256), ([6], 20)]
+    assert batches == [(list(range(13)), 319), ([1, 2, 5, 8], 319), ([0, 3, 4, 7, 9, 10, 11, 12], 31), ([6], 20)]
     for one, other in zip(whole, dealt, strict=True):
         assert [(t.row, t.id, t.finish_reason) for t in one] == [(t.row, t.id, t.finish_reason) for t in other]
         assert [t.logprob for t in one] == pytest.approx([t.logprob for t in other], abs=1e-4)
@@ -46,19 +46,22 @@ def test_what_memory_holds(monkeypatch):
 
 
 def test_what_only_just_fits(monkeypatch):
-    """Alone, a row has the slots that it needs, where memory has no room for a power of two."""
+    """A batch of one row may take all memory; less is refused before anything is decoded."""
     folder = import_folder("llama3")
-    model = folder.model
+    main, model = folder.main, folder.model
     checkpoint = folder.convert.open_checkpoint(ROOT / "llama3" / "demo")
     mesh = model.make_mesh(devices=jax.devices()[:1])
     weights = folder.convert.load(checkpoint, mesh, "float32")
     cache = model.abstract_cache(checkpoint.config, mesh, 1, 512 + 99, weights["norm"].dtype)
     memory = model.stored_bytes(weights) + 1.01 * model.stored_bytes(cache)
-    monkeypatch.setattr(model, "memory_of", lambda mesh: memory)
-    monkeypatch.setattr(model, "MEMORY_SHARE", 1)
-    steps = model.generate_in_batches(weights, [[7] * 512, [8] * 512], checkpoint.config, mesh, max_new_tokens=100)
+    monkeypatch.setattr(main, "memory_of", lambda mesh: memory)
+    prompts, options = [[7] * 512, [8] * 512], {"max_new_tokens": 100, "stats": {}}
+    steps = main.generate_in_batches(weights, prompts, checkpoint.config, mesh, **options)
     tokens = [token for step in steps for token in step]
     assert [token.row for token in tokens] == [1] * 100 + [0] * 100
+    memory /= 1.1
+    with pytest.raises(model.InputError, match="no memory for a cache of 1 x 611 tokens"):
+        next(main.generate_in_batches(weights, prompts, checkpoint.config, mesh, **options))
 
 
 @pytest.mark.parametrize("rows", [1, 8, 5000])

@@ -57,7 +57,7 @@ def main() -> None:
     while time.perf_counter() < end:
         rows, length = SHAPES[batches % len(SHAPES)]
         prompts = [[chance.randrange(config.vocab_size) for _ in range(length)] for _ in range(rows)]
-        for step in model.generate_in_batches(weights, prompts, config, mesh, max_new_tokens=16 * rows):
+        for step in model.generate(weights, prompts, config, mesh, max_new_tokens=16 * rows):
             tokens += len(step)
         batches += 1
         resident.append((time.perf_counter(), resident_mb()))
