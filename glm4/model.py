@@ -937,9 +937,12 @@ def joined(parts: Array, axis: int) -> tuple[Array, Array]:
     return jnp.sum(weights * parts[..., :-1], axis) / l, jnp.squeeze(m, axis) + jnp.log(l)
 
 
-def no_attention(*shape: int) -> tuple[Array, Array]:
-    """What adds nothing in `merged`: the output, of this shape, and the log-sum-exp of queries that see no key."""
-    return jnp.zeros(shape), jnp.full((*shape[:-1], 1), MASKED)
+def over_blocks(attend, first: Array, last: Array, window: int | None, block: int, *shape: int) -> tuple[Array, Array]:
+    """attend(i), an output of this shape and the log-sum-exp of its scores, merged over all blocks i of `block` keys
+    that queries at positions `first` to `last` see."""
+    begin = 0 if window is None else jnp.maximum(first - window + 1, 0) // block
+    nothing = jnp.zeros(shape), jnp.full((*shape[:-1], 1), MASKED)  # adds nothing to what it is merged with
+    return jax.lax.fori_loop(begin, last // block + 1, lambda i, state: merged(state, attend(i)), nothing)
 
 
 def plain_piece_attention(q, k, v, start, window: int | None, rows: int, tile: int, block: int):
@@ -954,13 +957,13 @@ def plain_piece_attention(q, k, v, start, window: int | None, rows: int, tile: i
     S = min(k.shape[2], start + T) if isinstance(start, int) else k.shape[2]
     tile, block = (max(n for n in range(1, most + 1) if size % n == 0) for most, size in ((tile, T), (block, S)))
 
-    def attend(row, t, i):  # the tile that begins at (row, t), to the block that begins at i
+    def attend(row, t, i):  # the tile that begins at (row, t), to the i-th block
         def cut(x):
-            return jax.lax.dynamic_slice(x, (row, 0, i) + (0,) * (x.ndim - 3), (rows, K, block, *x.shape[3:]))
+            return jax.lax.dynamic_slice(x, (row, 0, i * block) + (0,) * (x.ndim - 3), (rows, K, block, *x.shape[3:]))
 
         queries = jax.lax.dynamic_slice(q, (row, 0, 0, t, 0), (rows, K, G, tile, H))
         keys, values = jax.tree.map(cut, (k, v))
-        seen = is_attended(i + jnp.arange(block), start + t + jnp.arange(tile)[:, None], window)
+        seen = is_attended(i * block + jnp.arange(block), start + t + jnp.arange(tile)[:, None], window)
         return attention_with_sum(attention_scores(queries, keys, seen), values, q.dtype)
 
     if (rows, tile, block) == (B, T, S):
@@ -968,13 +971,9 @@ def plain_piece_attention(q, k, v, start, window: int | None, rows: int, tile: i
 
     def of_tile(n):
         row, t = n // (T // tile) * rows, n % (T // tile) * tile
-        first = 0 if window is None else jnp.maximum(start + t + 1 - window, 0) // block
         last = jnp.minimum(start + t + tile, S) - 1
-
-        def fold(i, state):
-            return merged(state, attend(row, t, i * block))
-
-        return jax.lax.fori_loop(first, last // block + 1, fold, no_attention(rows, K, G, tile, W))
+        of_block = partial(attend, row, t)
+        return over_blocks(of_block, start + t, last, window, block, rows, K, G, tile, W)
 
     def in_order(x):  # [tiles, rows, K, G, tile, ..]
         x = x.reshape(B // rows, T // tile, rows, K, G, tile, -1)
@@ -1012,14 +1011,12 @@ def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_
 
     if n == slots or is_only_piece:
         return attend(0, start)
-    first = 0 if window is None else jnp.maximum(start - window + 1, 0) // (n * R)
-    last = (start + T - 1) // (n * R)
-
-    def fold(i, state):
-        return merged(state, attend(i, start - i * n * R))
-
     W = jax.eval_shape(partial(load, n=n), 0)[1].shape[-1]
-    return jax.lax.fori_loop(first, last + 1, fold, no_attention(B, K, G, T, W))
+
+    def of_block(i):
+        return attend(i, start - i * n * R)
+
+    return over_blocks(of_block, start, start + T - 1, window, n * R, B, K, G, T, W)
 
 
 def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
@@ -1055,7 +1052,7 @@ def plain_slot_attention(
 
 def attend_to_slots(q, new: LayerCache, cache: LayerCache, positions, window: int | None, R: int):
     """plain_slot_attention, or on TPUs the kernel, which reads no more slots than it needs."""
-    plain, kernel = (partial(f, window=window, R=R) for f in (plain_slot_attention, slot_attention_kernel))
+    plain, kernel = (partial(f, window=window, R=R) for f in (plain_slot_attention, attention_kernel))
     return jax.lax.platform_dependent(q, new, cache, positions, tpu=kernel, default=plain)
 
 
@@ -1451,18 +1448,13 @@ def product(x: Array, w: Array | Int8, min_rows: int = 1) -> Array:
     x is padded to `min_rows` rows: XLA for TPUs turns fewer rows into slow vector code.
     """
     values, scale = values_and_scale(w, x.dtype)
-    y = einsum("bc,oc->bo", widened(pad_rows(x, min_rows), w), values)[: x.shape[0]]
+    y = einsum("bc,oc->bo", padded(x, w, min_rows), values)[: x.shape[0]]
     return y if scale is None else y * scale
 
 
-def pad_rows(x: Array, rows: int) -> Array:
-    """x [B, C] with zeros up to `rows` rows."""
-    return jnp.pad(x, ((0, max(rows - x.shape[0], 0)), (0, 0)))
-
-
-def widened(x: Array, w: Array | Int8) -> Array:
-    """x [B, C] with zeros up to the columns of w."""
-    return jnp.pad(x, ((0, 0), (0, w.shape[-1] - x.shape[-1])))
+def padded(x: Array, w: Array | Int8, rows: int = 1) -> Array:
+    """x [B, C] with zeros up to the columns of w, and up to `rows` rows."""
+    return jnp.pad(x, ((0, max(rows - len(x), 0)), (0, w.shape[-1] - x.shape[1])))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1494,7 +1486,7 @@ def cpu_product(x: Array, w: Array | Int8) -> Array:
         return (y[:B] * coarse.scale[:, None] + y[B:] * fine.scale[:, None]) * w.scale
     if isinstance(w, Int8) or B > 128:
         return product(x, w)
-    return weights_first(pad_rows(x, 2 if is_16_bit else 1), w, jnp.float32)[:B]
+    return weights_first(padded(x, w, 2 if is_16_bit else 1), w, jnp.float32)[:B]
 
 
 def runs_of(columns: int, most: int, longest: int) -> int:
@@ -1576,7 +1568,7 @@ def tpu_product(x: Array, w: Array | Int8) -> Array:
     B, (O, C) = len(x), w.shape
     itemsize = jax.tree.leaves(w)[0].dtype.itemsize
     # Two buffers each of 128 rows of w and of x. A kernel gets 16 MiB.
-    x = widened(x, w)
+    x = padded(x, w)
     vmem = 2 * C * (128 * itemsize + B * x.dtype.itemsize)
     is_streamed = B <= 64 and C % 128 == 0 and O * C * itemsize >= STREAM_BYTES and vmem <= 12 * 2**20
     if 4 * B * C > 2**25:  # if x comes of float32 arrays too large for VMEM, XLA would read them for each tile of w
@@ -1632,19 +1624,13 @@ def piece_attention_kernel(q, k, v, start, window: int | None):
     return attention_kernel(q, (), (k, v), jnp.broadcast_to(start, len(q)), window)[:2]
 
 
-def slot_attention_kernel(q, new: LayerCache, cache: LayerCache, positions, window: int | None, R: int):
-    """plain_slot_attention for TPUs. It reads the blocks of a row up to its position and no others."""
-    out, log_sum_exp, cache = attention_kernel(q.swapaxes(2, 3), new, cache, positions, window, R)
-    return out.swapaxes(2, 3), log_sum_exp.swapaxes(2, 3), cache
-
-
 def attention_kernel(q, new, cache, starts, window, R=1, queries=1024, block=None, interpret=False):
     """Causal attention as one Pallas kernel for TPUs, for prefill and for decoding; scores stay in VMEM (as in Dao et
     al. 2022, "FlashAttention").
 
-    In prefill `new` is (), q [B, K, G, T, H] is at positions starts [B] to starts + T, and arguments and results are
-    those of plain_piece_attention. In decoding they are those of plain_slot_attention, but for q [B, K, 1, G, H]: the
-    query heads lie along T, all at the same position.
+    In decoding, arguments and results are those of plain_slot_attention. In prefill they are those of
+    plain_piece_attention: `new` is (), `cache` keys and values, and q [B, K, G, T, H] is at positions starts [B] to
+    starts + T.
 
     The grid is (rows of the batch, kv heads, tiles of queries, blocks of keys). A tile is about `queries` of them: some
     positions, with all G heads of each. A block that a tile does not see is neither fetched nor computed: its index is
@@ -1661,6 +1647,8 @@ def attention_kernel(q, new, cache, starts, window, R=1, queries=1024, block=Non
     `block` is by default 1,024 slots; in decoding a power of two that makes at most half a MiB of keys, or 128. It is
     cut to a divisor of the slots.
     """
+    if new:  # the query heads of the one position lie along T
+        q = q.swapaxes(2, 3)
     (B, K, G, T, width), S = q.shape, cache[0].shape[2]
     split = cache[0].shape[-1]
     W = cache[1].shape[-1] if width == split else split
@@ -1809,7 +1797,8 @@ def attention_kernel(q, new, cache, starts, window, R=1, queries=1024, block=Non
         interpret=interpret,
         name="ragged_attention",
     )(starts, q, new, cache)
-    return out[:, :, :, :T], log_sum_exp[:, :, :, :T, :1], cache
+    out, log_sum_exp = out[:, :, :, :T], log_sum_exp[:, :, :, :T, :1]
+    return (out.swapaxes(2, 3), log_sum_exp.swapaxes(2, 3), cache) if new else (out, log_sum_exp, cache)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def test_against_float64(monkeypatch, shape, positions, window, block, dtype, in
         out, _, cache = by(*arguments, window, 1)
         return out, cache
 
-    out, updated = jax.jit(partial(attend, model.slot_attention_kernel))(q, new, cache, at)
+    out, updated = jax.jit(partial(attend, model.attention_kernel))(q, new, cache, at)
     out_plain, updated_plain = jax.jit(partial(attend, model.plain_slot_attention))(q, new, cache, at)
     tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
     wanted = reference(q, new, cache, positions, window)
@@ -232,7 +232,7 @@ def test_compiles_for_tpus(topology, int8, shape):
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
     arguments = *random_arguments(*shape, jnp.bfloat16, int8), jnp.zeros(shape[0], jnp.int32)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), arguments)
-    kernel = partial(model.slot_attention_kernel, window=None, R=1)
+    kernel = partial(model.attention_kernel, window=None, R=1)
     program = jax.jit(kernel, donate_argnums=2).lower(*abstract).compile()
     cache_bytes = sum(x.nbytes for x in jax.tree.leaves(arguments[2]))
     memory = program.memory_analysis()

@@ -255,7 +255,7 @@ def test_compiles_for_tpus(topology, int8, B, G, S):
         model.LayerCache(side(S, 512), side(S, 128)),
         array(B, dtype=jnp.int32),
     )
-    kernel = partial(model.slot_attention_kernel, window=None, R=1)
+    kernel = partial(model.attention_kernel, window=None, R=1)
     program = jax.jit(kernel, donate_argnums=2).lower(*arguments).compile()
     cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[2]))
     memory = program.memory_analysis()
