@@ -385,10 +385,10 @@ def attention(
     [B, T, U] of these tokens, in x's dtype. It returns the attention output float32 [B, T, N, W], and this layer's
     cache with `new` stored.
     """
-    B, T, _ = x.shape
+    B, T = positions.shape
     Q, L, H, U = config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
 
-    h = rms_norm(x, w["attention_norm"], config.rms_norm_eps)
+    h = all_tokens(rms_norm(x, w["attention_norm"], config.rms_norm_eps)).reshape(*positions.shape, -1)
     # Each device computes some columns and needs all of them; the last ones may be padding.
     qkv_a = linear(h, w["qkv_a"], w.get("qkv_a_bias")).astype(x.dtype)
     qkv_a = jax.lax.all_gather(qkv_a, MODEL_AXES, axis=2, tiled=True)
@@ -401,9 +401,9 @@ def attention(
     q, q_rope = q.astype(x.dtype), rope(q_rope, positions, config).astype(x.dtype)
     new = LayerCache(latent, rope_key.astype(x.dtype))
     out, cache = attend(q, q_rope, new, cache, positions, w)
-    x = x + jax.lax.psum(linear(out.astype(x.dtype).reshape(B, T, -1), w["o"]).astype(x.dtype), MODEL_AXES)
+    x = x + summed(linear(out.astype(x.dtype).reshape(B, T, -1), w["o"]), x)
     if config.attention_bias:
-        x = x + w["o_bias"]  # after the psum; otherwise it is added X times
+        x = x + w["o_bias"]  # after the sum; otherwise it is added X times
     return x, cache
 
 
@@ -411,7 +411,7 @@ def attention(
 def feed_forward(x: Array, w: dict, config: Config) -> Array:
     """The second half of a layer, on x [B, T, D]: an MLP, or the shared experts and the experts that the router
     chooses."""
-    h = rms_norm(x, w["mlp_norm"], config.rms_norm_eps)
+    h = all_tokens(rms_norm(x, w["mlp_norm"], config.rms_norm_eps))
     if "router" in w:
         tokens = h.reshape(-1, h.shape[-1])
         ids, scores = route(linear(tokens, w["router"]), w.get("router_bias"), config)
@@ -419,7 +419,7 @@ def feed_forward(x: Array, w: dict, config: Config) -> Array:
         out = mlp(h, w["shared_gate_up"], w["shared_down"]) + routed.reshape(h.shape)
     else:
         out = mlp(h, w["gate_up"], w["down"])
-    return x + jax.lax.psum(out.astype(x.dtype), MODEL_AXES)
+    return x + summed(out, x)
 
 
 def mlp(x: Array, gate_up: Array | Int8, down: Array | Int8) -> Array:
@@ -472,11 +472,11 @@ def forward(
         x, layer_cache = attention(x, w, layer_cache, positions, attend, config)
         return feed_forward(x, w, config), layer_cache
 
-    x = embed(tokens, weights, config)
+    x = divide_tokens(embed(tokens, weights, config))
     cache = list(cache)  # the caller's list stays as it is
     for i, w in enumerate(weights["layers"]):
         x, cache[i] = layer(x, w, cache[i])
-    return x, cache
+    return all_tokens(x).reshape(*tokens.shape, -1), cache
 
 
 @jax.named_scope("head")
@@ -1497,6 +1497,34 @@ def in_tiles(run, x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int) ->
 def scores_by_expert(ids: Array, scores: Array, E: int) -> Array:
     """ids, scores [B, k]: float32 [B, E], the score of each token for each expert, 0 if it did not choose it."""
     return jnp.sum(jnp.where(ids[:, :, None] == jnp.arange(E), scores[:, :, None], 0), axis=1)
+
+
+def divide_tokens(x: Array) -> Array:
+    """This device's share [B T / ep, D] of the residual stream x [B, T, D], so that not all devices along ep compute
+    all norms and residuals (as in Korthikanti et al. 2022, "sequence parallelism").
+
+    In decoding, or if ep does not divide the tokens, it is x itself. Along tp nothing is divided: on a TPU slice XLA
+    has a reduce-scatter along one axis of the torus, and tp may span more.
+    """
+    (B, T, D), ep = x.shape, jax.lax.axis_size("ep")
+    if ep == 1 or T == 1 or B * T % ep:
+        return x
+    share = B * T // ep
+    return jax.lax.dynamic_slice_in_dim(x.reshape(-1, D), jax.lax.axis_index("ep") * share, share)
+
+
+def all_tokens(x: Array) -> Array:
+    """All tokens [B T, D] of a residual stream that is divided, or x [B, T, D] that is not."""
+    return x if x.ndim == 3 else jax.lax.all_gather(x, "ep", tiled=True)
+
+
+def summed(parts: Array, x: Array) -> Array:
+    """The sums over ep x tp of `parts`, which have all tokens: those of this device's tokens, in the shape and dtype of
+    x, the residual stream to which they are to be added."""
+    parts = parts.astype(x.dtype)
+    if x.ndim == 3:
+        return jax.lax.psum(parts, MODEL_AXES)
+    return jax.lax.psum(jax.lax.psum_scatter(parts.reshape(-1, x.shape[-1]), "ep", tiled=True), "tp")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -350,15 +350,15 @@ def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, co
     layers. q [B, T, N, H] is scaled already; k and v are float32 [B, T, K, H]. `attend` returns the attention output
     [B, T, N H], and this layer's cache with k and v stored.
     """
-    h = rms_norm(x, w["attention_norm"], config.rms_norm_eps)
+    h = all_tokens(rms_norm(x, w["attention_norm"], config.rms_norm_eps)).reshape(*positions.shape, -1)
     q, k, v = split_heads(linear(h, w["qkv"], w.get("qkv_bias")), config)
     q, k = rms_norm(q, w["q_norm"], config.rms_norm_eps), rms_norm(k, w["k_norm"], config.rms_norm_eps)  # of each head
     q, k = rope(q, positions, config), rope(k, positions, config)
     q = (q * config.head_dim**-0.5).astype(x.dtype)  # scales the attention scores
     out, cache = attend(q, k, v, cache, positions, mask)
-    x = x + jax.lax.psum(linear(out, w["o"]).astype(x.dtype), MODEL_AXES)
+    x = x + summed(linear(out, w["o"]), x)
     if config.attention_bias:
-        x = x + w["o_bias"]  # after the psum; otherwise it is added X times
+        x = x + w["o_bias"]  # after the sum; otherwise it is added X times
     return x, cache
 
 
@@ -366,7 +366,7 @@ def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, co
 def feed_forward(x: Array, w: dict, config: Config) -> Array:
     """The second half of a layer, on x [B, T, D]: norm, a gated MLP, SwiGLU (Shazeer 2020), or the experts that the
     router chooses, each of which is such an MLP, and residual."""
-    h = rms_norm(x, w["mlp_norm"], config.rms_norm_eps)
+    h = all_tokens(rms_norm(x, w["mlp_norm"], config.rms_norm_eps))
     if "router" in w:
         tokens = h.reshape(-1, h.shape[-1])
         ids, scores = route(linear(tokens, w["router"]), config)
@@ -374,7 +374,7 @@ def feed_forward(x: Array, w: dict, config: Config) -> Array:
     else:
         gate, up = linear_halves(h, w["gate_up"])
         out = linear((jax.nn.silu(gate) * up).astype(x.dtype), w["down"])
-    return x + jax.lax.psum(out.astype(x.dtype), MODEL_AXES)
+    return x + summed(out, x)
 
 
 def route(logits: Array, config: Config) -> tuple[Array, Array]:
@@ -412,11 +412,11 @@ def forward(
         x, layer_cache = attention(x, w, layer_cache, positions, attend, config, mask)
         return feed_forward(x, w, config), layer_cache
 
-    x = embed(tokens, weights, config)
+    x = divide_tokens(embed(tokens, weights, config))
     cache = list(cache)  # the caller's list stays as it is
     for i, w in enumerate(weights["layers"]):
         x, cache[i] = layer(x, w, cache[i], config.mask(i))
-    return x, cache
+    return all_tokens(x).reshape(*tokens.shape, -1), cache
 
 
 @jax.named_scope("head")
@@ -1432,6 +1432,34 @@ def in_tiles(run, x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int) ->
 def scores_by_expert(ids: Array, scores: Array, E: int) -> Array:
     """ids, scores [B, k]: float32 [B, E], the score of each token for each expert, 0 if it did not choose it."""
     return jnp.sum(jnp.where(ids[:, :, None] == jnp.arange(E), scores[:, :, None], 0), axis=1)
+
+
+def divide_tokens(x: Array) -> Array:
+    """This device's share [B T / ep, D] of the residual stream x [B, T, D], so that not all devices along ep compute
+    all norms and residuals (as in Korthikanti et al. 2022, "sequence parallelism").
+
+    In decoding, or if ep does not divide the tokens, it is x itself. Along tp nothing is divided: on a TPU slice XLA
+    has a reduce-scatter along one axis of the torus, and tp may span more.
+    """
+    (B, T, D), ep = x.shape, jax.lax.axis_size("ep")
+    if ep == 1 or T == 1 or B * T % ep:
+        return x
+    share = B * T // ep
+    return jax.lax.dynamic_slice_in_dim(x.reshape(-1, D), jax.lax.axis_index("ep") * share, share)
+
+
+def all_tokens(x: Array) -> Array:
+    """All tokens [B T, D] of a residual stream that is divided, or x [B, T, D] that is not."""
+    return x if x.ndim == 3 else jax.lax.all_gather(x, "ep", tiled=True)
+
+
+def summed(parts: Array, x: Array) -> Array:
+    """The sums over ep x tp of `parts`, which have all tokens: those of this device's tokens, in the shape and dtype of
+    x, the residual stream to which they are to be added."""
+    parts = parts.astype(x.dtype)
+    if x.ndim == 3:
+        return jax.lax.psum(parts, MODEL_AXES)
+    return jax.lax.psum(jax.lax.psum_scatter(parts.reshape(-1, x.shape[-1]), "ep", tiled=True), "tp")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
