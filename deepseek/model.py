@@ -35,9 +35,10 @@ Parallelism. A mesh of devices has three axes. `dp` splits the batch. `ep` split
 dimension of each. Both together split all other matrices but the router: attention by heads, and MLPs by their
 intermediate dimension (Shoeybi et al. 2019, "Megatron-LM"). All device code runs under `jax.shard_map`, and devices
 exchange nothing except in the collectives that the code spells out. A decode step has one `psum` in the embedding and
-two `all_gather` for the next token; each layer has two psums and an all_gather of the outputs of `qkv_a`. The cache has
-no heads to split: each device holds some of its rows and some of their tokens. Prefill gathers them in blocks; decoding
-exchanges queries and outputs (see `exchange`).
+two `all_gather` for the next token; each layer has two psums and an all_gather of the outputs of `qkv_a`. In prefill
+the devices along ep divide the tokens of the residual stream (see `divide_tokens`). The cache has no heads to split:
+each device holds some of its rows and some of their tokens. Prefill gathers them in blocks; decoding exchanges queries
+and outputs (see `exchange`).
 
 Dimension letters, in shapes and einsums. Under shard_map B, N, F, E and V are the sizes on one device.
 
@@ -59,22 +60,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-import typing
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, NamedSharding, P
 from jax.experimental import multihost_utils
 from jax.experimental import pallas as pl
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 MODEL_AXES = ("ep", "tp")  # the axes of the mesh whose devices share a layer
 
@@ -115,7 +113,6 @@ class Config:
     q_lora_rank: int = 0  # 0: queries are not compressed
     first_k_dense_replace: int = 0  # number of leading layers without experts
     scoring_func: str = "sigmoid"
-    topk_method: str = "noaux_tc"
     n_group: int = 1
     topk_group: int = 1
     norm_topk_prob: bool = True
@@ -147,6 +144,7 @@ class Config:
         model_type = config.get("model_type")
         is_v2 = model_type == "deepseek_v2"
         scoring, methods = ("softmax", ("greedy", "group_limited_greedy")) if is_v2 else ("sigmoid", ("noaux_tc",))
+        method = config.get("topk_method") or methods[0]
         check_supported(
             model_type=(model_type, ("deepseek_v3", "kimi_k2", "deepseek_v2")),
             rope_type=(rope["rope_type"], tuple(ROPE_PARAMETERS)),
@@ -155,7 +153,7 @@ class Config:
             mlp_bias=(config.get("mlp_bias") or False, (False,)),
             moe_layer_freq=(config.get("moe_layer_freq") or 1, (1,)),
             scoring_func=(config.get("scoring_func") or scoring, (scoring,)),
-            topk_method=(config.get("topk_method") or methods[0], methods),
+            topk_method=(method, methods),
         )
         needed, optional = ROPE_PARAMETERS[rope["rope_type"]]
         given = {"q_lora_rank": 1536}  # the reference's default; null gives this class's
@@ -168,15 +166,11 @@ class Config:
                 given[name] = value
         for name in ("rope_interleave", "norm_topk_prob"):
             given[name] = given.get(name, True) or False  # the reference reads null as false
-        given |= {
-            # No other layer has this tensor.
-            "has_extra_layer": f"model.layers.{config.get('num_hidden_layers')}.eh_proj.weight" in names,
-            "scoring_func": scoring,
-            "topk_method": config.get("topk_method") or methods[0],
-        }
+        extra = f"model.layers.{config.get('num_hidden_layers')}.eh_proj.weight"  # no other layer has this tensor
+        given |= {"scoring_func": scoring, "has_extra_layer": extra in names}
         if is_v2:  # whatever config.json says
             given |= {"norm_topk_prob": False, "rope_interleave": True}
-        if given["topk_method"] == "greedy":  # greedy ignores groups
+        if method == "greedy":  # it ignores groups
             given |= {"n_group": 1, "topk_group": 1}
         if given.get("first_k_dense_replace") == 0:  # the one count that can be 0, as the default is
             del given["first_k_dense_replace"]
@@ -186,7 +180,7 @@ class Config:
 
     def check(self) -> None:
         """Raises InputError for inconsistent numbers."""
-        experts, groups = self.n_routed_experts, self.n_group
+        experts, groups, top = self.n_routed_experts, self.n_group, self.topk_group
         if self.qk_rope_head_dim % 2:
             raise InputError(f"config.json: qk_rope_head_dim {self.qk_rope_head_dim} must be even: rope turns pairs")
         if self.rope_type == "yarn" and self.rope_theta <= 1:
@@ -197,14 +191,11 @@ class Config:
             raise InputError(f"config.json: n_group {groups} does not divide n_routed_experts {experts}")
         if self.scoring_func == "sigmoid" and experts < 2 * groups:
             raise InputError(f"config.json: n_group {groups} leaves a group less than two of {experts} experts")
-        if self.topk_group > groups:
-            raise InputError(f"config.json: topk_group {self.topk_group} exceeds n_group {groups}")
-        eligible = self.topk_group * (experts // groups)
-        if self.num_experts_per_tok > eligible:
-            raise InputError(
-                f"config.json: num_experts_per_tok {self.num_experts_per_tok} exceeds the {eligible} experts of "
-                f"topk_group {self.topk_group} groups"
-            )
+        if top > groups:
+            raise InputError(f"config.json: topk_group {top} exceeds n_group {groups}")
+        k, eligible = self.num_experts_per_tok, top * (experts // groups)
+        if k > eligible:
+            raise InputError(f"config.json: num_experts_per_tok {k} exceeds the {eligible} experts of topk_group {top}")
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in the place of an MLP."""
@@ -229,25 +220,21 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
 
 
 def weights_of(config: Config) -> dict:
-    """A pytree of Weight: the tensors of the checkpoint that each array is made of, its shape, and how devices split
-    it.
+    """A pytree of Weight: which tensors of the checkpoint make each array, its shape, and how devices split it.
 
     A matrix is [output, input], as in the checkpoint. Split by output, each device computes some of the outputs. Split
     by input, each device computes a partial sum of all outputs, and a psum adds the sums. `qkv_a` is one product for
     what all heads share: the compressed query, the latent and the rope key. `gate_up` is one product too: a device
     holds its gate rows, then its up rows. Experts are split over ep, and each like an MLP over tp. The router, which
-    every device needs, is whole on each. "Declaring weights" explains Part, by_output, by_input, bias and whole. `k_b`
-    and `v_b` expand a latent to each head's key and value. The norms in a layer are float32, in which they are
-    computed.
+    every device needs, is whole on each. The norms in a layer are float32, in which they are computed. "Declaring
+    weights" explains Part, by_output, by_input, bias and whole.
     """
     D, Q, L, U = config.hidden_size, config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
     N, H, W, E = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim, config.n_routed_experts
+    float32_vector = partial(whole, dtype="float32")
 
     def layer(i):
         attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
-
-        def float32_vector(name, size):
-            return whole(name, size, dtype="float32")
 
         def heads(name, width, within=None):
             return Part({f"{attention}.{name}": N * width}, units=N, within=within)
@@ -274,12 +261,11 @@ def weights_of(config: Config) -> dict:
             return by_output(D, gate, up, experts=experts), by_input(D, down, experts=experts)
 
         if config.has_experts(i):
-            F = config.moe_intermediate_size
+            F, shared = config.moe_intermediate_size, config.n_shared_experts
             weights["router"] = whole(f"{mlp}.gate.weight", E, D)
             if config.scoring_func == "sigmoid":
                 weights["router_bias"] = float32_vector(f"{mlp}.gate.e_score_correction_bias", E)
-            shared = mlp_of(f"{mlp}.shared_experts", F * config.n_shared_experts)
-            weights["shared_gate_up"], weights["shared_down"] = shared
+            weights["shared_gate_up"], weights["shared_down"] = mlp_of(f"{mlp}.shared_experts", shared * F)
             weights["experts_gate_up"], weights["experts_down"] = mlp_of(f"{mlp}.experts.{{}}", F, E)
         else:
             weights["gate_up"], weights["down"] = mlp_of(mlp, config.intermediate_size)
@@ -329,8 +315,7 @@ def rope_frequencies(config: Config) -> np.ndarray:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, U - 1)
         last += 0.001 if first == last else 0
-        divided = np.clip((np.arange(U // 2, dtype=np.float32) - np.float32(first)) / np.float32(last - first), 0, 1)
-        kept = 1 - divided
+        kept = 1 - np.clip((np.arange(U // 2, dtype=np.float32) - np.float32(first)) / np.float32(last - first), 0, 1)
         frequencies = 1 / (np.float32(factor) * wavelengths) * (1 - kept) + frequencies * kept
     return frequencies.astype(np.float32)
 
@@ -341,8 +326,7 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def rope_scale(config: Config) -> float:
-    """The factor of the rotated part of queries and keys. As in transformers, attention_factor wins over the two
-    mscales."""
+    """The factor of the rotated part of queries and keys. As in transformers, attention_factor wins over mscales."""
     if config.rope_type != "yarn":
         return 1.0
     if config.attention_factor:
@@ -355,9 +339,7 @@ def rope_scale(config: Config) -> float:
 def softmax_scale(config: Config) -> float:
     """The factor of scores before the softmax."""
     scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
-    if config.rope_type != "default" and config.mscale_all_dim:
-        scale *= yarn_mscale(config.factor, config.mscale_all_dim) ** 2
-    return scale
+    return scale * yarn_mscale(config.factor, config.mscale_all_dim) ** 2  # 1 without mscale_all_dim
 
 
 def rope(x: Array, positions: Array, config: Config) -> Array:
@@ -370,13 +352,8 @@ def rope(x: Array, positions: Array, config: Config) -> Array:
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
 
-LATENT_EPS = 1e-6  # of the norms within attention, whatever rms_norm_eps is
-
-
 @jax.named_scope("attention")  # the name in a profiler's trace
-def attention(
-    x: Array, w: dict, cache: LayerCache, positions: Array, attend, config: Config
-) -> tuple[Array, LayerCache]:
+def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, config: Config):
     """The first half of a layer, on x [B, T, D] at positions [B, T]: norm, attention, residual. Returns the new x and
     the new cache.
 
@@ -387,16 +364,17 @@ def attention(
     """
     B, T = positions.shape
     Q, L, H, U = config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
+    eps = 1e-6  # of the norms of latents and compressed queries, whatever rms_norm_eps is
 
     h = all_tokens(rms_norm(x, w["attention_norm"], config.rms_norm_eps)).reshape(*positions.shape, -1)
     # Each device computes some columns and needs all of them; the last ones may be padding.
     qkv_a = linear(h, w["qkv_a"], w.get("qkv_a_bias")).astype(x.dtype)
     qkv_a = jax.lax.all_gather(qkv_a, MODEL_AXES, axis=2, tiled=True)
     compressed, latent, rope_key, _ = jnp.split(qkv_a, [Q, Q + L, Q + L + U], axis=-1)
-    latent = rms_norm(latent, w["kv_norm"], LATENT_EPS)
+    latent = rms_norm(latent, w["kv_norm"], eps)
     rope_key = rope(rope_key[:, :, None].astype(jnp.float32), positions, config)[:, :, 0]
     if Q:
-        h = rms_norm(compressed, w["q_norm"], LATENT_EPS)
+        h = rms_norm(compressed, w["q_norm"], eps)
     q, q_rope = jnp.split(linear(h, w["q"]).reshape(B, T, -1, H + U) * softmax_scale(config), [H], axis=-1)
     q, q_rope = q.astype(x.dtype), rope(q_rope, positions, config).astype(x.dtype)
     new = LayerCache(latent, rope_key.astype(x.dtype))
@@ -409,8 +387,7 @@ def attention(
 
 @jax.named_scope("mlp")
 def feed_forward(x: Array, w: dict, config: Config) -> Array:
-    """The second half of a layer, on x [B, T, D]: an MLP, or the shared experts and the experts that the router
-    chooses."""
+    """The second half of a layer, on x [B, T, D]: an MLP, or shared experts and those that the router chooses."""
     h = all_tokens(rms_norm(x, w["mlp_norm"], config.rms_norm_eps))
     if "router" in w:
         tokens = h.reshape(-1, h.shape[-1])
@@ -450,17 +427,14 @@ def weighed(scores: Array, config: Config) -> Array:
 
 
 def activation(gate: Array, up: Array, score: Array) -> Array:
-    """silu(gate) * up of an expert whose output is multiplied by its score [B, 1]: float32 [B, F]. `experts` calls it.
-
-    The product after this is linear, so the score can be applied here. A row that did not choose the expert has score
-    0, and adds nothing.
+    """silu(gate) * up of an expert, times the score [B, 1] by which its output is multiplied: float32 [B, F]. It can be
+    applied here, since the product after this is linear. `experts` calls this, with score 0 for a row that did not
+    choose the expert.
     """
     return jax.nn.silu(gate) * up * score
 
 
-def forward(
-    weights: dict, tokens: Array, positions: Array, cache: list[LayerCache], attend, config: Config
-) -> tuple[Array, list[LayerCache]]:
+def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCache], attend, config: Config):
     """The layers on tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the new cache.
 
     It is a Python loop, not a jax.lax.scan over stacked weights: the compiler can then fetch the next layer's weights
@@ -500,16 +474,12 @@ class InputError(ValueError):
 
 
 def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None) -> Mesh:
-    """A mesh (dp, ep, tp) over `devices`, by default all of them.
-
-    jax.make_mesh places devices along `ep` and `tp` next to each other, since they communicate in every layer.
-    """
+    """A mesh (dp, ep, tp) over `devices`, by default all of them. jax.make_mesh places devices along `ep` and `tp` next
+    to each other, since they communicate in every layer."""
     devices = jax.devices() if devices is None else devices
     if dp * ep * tp != len(devices):
-        raise InputError(
-            f"the mesh dp x ep x tp = {dp} x {ep} x {tp} needs {dp * ep * tp} devices, and there are {len(devices)}; "
-            "choose --dp --ep --tp so that their product is that number"
-        )
+        needs = f"dp x ep x tp = {dp} x {ep} x {tp} needs {dp * ep * tp} devices, and there are {len(devices)}"
+        raise InputError(f"the mesh {needs}; choose --dp --ep --tp so that their product is that number")
     axis_types = (jax.sharding.AxisType.Auto,) * 3
     return jax.make_mesh((dp, ep, tp), ("dp", *MODEL_AXES), axis_types=axis_types, devices=devices)
 
@@ -530,10 +500,7 @@ def sharer_groups(R: int) -> list[list[int]]:
 
 
 def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, out_specs: object):
-    """`body(weights, ..)` under shard_map: outside, an array is the whole one; inside `body` it is this device's part.
-
-    The specs of the weights come from their declaration, since traced arrays have none.
-    """
+    """`body(weights, ..)` under shard_map. The specs of the weights are those declared: traced arrays have none."""
     int8 = isinstance(weights["embedding"], Int8)
     abstract = abstract_weights(config, mesh, weights["norm"].dtype, int8)
     in_specs = (jax.tree.map(lambda weight: weight.sharding.spec, abstract), *in_specs)
@@ -693,12 +660,10 @@ def whole(name: str, *shape: int, dtype: str | None = None) -> Weight:
 
 
 def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = False) -> dict:
-    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises what check_mesh
-    raises.
+    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises as check_mesh does.
 
-    Matrices are [output, input], as Hugging Face stores them: the contracted dimension comes last, so that a row is
-    contiguous, and loading transposes nothing but packed experts. If devices cannot share rows evenly, the arrays
-    have rows or columns of zeros, which change nothing.
+    Matrices are [output, input], as in the checkpoint: a row is contiguous, and loading transposes nothing but packed
+    experts. If devices cannot share rows evenly, the arrays have rows or columns of zeros, which change nothing.
     """
     check_mesh(config, mesh)
     return jax.tree.map(lambda weight: weight.abstract(mesh, dtype, int8), weights_of(config))
@@ -768,8 +733,7 @@ class Sampling(NamedTuple):
 def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling) -> tuple[Array, Array]:
     """The next tokens int32 [B] and their log-probabilities float32 [B], of the whole batch, on every device.
 
-    The log-probability is that of the unmodified softmax. Sampling draws with a key of its own for each row and each
-    position, so that no key is used twice.
+    The log-probability is that of the unmodified softmax. No key is used twice: each position of each row has its own.
 
     Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seeds uint32 [B, 2], the
     number of each row and the seed of the run.
@@ -844,12 +808,12 @@ def generate(
     stats: dict | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Iterator[list[Token]]:
-    """Decodes all prompts as one batch and yields, step by step, the new tokens of the rows that are not finished.
+    """Decodes all prompts as one batch and yields, step by step, the new tokens of the rows that are not finished. The
+    first `next` raises InputError for prompts that check_prompts refuses.
 
     A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
     `max_seq_len` slots (by default as many as the longest row needs). What a row generates does not depend on the
-    others: sampling uses the seed and the row's number, `Token.row`. `rows` gives these numbers, by default the indices
-    in `prompts`.
+    others: sampling uses the seed and the row's number, `Token.row`, which is in `rows` (by default its index).
 
     The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
     reads them LOOKAHEAD steps later. On machines whose attention reads the whole cache, the cache doubles as it fills,
@@ -857,10 +821,7 @@ def generate(
 
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
     and at the end step_bytes of a decode step of mean length. No other time includes compilation or growing the cache.
-    `progress(stage, done, total)` is called before and after a compilation, and with the tokens of each piece of
-    prefill.
-
-    The first `next` raises InputError for prompts that check_prompts refuses.
+    `progress(stage, done, total)` is called before and after a compilation, and with the tokens of each prefill piece.
     """
     stats = {} if stats is None else stats
     stats |= {"compile_s": 0.0, "decode_s": 0.0, "decode_steps": 0, "decode_tokens": 0}
@@ -943,7 +904,7 @@ def generate(
 
     # Decode.
     tokens = on_mesh(tokens)
-    in_flight = deque()  # the tokens of steps that the host has not read
+    in_flight = []  # the tokens of steps that the host has not read
     tokens_started = 1  # tokens of a row, in flight or read
     begin = time.perf_counter()
     while live:
@@ -962,7 +923,7 @@ def generate(
             tokens.copy_to_host_async()
             in_flight.append((tokens, logprobs))
             tokens_started += 1
-        new = read_tokens(*in_flight.popleft())
+        new = read_tokens(*in_flight.pop(0))
         stats["decode_s"] = time.perf_counter() - begin
         stats["decode_steps"] += 1
         stats["decode_tokens"] += len(new)
@@ -1028,26 +989,20 @@ def power_of_two(n: int) -> int:
 
 
 def cache_slots(tokens: int) -> int:
-    """Slots to allocate for `tokens`: somewhat more, so that large blocks divide them. That is the next multiple of 256
-    up to 2,048 tokens, and at most a quarter more beyond."""
+    """Slots for `tokens`, so that large blocks divide them: a multiple of 256, beyond 2,048 at most a quarter more."""
     unit = max(256, power_of_two(tokens) // 8)
     return ceil_div(tokens, unit) * unit
 
 
 def stored_bytes(tree) -> int:
     """Bytes of a pytree of arrays or ShapeDtypeStructs on all devices. A copy counts on each device that holds it."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices
-        for x in jax.tree.leaves(tree)
-    )
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices for x in leaves)
 
 
 def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config) -> int:
     """Bytes that a decode step has to read on all devices: all weights but the embedding, `lengths` slots of the rows.
-
-    Of experts it counts as many as a uniform router would choose on average. A tied embedding is the
-    output head too, and counts. A weight counts on every device that holds it.
-    """
+    Of experts it counts what a uniform router would choose on average. A tied embedding counts: it is the head too."""
     rows = len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
 
     def read(weight, array):
@@ -1073,10 +1028,8 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 @jax.named_scope("embed")
 def embed(tokens: Array, weights: dict, config: Config) -> Array:
-    """Rows of the vocabulary-sharded embedding [V, D] for tokens [B, T]: [B, T, D] in the residual stream's dtype.
-
-    Each device looks up the tokens that it holds and has zeros for the others; the psum puts them together.
-    """
+    """Rows of the vocabulary-sharded embedding [V, D] for tokens [B, T]: [B, T, D] in the residual stream's dtype. Each
+    device looks up the tokens that it holds and has zeros for the others; the psum puts them together."""
     table, dtype = weights["embedding"], weights["norm"].dtype
     local = tokens - jax.lax.axis_index(MODEL_AXES) * table.shape[0]
     is_here = (local >= 0) & (local < table.shape[0])
@@ -1132,8 +1085,7 @@ def attention_with_sum(scores: Array, v: Array | Int8, dtype: jnp.dtype) -> tupl
 
 
 def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Softmax outputs over two sets of keys as one over both: pairs of an output and the log-sum-exp of its scores (as
-    in Dao et al. 2023, "Flash-Decoding")."""
+    """Softmax outputs over two sets of keys as one over both: pairs of an output and the log-sum-exp of its scores."""
     log_sum_exp = jnp.logaddexp(a[1], b[1])
     return sum(out * jnp.exp(each - log_sum_exp) for out, each in (a, b)), log_sum_exp
 
@@ -1182,8 +1134,7 @@ def plain_piece_attention(q, k, v, start, window: int | None, rows: int, tile: i
     def of_tile(n):
         row, t = n // (T // tile) * rows, n % (T // tile) * tile
         last = jnp.minimum(start + t + tile, S) - 1
-        of_block = partial(attend, row, t)
-        return over_blocks(of_block, start + t, last, window, block, rows, K, G, tile, W)
+        return over_blocks(partial(attend, row, t), start + t, last, window, block, rows, K, G, tile, W)
 
     def in_order(x):  # [tiles, rows, K, G, tile, ..]
         x = x.reshape(B // rows, T // tile, rows, K, G, tile, -1)
@@ -1200,9 +1151,8 @@ def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_
     each of R devices: float32 [B, K, G, T, W], and the log-sum-exp of the scores, [B, K, G, T, 1].
 
     load(i, n) gives the keys and values of the i-th n slots. If it takes them `in_place`, n is all slots. If it has to
-    gather or expand them, blocks are of about BLOCK_TOKENS tokens, and as many as are filled: memory is bounded
-    whatever the prompt's length. `start` is traced, so that one program serves all pieces of a prompt, or the number 0
-    if there is only one piece, which is one block.
+    gather or expand them, blocks are of about BLOCK_TOKENS tokens, and as many as are filled. `start` is traced, so
+    that one program serves all pieces of a prompt, or the number 0 if there is only one piece, which is one block.
     """
     (B, K, G, T, _), is_only_piece = q.shape, isinstance(start, int)
     if in_place:
@@ -1211,22 +1161,17 @@ def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_
         n = min(slots, max(128, power_of_two(T // R)))
     else:
         n = math.gcd(slots, power_of_two(BLOCK_TOKENS // R))
-    plain = partial(plain_piece_attention, window=window, rows=B, tile=T, block=512)
-    on_cpu = partial(plain, rows=1, tile=256, block=256)
-    on_tpu = partial(piece_attention_kernel, window=window)
 
     def attend(i, start):
-        cpu, tpu, default = (partial(way, start=start) for way in (on_cpu, on_tpu, plain))
-        return jax.lax.platform_dependent(q, *load(i, n), cpu=cpu, tpu=tpu, default=default)
+        plain = partial(plain_piece_attention, start=start, window=window, rows=B, tile=T, block=512)
+        on_cpu = partial(plain, rows=1, tile=256, block=256)
+        on_tpu = partial(piece_attention_kernel, start=start, window=window)
+        return jax.lax.platform_dependent(q, *load(i, n), cpu=on_cpu, tpu=on_tpu, default=plain)
 
     if n == slots or is_only_piece:
         return attend(0, start)
     W = jax.eval_shape(partial(load, n=n), 0)[1].shape[-1]
-
-    def of_block(i):
-        return attend(i, start - i * n * R)
-
-    return over_blocks(of_block, start, start + T - 1, window, n * R, B, K, G, T, W)
+    return over_blocks(lambda i: attend(i, start - i * n * R), start, start + T - 1, window, n * R, B, K, G, T, W)
 
 
 def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
@@ -1235,17 +1180,14 @@ def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
     return LayerCache(*(quantize(x) if isinstance(side, Int8) else x.astype(side.dtype) for x, side in pairs))
 
 
-def plain_slot_attention(
-    q: Array, new: LayerCache, cache: LayerCache, positions: Array, window: int | None, R: int
-) -> tuple[Array, Array, LayerCache]:
+def plain_slot_attention(q, new: LayerCache, cache: LayerCache, positions, window: int | None, R: int):
     """The queries q [B, K, G, 1, H] at positions [B] over this device's slots, once the tokens `new` are stored there.
     Of the R devices that share the tokens of a row, device r has position p in slot p // R if p % R == r.
 
     The cache is keys and values. Or, if queries are wider than its first side, both sides are keys: the first columns
     of a query are for the first side, the rest for the second. The first side is the values too.
 
-    It reads all slots there are. Returns float32 [B, K, G, 1, W], the log-sum-exp of the scores, [B, K, G, 1, 1], and
-    the cache.
+    Returns float32 [B, K, G, 1, W], the log-sum-exp of the scores, [B, K, G, 1, 1], and the cache.
     """
     rows, S = jnp.arange(len(positions)), cache[0].shape[2]
     # If another device stores the token, the slot is S: out of bounds, dropped.
@@ -1292,11 +1234,11 @@ class LayerCache(NamedTuple):
 def abstract_cache(
     config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, int8: bool = False
 ) -> list[LayerCache]:
-    """The cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens and somewhat more. Dtype and widths are as
-    cache_layout has them."""
+    """The cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens and somewhat more (see cache_layout)."""
     X, dp = model_shards(mesh), mesh.shape["dp"]
     I, parts = row_groups(batch // dp, cache_sharers(config, X))
     slots = ceil_div(cache_slots(max_seq_len), parts)
+    array = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, CACHE_SPEC))
 
     def side(width):
         padded_width, stored = cache_layout(width, dtype, mesh)
@@ -1304,16 +1246,13 @@ def abstract_cache(
         # Whole tiles of the dtype, and of 128 lanes of scales, or a single one of these that is not filled.
         unit = max(32 // stored.itemsize, min(128, power_of_two(slots)))
         shape = (batch // I, X, ceil_div(slots, unit) * unit, padded_width)
-        sharding = NamedSharding(mesh, CACHE_SPEC)
-        values = jax.ShapeDtypeStruct(shape, stored, sharding=sharding)
-        return Int8(values, jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=sharding)) if int8 else values
+        return Int8(array(shape, stored), array(shape[:-1], jnp.float32)) if int8 else array(shape, stored)
 
     return [LayerCache(side(config.kv_lora_rank), side(config.qk_rope_head_dim))] * config.num_hidden_layers
 
 
 def cache_sharers(config: Config, shards: int) -> int:
-    """R, the number of devices that share a cache, of `shards` devices that share a layer: all of them up to
-    CACHE_SHARERS, else their largest divisor that is not above."""
+    """R, the number of devices that share a cache: the largest divisor of `shards` that is at most CACHE_SHARERS."""
     return next(n for n in range(min(shards, CACHE_SHARERS), 0, -1) if shards % n == 0)
 
 
@@ -1324,8 +1263,7 @@ def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Conf
 
 
 def piece_length(longest: int, rows: int, config: Config, mesh: Mesh) -> int:
-    """Tokens of a row that prefill takes at once, if a device has `rows` rows: a multiple of the devices that share a
-    cache."""
+    """Tokens of a row that prefill takes at once, if a device has `rows` rows: a multiple of R."""
     R = cache_sharers(config, model_shards(mesh))
     return ceil_div(padded_piece(longest, rows, mesh), R) * R
 
@@ -1350,8 +1288,7 @@ def prefill_attention(q, q_rope, new: LayerCache, cache: LayerCache, positions, 
     Args: as in `attention`; positions int32 [B, T], `start` to start + T in each row, with start (0 or int32 []) and T
     multiples of R; is_live bool [B], the rows to store: the others have ended before.
     """
-    (B, T, N, H), U = q.shape, q_rope.shape[-1]
-    W, L = w["v_b"].shape[0] // N, w["v_b"].shape[1]
+    (B, T, N, _), U, L = q.shape, q_rope.shape[-1], w["v_b"].shape[1]
     I, parts = row_groups(B, R)
     is_stored, part = own_rows(is_live, R), shard_index(parts)
 
@@ -1372,11 +1309,9 @@ def prefill_attention(q, q_rope, new: LayerCache, cache: LayerCache, positions, 
 
     def load(i, n):  # keys [B, N, parts n, H + U] and values [B, N, parts n, W]
         latent, rope_key = (dequantized(x, q.dtype) for x in jax.tree.map(partial(gathered, i=i, n=n), cache))
-        k = linear(latent[..., :L], w["k_b"]).reshape(B, -1, N, H)
-        v = linear(latent[..., :L], w["v_b"]).reshape(B, -1, N, W)
+        k, v = (linear(latent[..., :L], w[b]).reshape(B, parts * n, N, -1).astype(q.dtype) for b in ("k_b", "v_b"))
         rope_key = jnp.broadcast_to(rope_key[:, :, None, :U], (*k.shape[:3], U))
-        k = jnp.concatenate([k.astype(q.dtype), rope_key], axis=-1)
-        return k.swapaxes(1, 2), v.astype(q.dtype).swapaxes(1, 2)
+        return jnp.concatenate([k, rope_key], axis=-1).swapaxes(1, 2), v.swapaxes(1, 2)
 
     cache = jax.tree.map(store, cache, as_stored(as_wide(new, cache), cache))
     q = jnp.concatenate([q, q_rope], axis=-1).swapaxes(1, 2)[:, :, None]  # [B, K, G, T, H + U] with K = N and G = 1
@@ -1397,10 +1332,8 @@ def dequantized(x: Array | Int8, dtype: jnp.dtype) -> Array:
 
 
 def decode_attention(q, q_rope, new: LayerCache, cache: LayerCache, positions, w: dict, *, R: int):
-    """Attention of one token a row, at positions [B, 1], over the positions up to its own: q [B, 1, N, H].
-
-    This is the absorbed form: q times what would expand keys is a query of the latents themselves, and the sum of
-    latents that it finds is multiplied with what would expand values.
+    """Attention of one token a row, at positions [B, 1], over the positions up to its own: q [B, 1, N, H]. Latents are
+    not expanded (the absorbed form, see the top of the file).
 
     Each of the R devices that share the cache attends to its rows and tokens with the query heads of all R. They
     exchange the queries before, and afterwards the outputs with the log-sum-exp of their scores, by which the partial
@@ -1442,15 +1375,7 @@ def by_head(w: Array | Int8, N: int) -> tuple[Array, Array | None]:
 
 
 @jax.named_scope("experts")
-def experts(
-    x: Array,
-    ids: Array,
-    scores: Array,
-    w_gate_up: Array | Int8,
-    w_down: Array | Int8,
-    activate: Callable[[Array, Array, Array], Array],
-    biases: tuple[Array, Array] | None = None,
-) -> Array:
+def experts(x, ids, scores, w_gate_up, w_down, activate, biases: tuple[Array, Array] | None = None) -> Array:
     """What this device's experts, and its columns of them, contribute to the rows that chose them: float32 [B, D], to
     be summed over ep x tp.
 
@@ -1459,8 +1384,7 @@ def experts(
     gate and up [B, F] of one expert and the scores [B, 1] of its rows, 0 for one that did not choose it; biases, if
     there are any: float32 [E, 2F] of gate and up, and [E, D] of down, the same on the devices of tp.
 
-    B counts tokens here, rows times T. k is the number of experts chosen for each. A pair is a token and one of them.
-    No expert is read, or multiplied, that no token chose.
+    B counts tokens here, rows times T. A pair is a token and an expert that it chose. No other expert is read.
     """
     E = w_down.shape[0]
     ids = ids - jax.lax.axis_index("ep") * E
@@ -1614,10 +1538,9 @@ def check_supported(**features: tuple[object, tuple]) -> None:
 def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:
     """Those of `given` that are fields of the dataclass `cls`, in the fields' types; null counts as absent.
 
-    Raises InputError for a value that such a field cannot have, and for a missing one that has no default or is
-    `needed`.
+    Raises InputError for a value that such a field cannot have, and for a missing one without a default or `needed`.
     """
-    kinds = typing.get_type_hints(cls)
+    kinds = get_type_hints(cls)
     given = {name: value for name, value in given.items() if name in kinds and value is not None}
     for name, value in given.items():
         if not is_valid(value, kinds[name]):
@@ -1633,11 +1556,9 @@ def is_valid(value: object, kind: type) -> bool:
     """Whether a value of a JSON file can be a field of type `kind`. Numbers are positive and bounded."""
     if kind in (bool, str):
         return isinstance(value, kind)
-    if isinstance(value, bool):  # an int to Python
-        return False
     if kind is float:
-        return isinstance(value, (int, float)) and 1e-30 < value < 1e30
-    return isinstance(value, int) and 0 < value < 2**31
+        return type(value) in (int, float) and 1e-30 < value < 1e30
+    return type(value) is int and 0 < value < 2**31  # isinstance would take a bool
 
 
 # =====================================================================================================================
@@ -1653,14 +1574,10 @@ def is_valid(value: object, kind: type) -> bool:
 # Memory on each machine
 
 
-def mesh_shape(
-    config: Config, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None
-) -> tuple[int, int, int]:
-    """dp, ep and tp for these devices. Those not given are 1, except tp, which takes the remaining devices.
-
-    A TPU's memory has lanes of 128 numbers. There ep is the smallest that leaves each device whole lanes of an expert's
-    columns, or a few zeros beside them.
-    """
+def mesh_shape(config: Config, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None):
+    """dp, ep and tp for these devices. Those not given are 1, except tp, which takes the remaining devices. A TPU's
+    memory has lanes of 128 numbers. There ep is the smallest that leaves each device whole lanes of an expert's
+    columns, or a few zeros beside them."""
     dp = dp or 1
     left = len(devices) // dp
     if not ep and not tp and devices[0].platform == "tpu":
@@ -1691,18 +1608,14 @@ def stored_width(C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
 
 
 def head_dtype(dtype: jnp.dtype, mesh: Mesh) -> jnp.dtype:
-    """The dtype of weights whose products are made for each head apart: float32 on CPUs, where such products are slow
-    in any other."""
+    """The dtype of weights that are multiplied head by head: float32 on CPUs, where any other is slow."""
     return jnp.float32 if mesh.devices.flat[0].platform == "cpu" else dtype
 
 
 def cache_layout(H: int, dtype: jnp.dtype, mesh: Mesh) -> tuple[int, jnp.dtype]:
-    """The width and the dtype of a cache of width H.
-
-    On CPUs a 16-bit cache is kept in float32: to update one slot XLA would convert all of it to float32 and back. On
-    TPUs H is rounded up to the 128 lanes: a narrower array would have its slots innermost in memory, and be copied to
-    another layout for the kernel in every step.
-    """
+    """The width and the dtype of a cache of width H. On CPUs a 16-bit cache is kept in float32: to update one slot XLA
+    would convert all of it to float32 and back. On TPUs H is rounded up to the 128 lanes: a narrower array would have
+    its slots innermost in memory, and be copied to another layout for the kernel in every step."""
     platform = mesh.devices.flat[0].platform
     return ceil_div(H, 128) * 128 if platform == "tpu" else H, jnp.float32 if platform == "cpu" else dtype
 
@@ -1714,9 +1627,8 @@ def slots_until(position: int, most: int, mesh: Mesh) -> int:
 
 
 def padded_piece(longest: int, rows: int, mesh: Mesh) -> int:
-    """The length of the pieces into which prefill divides prompts of up to `longest` tokens, if a device has `rows` of
-    them. It is a power of two, so that few programs are compiled; on CPUs, where padding costs more, a multiple of an
-    eighth of one."""
+    """The length of prefill's pieces of prompts of up to `longest` tokens, for `rows` rows on a device. It is a power
+    of two, so that few programs are compiled; on CPUs, where padding costs more, a multiple of an eighth of one."""
     most = min(PREFILL_PIECE, max(1, PREFILL_TOKENS // power_of_two(rows)))
     tokens = ceil_div(longest, ceil_div(longest, most))
     unit = power_of_two(tokens)
@@ -1726,8 +1638,7 @@ def padded_piece(longest: int, rows: int, mesh: Mesh) -> int:
 
 
 def keep_layout(x: Array) -> Array:
-    """x in row-major order: for a single row, XLA's GPU backend would copy a whole cache to another layout, twice a
-    step."""
+    """x in row-major order: for a single row, XLA for GPUs would copy a whole cache to another layout, twice a step."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
@@ -1753,24 +1664,19 @@ def linear_halves(x: Array, w: Array | Int8, bias: Array | None = None) -> tuple
     """The two halves of linear's output, such as gate and up. Many rows on TPUs get a product for each half, since XLA
     can then do what follows elementwise along with the second. One product would write all of its output to memory."""
 
-    def half(i):
-        return linear(x, *jax.tree.map(lambda a: jnp.split(a, 2)[i], (w, bias)))
-
     def one_product():
         return tuple(jnp.split(linear(x, w, bias), 2, axis=-1))
 
     def two_products():
-        return half(0), half(1)
+        return tuple(linear(x, *jax.tree.map(lambda a: jnp.split(a, 2)[i], (w, bias))) for i in range(2))
 
     has_many_rows = math.prod(x.shape[:-1]) >= 128
     return jax.lax.platform_dependent(tpu=two_products if has_many_rows else one_product, default=one_product)
 
 
 def product(x: Array, w: Array | Int8, min_rows: int = 1) -> Array:
-    """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O].
-
-    x is padded to `min_rows` rows: XLA for TPUs turns fewer rows into slow vector code.
-    """
+    """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O]. x is padded to `min_rows` rows: XLA for
+    TPUs turns fewer rows into slow vector code."""
     values, scale = values_and_scale(w, x.dtype)
     y = einsum("bc,oc->bo", padded(x, w, min_rows), values)[: x.shape[0]]
     return y if scale is None else y * scale
@@ -1786,10 +1692,8 @@ def padded(x: Array, w: Array | Int8, rows: int = 1) -> Array:
 
 
 def cpu_product(x: Array, w: Array | Int8) -> Array:
-    """product for CPUs.
-
-    One row uses `row_product` if its length allows: XLA's own product of 16 bits is ten times slower for one row than
-    for two. Up to 128 rows the weight is the left operand, because XLA repacks the right one.
+    """product for CPUs. One row uses `row_product` if its length allows: XLA's own product of 16 bits is ten times
+    slower for one row than for two. Up to 128 rows the weight is the left operand, because XLA repacks the right one.
 
     With int8 weights and a few rows, the fast product is that of int8 and int8. Two int8 numbers hold 15 bits of an
     activation: a coarse one, and a fine one for its rounding error. As rows of one product they cost little and lose
@@ -1825,8 +1729,7 @@ def row_product(x: Array, w: Array, runs: int) -> Array:
     w has. With bfloat16 it is 1.5 times as fast as two rows of XLA's own product, with int8 twice as fast.
 
     XLA makes one unrolled loop that multiplies and adds `runs` runs of 32 columns, with the 32 side by side in vector
-    registers. The 32 sums are then multiplied with ones. A large w is taken in pieces, whose sums stay in the
-    processor's cache.
+    registers. The 32 sums are then multiplied with ones. A large w is taken in pieces, whose sums stay in cache.
 
     reduce_precision changes no number. It keeps XLA from its library of reductions, which would turn all weights to
     float32 in memory first. The barriers keep the product with ones out of the loop. Dividing by ones changes no number
@@ -1900,9 +1803,7 @@ def tpu_product(x: Array, w: Array | Int8) -> Array:
     return streamed_product(x, w) if is_streamed else product(x, w, min_rows=8)
 
 
-def streamed_product(
-    x: Array, w: Array | Int8, block: int | None = None, interpret: bool | pltpu.InterpretParams = False
-) -> Array:
+def streamed_product(x: Array, w: Array | Int8, block: int | None = None, interpret=False) -> Array:
     """product as a Pallas kernel for TPUs: x [B, C] times w [O, C]: float32 [B, O].
 
     It reads w once, in blocks of whole rows. Each block is contiguous, while XLA's own product of a weight in
@@ -1963,9 +1864,7 @@ def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> 
     return jax.lax.platform_dependent(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
 
-def expert_loop(
-    x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int, activate, columns: tuple[int, ...] = (256,)
-) -> Array:
+def expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int, activate, columns=(256,)) -> Array:
     """For CPUs, and GPUs with many rows: a loop over tiles of rows, the experts that they chose, and pieces of these. A
     piece has as many columns as the first of `columns` that divides all of them, or all. It is still in a CPU's caches
     when it is multiplied."""
@@ -1976,19 +1875,17 @@ def expert_loop(
     scores = scores_by_expert(ids, scores, E)
 
     def step(i, out):
-        # The barrier ties the weights to i: otherwise XLA for CPUs hoists its conversion of all experts out of the
-        # loop.
+        # The barrier ties the weights to i: otherwise XLA for CPUs would convert all experts before the loop.
         weights, i = jax.lax.optimization_barrier(((w_gate_up, w_down, gate_up_bias), i))
         t, e = jnp.divmod(visits[i // (F // columns)], E)
         column = i % (F // columns) * columns
 
         def part(w, axis, start):  # of the expert e, `columns` of an axis
             def cut(a):
-                if a.ndim <= axis:  # the scale has no such axis
-                    return jax.lax.dynamic_index_in_dim(a, e, keepdims=False)
                 starts, sizes = [e] + [0] * (a.ndim - 1), [1, *a.shape[1:]]
-                n = w.shape[axis] // a.shape[axis]  # columns to a number of this array
-                starts[axis], sizes[axis] = start // n, columns // n
+                if a.ndim > axis:  # the scale has no such axis
+                    n = w.shape[axis] // a.shape[axis]  # columns to a number of this array
+                    starts[axis], sizes[axis] = start // n, columns // n
                 # As integers: XLA for CPUs would turn all of a bfloat16 array to float32 to cut a piece of it.
                 bits = jax.lax.bitcast_convert_type(a, jnp.uint16) if a.dtype == jnp.bfloat16 else a
                 piece = jax.lax.dynamic_slice(bits, starts, sizes)[0]
@@ -2047,8 +1944,7 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
     many as VMEM holds.
     """
     (B, width), (E, D, F), k = x.shape, w_down.shape, ids.shape[1]
-    columns = 128
-    pieces = F // columns
+    columns, pieces = 128, F // 128
     is_sorted = tile < B
     fitting = GROUP_BYTES // (width * (x.dtype.itemsize + 4))
     group = min(power_of_two(B), power_of_two(fitting + 1) // 2) if is_sorted else B
@@ -2063,27 +1959,10 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
         listed = jnp.pad(jnp.cumsum(counts, axis=1), ((0, 0), (1, 0)))
         x, tokens = packed(x), (jnp.argsort(ids, axis=1) // k).astype(jnp.int32).ravel()
 
-    def piece(weights, e, f):
-        """Of an expert, the f-th piece of gate, up and down, and of the biases of gate and up, if there are any."""
-        w_gate_up, w_down, *bias = weights
-        here = pl.ds(pl.multiple_of(f * columns, columns), columns)
-        above = pl.ds(pl.multiple_of(F + f * columns, columns), columns)
-        row = pl.ds(e, 1)
-        biases = [b.at[row, part] for b in bias for part in (here, above)]
-        if not isinstance(w_down, Int8):
-            return w_gate_up.at[e, here], w_gate_up.at[e, above], w_down.at[e, :, here], *biases
-        return (
-            Int8(w_gate_up.values.at[e, here], w_gate_up.scale.at[row, here]),
-            Int8(w_gate_up.values.at[e, above], w_gate_up.scale.at[row, above]),
-            Int8(w_down.values.at[e, :, here], w_down.scale.at[row]),
-            *biases,
-        )
-
     def kernel(listed, tokens, x, scores, weights, out, seen, active, first, rows, picked, y, buffers, arrived):
         # listed has the experts of the pairs or, if they are sorted, where each expert's pairs begin; tokens the token
-        # of each sorted pair. active has the expert of each visit, first its first pair. seen[e] is 1 once e is active;
-        # buffers has two slots for a piece of gate, of up and of down; rows, picked and y are a visit's rows, scores
-        # and results.
+        # of each sorted pair. active has the expert of each visit, first its first pair. seen[e] is 1 once e is active.
+        # rows, picked and y are a visit's rows, scores and results.
         def begin_of(e):
             return listed[pl.program_id(0) * (E + 1) + e]
 
@@ -2114,13 +1993,17 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
             steps = jax.lax.fori_loop(0, pairs, enter, 0) * pieces
 
         def copies(i):
-            sources = piece(weights, active[jax.lax.div(i, pieces)], jax.lax.rem(i, pieces))
-            slot = jax.lax.rem(i, 2)
+            """The copies of the i-th piece: rows of gate and up, maybe with biases; columns of down."""
+            e, f, slot = active[jax.lax.div(i, pieces)], jax.lax.rem(i, pieces), jax.lax.rem(i, 2)
+            here, above = (pl.ds(pl.multiple_of(at, columns), columns) for at in (f * columns, F + f * columns))
 
-            def copy(source, buffer):
-                return pltpu.make_async_copy(source, buffer.at[slot], arrived.at[slot])
+            def cut(w, *index):  # of a matrix; and of a vector of scales or biases, as one row
+                return jax.tree.map(lambda a: a.at[(e if a.ndim == 3 else pl.ds(e, 1), *index)[: a.ndim]], w)
 
-            return jax.tree.leaves(jax.tree.map(copy, sources, buffers))
+            gate_up, down = weights
+            sources = cut(gate_up, here), cut(gate_up, above), cut(down, slice(None), here)
+            both = zip(jax.tree.leaves(sources), jax.tree.leaves(buffers), strict=True)
+            return [pltpu.make_async_copy(source, buffer.at[slot], arrived.at[slot]) for source, buffer in both]
 
         def start(i):
             @pl.when(i < steps)
@@ -2156,21 +2039,19 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
             for copy in copies(i):
                 copy.wait()
 
-            def multiply(x, w):
-                if isinstance(w, Int8):
-                    return einsum("bc,oc->bo", x, w.values[slot].astype(x.dtype)) * w.scale[slot]
-                return einsum("bc,oc->bo", x, w[slot])
+            def multiply(x, w, bias=None):
+                values, scale = values_and_scale(jax.tree.map(lambda buffer: buffer[slot], w), dtype)
+                product = einsum("bc,oc->bo", x, values)
+                product = product if scale is None else product * scale
+                return product if bias is None else product + bias[slot]
 
-            w_gate, w_up, w_down, *biases = buffers
             h, score = (unpacked(rows[...], dtype)[:, :width], picked) if is_sorted else (x[...], scores)
             is_e = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1) == active[visit]
             score = jnp.sum(jnp.where(is_e, score[...], 0), axis=1, keepdims=True)
-            gate, up = multiply(h, w_gate), multiply(h, w_up)
-            if biases:
-                gate, up = gate + biases[0][slot], up + biases[1][slot]
+            gate, up = (multiply(h, *w) for w in buffers[:2])
             h = activate(gate, up, score)
             total = y if is_sorted else out
-            total[...] += multiply(h.astype(dtype), w_down)
+            total[...] += multiply(h.astype(dtype), buffers[2])
             if is_sorted:
                 pl.when(f == pieces - 1)(lambda: for_rows(visit, add_to_token))
 
@@ -2178,15 +2059,8 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
         out[...] = jnp.zeros(out.shape, jnp.float32)
         jax.lax.fori_loop(0, steps, add, None)
 
-    def buffers():
-        vector = pltpu.VMEM((2, 1, columns), jnp.float32)
-        biases = [] if gate_up_bias is None else [vector, vector]
-        if not isinstance(w_down, Int8):
-            rows, cut = pltpu.VMEM((2, columns, width), w_down.dtype), pltpu.VMEM((2, D, columns), w_down.dtype)
-            return rows, rows, cut, *biases
-        rows = Int8(pltpu.VMEM((2, columns, width), jnp.int8), vector)
-        cut = Int8(pltpu.VMEM((2, D, columns), jnp.int8), pltpu.VMEM((2, 1, D), jnp.float32))
-        return rows, rows, cut, *biases
+    def buffers(w, rows, width):  # two slots for a piece [rows, width] of a matrix, and of its scales or biases
+        return jax.tree.map(lambda a: pltpu.VMEM((2, rows, width) if a.ndim == 3 else (2, 1, rows), a.dtype), w)
 
     def of_group(width):
         return pl.BlockSpec((group, width), lambda g, *_: (g, 0), pipeline_mode=pl.Buffered(1))
@@ -2197,8 +2071,8 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
     flops = 6 * D * F * (B * k // jax.lax.axis_size("ep") if is_sorted else int(B * reads))
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     # Otherwise XLA moves all weights to VMEM if they fit, chosen or not.
-    weights = (w_gate_up, w_down) if gate_up_bias is None else (w_gate_up, w_down, gate_up_bias)
-    weights = jax.tree.map(lambda w: pltpu.with_memory_space_constraint(w, pltpu.HBM), weights)
+    gate_up = w_gate_up, gate_up_bias
+    weights = jax.tree.map(lambda w: pltpu.with_memory_space_constraint(w, pltpu.HBM), (gate_up, w_down))
     y = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((groups * group, D), jnp.float32),
@@ -2208,12 +2082,10 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
             in_specs=[of_group(x.shape[1]), of_group(E), jax.tree.map(lambda _: in_hbm, weights)],
             out_specs=of_group(D),
             scratch_shapes=[
-                pltpu.SMEM((E + 1,), jnp.int32),
-                pltpu.SMEM((visits + 1,), jnp.int32),
-                pltpu.SMEM((visits + 1,), jnp.int32),
+                *(pltpu.SMEM((n + 1,), jnp.int32) for n in (E, visits, visits)),
                 pltpu.VMEM((tile, x.shape[1]), x.dtype),
                 *(pltpu.VMEM((tile, width), jnp.float32) for width in (E, D)),
-                buffers(),
+                (buffers(gate_up, columns, width), buffers(gate_up, columns, width), buffers(w_down, D, columns)),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
@@ -2248,8 +2120,7 @@ def unpacked(x: Array, dtype: jnp.dtype) -> Array:
 
 
 def choose_experts(scores: Array, choice: Array, best: int, config: Config) -> tuple[Array, Array]:
-    """chosen_experts, or on TPUs one kernel: as XLA's dozen small ones, it would take longer than to read the
-    experts."""
+    """chosen_experts, or on TPUs one kernel: XLA's dozen small ones would take longer than to read the experts."""
     plain, kernel = (partial(f, best=best, config=config) for f in (chosen_experts, routing_kernel))
     return jax.lax.platform_dependent(scores, choice, tpu=kernel, default=plain)
 
@@ -2316,16 +2187,12 @@ def head_product(subscripts: str, x: Array, w: Array) -> Array:
     On CPUs it is in float32 (see head_dtype), on TPUs with at least 8 rows: XLA makes slow vector code of one.
     """
 
-    def in_float32(x, w):
-        return einsum(subscripts, x.astype(jnp.float32), w.astype(jnp.float32))
+    def multiply(x, w, dtype=x.dtype, rows=1):
+        padded = jnp.pad(x, ((0, max(rows - len(x), 0)), (0, 0), (0, 0)))
+        return einsum(subscripts, padded.astype(dtype), w.astype(dtype))[: len(x)]
 
-    def plain(x, w):
-        return einsum(subscripts, x, w.astype(x.dtype))
-
-    def padded(x, w):
-        return plain(jnp.pad(x, ((0, max(8 - len(x), 0)), (0, 0), (0, 0))), w)[: len(x)]
-
-    return jax.lax.platform_dependent(x, w, cpu=in_float32, tpu=padded, default=plain)
+    on_cpu, on_tpu = partial(multiply, dtype=jnp.float32), partial(multiply, rows=8)
+    return jax.lax.platform_dependent(x, w, cpu=on_cpu, tpu=on_tpu, default=multiply)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2338,8 +2205,7 @@ def piece_attention_kernel(q, k, v, start, window: int | None):
 
 
 def attention_kernel(q, new, cache, starts, window, R=1, queries=1024, block=None, interpret=False):
-    """Causal attention as one Pallas kernel for TPUs, for prefill and for decoding; scores stay in VMEM (as in Dao et
-    al. 2022, "FlashAttention").
+    """Causal attention as one Pallas kernel for TPUs; scores stay in VMEM (as in Dao et al. 2022, "FlashAttention").
 
     In decoding, arguments and results are those of plain_slot_attention. In prefill they are those of
     plain_piece_attention: `new` is (), `cache` keys and values, and q [B, K, G, T, H] is at positions starts [B] to
@@ -2353,9 +2219,8 @@ def attention_kernel(q, new, cache, starts, window, R=1, queries=1024, block=Non
     The running softmax of decoding starts with the new token, which is at hand, so the cache is read only for the
     tokens before it. Where R devices share the tokens of a row, the new one counts 1 / R on each, and one stores it.
     That the kernel stores it saves launches and, for the scales, a change of layout. A single slot of a packed dtype
-    cannot be written, so the tile around it is patched in VMEM and written back. The cache that comes in and the one
-    that goes out are the same memory. That is safe: a row's tile is written after the last block of the row was read,
-    and other rows never read it.
+    cannot be written, so the tile around it is patched in VMEM and written back. The cache goes out in the memory that
+    it came in: a row's tile is written after the last block of the row was read, and other rows never read it.
 
     `block` is by default 1,024 slots; in decoding a power of two that makes at most half a MiB of keys, or 128. It is
     cut to a divisor of the slots.
@@ -2520,10 +2385,8 @@ def attention_kernel(q, new, cache, starts, window, R=1, queries=1024, block=Non
 
 def exchange(x: Array, R: int) -> Array:
     """All-to-all among R consecutive devices of MODEL_AXES. x is [I, ..] with I a divisor of R: each group of R / I
-    consecutive devices receives the same block. Returns [R, ..], a block from each device.
-
-    On TPUs a kernel does it: these are some kilobytes, and launching XLA's all-to-all takes longer than moving them.
-    """
+    consecutive devices receives the same block. Returns [R, ..], a block from each device. On TPUs a kernel does it:
+    these are some kilobytes, and launching XLA's all-to-all takes longer than moving them."""
 
     def plain(x):
         blocks = jnp.repeat(x, R // x.shape[0], axis=0)
@@ -2533,17 +2396,13 @@ def exchange(x: Array, R: int) -> Array:
 
 
 def exchange_kernel(x: Array, R: int, interpret: bool | pltpu.InterpretParams = False) -> Array:
-    """exchange for TPUs: each device writes into the memory of the others.
-
-    Nothing is written before all R have entered. A device leaves when it has a block from each, so all have passed the
-    barrier by then: no signal of the next exchange is mistaken for one of this one, and no block of the next arrives
-    too early.
-    """
+    """exchange for TPUs: each device writes into the memory of the others, once all R have entered. A device leaves
+    when it has a block from each, so all have passed the barrier by then: no signal of the next exchange is mistaken
+    for one of this one, and no block of the next arrives too early."""
     receivers = R // x.shape[0]  # devices that receive the same block
 
     def kernel(x, y, semaphores):
-        device = jax.lax.axis_index(MODEL_AXES)
-        r = shard_index(R)
+        device, r = jax.lax.axis_index(MODEL_AXES), shard_index(R)
         group = [{MODEL_AXES: device - r + n} for n in range(R)]  # itself among them
         barrier = pltpu.get_barrier_semaphore()
         for other in group:

@@ -47,22 +47,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-import typing
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, NamedSharding, P
 from jax.experimental import multihost_utils
 from jax.experimental import pallas as pl
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 MODEL_AXES = ("ep", "tp")  # the axes of the mesh whose devices share a layer
 
@@ -83,8 +80,7 @@ ROPE_PARAMETERS = {  # what each rope_type needs in config.json
 class Config:
     """The values of config.json that inference needs, under config.json's own names.
 
-    The rope parameters are flat here; config.json may nest them in `rope_scaling` (transformers 4) or `rope_parameters`
-    (transformers 5).
+    The rope fields may stand in `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5).
     """
 
     vocab_size: int
@@ -108,8 +104,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, config: dict, names: Collection[str] = ()) -> Config:
-        """Reads the dict of a config.json, as transformers 4 or 5 writes it. `names`, of the
-        checkpoint's tensors, are not needed for these models.
+        """Reads the dict of a config.json, as transformers 4 or 5 writes it. These models need no `names` of tensors.
 
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
@@ -159,14 +154,12 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
 
 
 def weights_of(config: Config) -> dict:
-    """A pytree of Weight: the tensors of the checkpoint that each array is made of, its shape, and how devices split
-    it.
+    """A pytree of Weight: the tensors of the checkpoint that each array is made of, its shape, how devices split it.
 
     A matrix is [output, input], as in the checkpoint. Split by output, each device computes some of the outputs. Split
-    by input, each device computes a partial sum of all outputs, and a psum adds the sums. `qkv` joins q_proj, k_proj
-    and v_proj, so that they are one product: a device holds its query heads, then its key heads, then its value heads.
-    `gate_up` joins gate_proj and up_proj likewise. "Declaring weights" explains Part, by_output, by_input, bias and
-    whole.
+    by input, it computes a partial sum of all, and a psum adds the sums. `qkv` joins q_proj, k_proj and v_proj, so that
+    they are one product: a device holds its query heads, then its key heads, then its value heads. `gate_up` joins
+    gate_proj and up_proj likewise. "Declaring weights" explains Part, by_output, by_input, bias and whole.
     """
     D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
     N, K = config.num_attention_heads, config.num_key_value_heads
@@ -233,8 +226,7 @@ def rope_frequencies(config: Config) -> np.ndarray:
 
 
 def rope(x: Array, positions: Array, config: Config) -> Array:
-    """Rotates the pairs (x[i], x[i + H/2]) of float32 x [B, T, heads, H] by position times frequency, positions [B,
-    T]."""
+    """Rotates the pairs (x[i], x[i + H/2]) of float32 x [B, T, heads, H] by frequency times `positions` [B, T]."""
     angles = positions[:, :, None, None].astype(jnp.float32) * rope_frequencies(config)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     x1, x2 = jnp.split(x, 2, axis=-1)
@@ -273,9 +265,7 @@ def feed_forward(x: Array, w: dict, config: Config) -> Array:
     return x
 
 
-def forward(
-    weights: dict, tokens: Array, positions: Array, cache: list[LayerCache], attend, config: Config
-) -> tuple[Array, list[LayerCache]]:
+def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCache], attend, config: Config):
     """The layers on tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the new cache.
 
     It is a Python loop, not a jax.lax.scan over stacked weights: the compiler can then fetch the next layer's weights
@@ -315,16 +305,12 @@ class InputError(ValueError):
 
 
 def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None) -> Mesh:
-    """A mesh (dp, ep, tp) over `devices`, by default all of them.
-
-    jax.make_mesh places devices along `ep` and `tp` next to each other, since they communicate in every layer.
-    """
+    """A mesh (dp, ep, tp) over `devices`, by default all of them. jax.make_mesh places devices along `ep` and `tp` next
+    to each other, since they communicate in every layer."""
     devices = jax.devices() if devices is None else devices
     if dp * ep * tp != len(devices):
-        raise InputError(
-            f"the mesh dp x ep x tp = {dp} x {ep} x {tp} needs {dp * ep * tp} devices, and there are {len(devices)}; "
-            "choose --dp --ep --tp so that their product is that number"
-        )
+        needs = f"dp x ep x tp = {dp} x {ep} x {tp} needs {dp * ep * tp} devices, and there are {len(devices)}"
+        raise InputError(f"the mesh {needs}; choose --dp --ep --tp so that their product is that number")
     axis_types = (jax.sharding.AxisType.Auto,) * 3
     return jax.make_mesh((dp, ep, tp), ("dp", *MODEL_AXES), axis_types=axis_types, devices=devices)
 
@@ -345,10 +331,7 @@ def sharer_groups(R: int) -> list[list[int]]:
 
 
 def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, out_specs: object):
-    """`body(weights, ..)` under shard_map: outside, an array is the whole one; inside `body` it is this device's part.
-
-    The specs of the weights come from their declaration, since traced arrays have none.
-    """
+    """`body(weights, ..)` under shard_map. The specs of the weights are those declared: traced arrays have none."""
     int8 = isinstance(weights["embedding"], Int8)
     abstract = abstract_weights(config, mesh, weights["norm"].dtype, int8)
     in_specs = (jax.tree.map(lambda weight: weight.sharding.spec, abstract), *in_specs)
@@ -508,12 +491,10 @@ def whole(name: str, *shape: int, dtype: str | None = None) -> Weight:
 
 
 def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = False) -> dict:
-    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises what check_mesh
-    raises.
+    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises as check_mesh does.
 
-    Matrices are [output, input], as Hugging Face stores them: the contracted dimension comes last, so that a row is
-    contiguous, and loading transposes nothing but packed experts. If devices cannot share rows evenly, the arrays
-    have rows or columns of zeros, which change nothing.
+    Matrices are [output, input], as in the checkpoint: a row is contiguous, and loading transposes nothing but packed
+    experts. If devices cannot share rows evenly, the arrays have rows or columns of zeros, which change nothing.
     """
     check_mesh(config, mesh)
     return jax.tree.map(lambda weight: weight.abstract(mesh, dtype, int8), weights_of(config))
@@ -583,8 +564,7 @@ class Sampling(NamedTuple):
 def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling) -> tuple[Array, Array]:
     """The next tokens int32 [B] and their log-probabilities float32 [B], of the whole batch, on every device.
 
-    The log-probability is that of the unmodified softmax. Sampling draws with a key of its own for each row and each
-    position, so that no key is used twice.
+    The log-probability is that of the unmodified softmax. No key is used twice: each position of each row has its own.
 
     Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seeds uint32 [B, 2], the
     number of each row and the seed of the run.
@@ -659,12 +639,12 @@ def generate(
     stats: dict | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Iterator[list[Token]]:
-    """Decodes all prompts as one batch and yields, step by step, the new tokens of the rows that are not finished.
+    """Decodes all prompts as one batch and yields, step by step, the new tokens of the rows that are not finished. The
+    first `next` raises InputError for prompts that check_prompts refuses.
 
     A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
     `max_seq_len` slots (by default as many as the longest row needs). What a row generates does not depend on the
-    others: sampling uses the seed and the row's number, `Token.row`. `rows` gives these numbers, by default the indices
-    in `prompts`.
+    others: sampling uses the seed and the row's number, `Token.row`, which is in `rows` (by default its index).
 
     The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
     reads them LOOKAHEAD steps later. On machines whose attention reads the whole cache, the cache doubles as it fills,
@@ -672,10 +652,7 @@ def generate(
 
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
     and at the end step_bytes of a decode step of mean length. No other time includes compilation or growing the cache.
-    `progress(stage, done, total)` is called before and after a compilation, and with the tokens of each piece of
-    prefill.
-
-    The first `next` raises InputError for prompts that check_prompts refuses.
+    `progress(stage, done, total)` is called before and after a compilation, and with the tokens of each prefill piece.
     """
     stats = {} if stats is None else stats
     stats |= {"compile_s": 0.0, "decode_s": 0.0, "decode_steps": 0, "decode_tokens": 0}
@@ -758,7 +735,7 @@ def generate(
 
     # Decode.
     tokens = on_mesh(tokens)
-    in_flight = deque()  # the tokens of steps that the host has not read
+    in_flight = []  # the tokens of steps that the host has not read
     tokens_started = 1  # tokens of a row, in flight or read
     begin = time.perf_counter()
     while live:
@@ -777,7 +754,7 @@ def generate(
             tokens.copy_to_host_async()
             in_flight.append((tokens, logprobs))
             tokens_started += 1
-        new = read_tokens(*in_flight.popleft())
+        new = read_tokens(*in_flight.pop(0))
         stats["decode_s"] = time.perf_counter() - begin
         stats["decode_steps"] += 1
         stats["decode_tokens"] += len(new)
@@ -843,26 +820,20 @@ def power_of_two(n: int) -> int:
 
 
 def cache_slots(tokens: int) -> int:
-    """Slots to allocate for `tokens`: somewhat more, so that large blocks divide them. That is the next multiple of 256
-    up to 2,048 tokens, and at most a quarter more beyond."""
+    """Slots for `tokens`, so that large blocks divide them: a multiple of 256, beyond 2,048 at most a quarter more."""
     unit = max(256, power_of_two(tokens) // 8)
     return ceil_div(tokens, unit) * unit
 
 
 def stored_bytes(tree) -> int:
     """Bytes of a pytree of arrays or ShapeDtypeStructs on all devices. A copy counts on each device that holds it."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices
-        for x in jax.tree.leaves(tree)
-    )
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices for x in leaves)
 
 
 def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config) -> int:
     """Bytes that a decode step has to read on all devices: all weights but the embedding, `lengths` slots of the rows.
-
-    Of experts it counts as many as a uniform router would choose on average. A tied embedding is the
-    output head too, and counts. A weight counts on every device that holds it.
-    """
+    Of experts it counts what a uniform router would choose on average. A tied embedding counts: it is the head too."""
     rows = len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
 
     def read(weight, array):
@@ -888,10 +859,8 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 @jax.named_scope("embed")
 def embed(tokens: Array, weights: dict, config: Config) -> Array:
-    """Rows of the vocabulary-sharded embedding [V, D] for tokens [B, T]: [B, T, D] in the residual stream's dtype.
-
-    Each device looks up the tokens that it holds and has zeros for the others; the psum puts them together.
-    """
+    """Rows of the vocabulary-sharded embedding [V, D] for tokens [B, T]: [B, T, D] in the residual stream's dtype. Each
+    device looks up the tokens that it holds and has zeros for the others; the psum puts them together."""
     table, dtype = weights["embedding"], weights["norm"].dtype
     local = tokens - jax.lax.axis_index(MODEL_AXES) * table.shape[0]
     is_here = (local >= 0) & (local < table.shape[0])
@@ -947,8 +916,7 @@ def attention_with_sum(scores: Array, v: Array | Int8, dtype: jnp.dtype) -> tupl
 
 
 def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Softmax outputs over two sets of keys as one over both: pairs of an output and the log-sum-exp of its scores (as
-    in Dao et al. 2023, "Flash-Decoding")."""
+    """Softmax outputs over two sets of keys as one over both: pairs of an output and the log-sum-exp of its scores."""
     log_sum_exp = jnp.logaddexp(a[1], b[1])
     return sum(out * jnp.exp(each - log_sum_exp) for out, each in (a, b)), log_sum_exp
 
@@ -997,8 +965,7 @@ def plain_piece_attention(q, k, v, start, window: int | None, rows: int, tile: i
     def of_tile(n):
         row, t = n // (T // tile) * rows, n % (T // tile) * tile
         last = jnp.minimum(start + t + tile, S) - 1
-        of_block = partial(attend, row, t)
-        return over_blocks(of_block, start + t, last, window, block, rows, K, G, tile, W)
+        return over_blocks(partial(attend, row, t), start + t, last, window, block, rows, K, G, tile, W)
 
     def in_order(x):  # [tiles, rows, K, G, tile, ..]
         x = x.reshape(B // rows, T // tile, rows, K, G, tile, -1)
@@ -1015,9 +982,8 @@ def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_
     each of R devices: float32 [B, K, G, T, W], and the log-sum-exp of the scores, [B, K, G, T, 1].
 
     load(i, n) gives the keys and values of the i-th n slots. If it takes them `in_place`, n is all slots. If it has to
-    gather or expand them, blocks are of about BLOCK_TOKENS tokens, and as many as are filled: memory is bounded
-    whatever the prompt's length. `start` is traced, so that one program serves all pieces of a prompt, or the number 0
-    if there is only one piece, which is one block.
+    gather or expand them, blocks are of about BLOCK_TOKENS tokens, and as many as are filled. `start` is traced, so
+    that one program serves all pieces of a prompt, or the number 0 if there is only one piece, which is one block.
     """
     (B, K, G, T, _), is_only_piece = q.shape, isinstance(start, int)
     if in_place:
@@ -1026,22 +992,17 @@ def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_
         n = min(slots, max(128, power_of_two(T // R)))
     else:
         n = math.gcd(slots, power_of_two(BLOCK_TOKENS // R))
-    plain = partial(plain_piece_attention, window=window, rows=B, tile=T, block=512)
-    on_cpu = partial(plain, rows=1, tile=256, block=256)
-    on_tpu = partial(piece_attention_kernel, window=window)
 
     def attend(i, start):
-        cpu, tpu, default = (partial(way, start=start) for way in (on_cpu, on_tpu, plain))
-        return jax.lax.platform_dependent(q, *load(i, n), cpu=cpu, tpu=tpu, default=default)
+        plain = partial(plain_piece_attention, start=start, window=window, rows=B, tile=T, block=512)
+        on_cpu = partial(plain, rows=1, tile=256, block=256)
+        on_tpu = partial(piece_attention_kernel, start=start, window=window)
+        return jax.lax.platform_dependent(q, *load(i, n), cpu=on_cpu, tpu=on_tpu, default=plain)
 
     if n == slots or is_only_piece:
         return attend(0, start)
     W = jax.eval_shape(partial(load, n=n), 0)[1].shape[-1]
-
-    def of_block(i):
-        return attend(i, start - i * n * R)
-
-    return over_blocks(of_block, start, start + T - 1, window, n * R, B, K, G, T, W)
+    return over_blocks(lambda i: attend(i, start - i * n * R), start, start + T - 1, window, n * R, B, K, G, T, W)
 
 
 def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
@@ -1050,17 +1011,14 @@ def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
     return LayerCache(*(quantize(x) if isinstance(side, Int8) else x.astype(side.dtype) for x, side in pairs))
 
 
-def plain_slot_attention(
-    q: Array, new: LayerCache, cache: LayerCache, positions: Array, window: int | None, R: int
-) -> tuple[Array, Array, LayerCache]:
+def plain_slot_attention(q, new: LayerCache, cache: LayerCache, positions, window: int | None, R: int):
     """The queries q [B, K, G, 1, H] at positions [B] over this device's slots, once the tokens `new` are stored there.
     Of the R devices that share the tokens of a row, device r has position p in slot p // R if p % R == r.
 
     The cache is keys and values. Or, if queries are wider than its first side, both sides are keys: the first columns
     of a query are for the first side, the rest for the second. The first side is the values too.
 
-    It reads all slots there are. Returns float32 [B, K, G, 1, W], the log-sum-exp of the scores, [B, K, G, 1, 1], and
-    the cache.
+    Returns float32 [B, K, G, 1, W], the log-sum-exp of the scores, [B, K, G, 1, 1], and the cache.
     """
     rows, S = jnp.arange(len(positions)), cache[0].shape[2]
     # If another device stores the token, the slot is S: out of bounds, dropped.
@@ -1086,8 +1044,7 @@ def attend_to_slots(q, new: LayerCache, cache: LayerCache, positions, window: in
 
 
 class Mask(NamedTuple):
-    """Which tokens up to its own a token attends to: all, the last `window` ones, or those of its chunk of `chunk`
-    tokens."""
+    """Which tokens up to its own one attends to: all, the last `window`, or those of its chunk of `chunk` tokens."""
 
     window: int | None = None
     chunk: int | None = None
@@ -1105,11 +1062,9 @@ class LayerCache(NamedTuple):
     v: Array | Int8
 
 
-def abstract_cache(
-    config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, int8: bool = False
-) -> list[LayerCache]:
-    """The KV cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens, rounded up. A chunked layer holds
-    no more than a chunk. Dtype and width are as cache_layout has them."""
+def abstract_cache(config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, int8: bool = False):
+    """The KV cache as a list of LayerCache of jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens, rounded up. A
+    chunked layer holds no more than a chunk. Dtype and width are as cache_layout has them."""
     X, sharding = model_shards(mesh), NamedSharding(mesh, CACHE_SPEC)
     H, dtype = cache_layout(config.head_dim, dtype, mesh)
 
@@ -1151,10 +1106,8 @@ def piece_length(longest: int, rows: int, config: Config, mesh: Mesh) -> int:
 
 
 def split_heads(qkv: Array, config: Config) -> tuple[Array, Array, Array]:
-    """This device's queries [B, T, N, H], keys and values [B, T, K, H] of the product with `qkv`.
-
-    Devices that share a kv head divide its query heads. If R does not divide them, some devices have heads of zeros.
-    """
+    """This device's queries [B, T, N, H], keys and values [B, T, K, H] of the product with `qkv`. Devices that share a
+    kv head divide its query heads. If R does not divide them, some devices have heads of zeros."""
     X, kv_heads = jax.lax.axis_size(MODEL_AXES), config.num_key_value_heads
     K = max(kv_heads // X, 1)
     N = K * ceil_div(config.num_attention_heads // kv_heads, cache_sharers(config, X))
@@ -1170,25 +1123,19 @@ def in_cache_layout(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Ar
     return q.reshape(B, T, K, N // K, -1).transpose(0, 2, 3, 1, 4), new
 
 
-def with_sinks(attended: tuple[Array, Array], sinks: Array | None) -> Array:
-    """The output [B, K, G, T, H] of softmaxes that have one logit more, without a value, so that a head can attend to
-    nothing (as in Xiao et al. 2023, "attention sinks"): float32 `sinks` [N], one for each query head, or None.
-    `attended` is the output without it, and the log-sum-exp of the scores."""
-    out, log_sum_exp = attended
-    if sinks is None:
-        return out
-    return out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(1, *out.shape[1:3], 1, 1))
+def with_sinks(out: Array, log_sum_exp: Array, sinks: Array | None) -> Array:
+    """`out` [B, K, G, T, H] of softmaxes over scores with this log-sum-exp, as if each had one logit more, without a
+    value, so that a head can attend to nothing (as in Xiao et al. 2023, "attention sinks"): float32 `sinks` [N], one
+    for each query head, or None."""
+    return out if sinks is None else out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(1, *out.shape[1:3], 1, 1))
 
 
-def prefill_attention(
-    q, k, v, cache: LayerCache, positions, mask: Mask, sinks: Array | None = None, *, start, is_live, R: int
-) -> tuple[Array, LayerCache]:
+def prefill_attention(q, k, v, cache: LayerCache, positions, mask: Mask, sinks=None, *, start, is_live, R: int):
     """Causal attention of T tokens of every row, at the same positions in each, over all positions up to theirs. Where
     R devices share a kv head, they gather each block of keys from all of them.
 
-    Args: q [B, T, N, H], scaled; k, v float32 [B, T, K, H]; positions int32 [B, T], `start` to start + T in each row,
-    with start (0 or int32 []) and T multiples of R; is_live bool [B], the rows to store: the others have ended before;
-    sinks as in with_sinks. Returns [B, T, N H] in q's dtype, and the cache.
+    Args and results as in `attention`, but positions are `start` to start + T in each row, with start (0 or int32 [])
+    and T multiples of R; is_live bool [B], the rows to store: the others have ended before; sinks as in with_sinks.
     """
     B, T, N, H = q.shape
     q, new = in_cache_layout(q, k, v, cache)
@@ -1214,14 +1161,12 @@ def prefill_attention(
 
         return jax.tree.map(of_side, cache)
 
-    out = attend_to_blocks(q, load, cache.k.shape[2], start, mask.window, R, in_place=R == 1)
-    out = with_sinks(out, sinks).astype(q.dtype)
+    attended = attend_to_blocks(q, load, cache.k.shape[2], start, mask.window, R, in_place=R == 1)
+    out = with_sinks(*attended, sinks).astype(q.dtype)
     return out.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, T, N * H), cache
 
 
-def decode_attention(
-    q, k, v, cache: LayerCache, positions, mask: Mask, sinks: Array | None = None, *, R: int
-) -> tuple[Array, LayerCache]:
+def decode_attention(q, k, v, cache: LayerCache, positions, mask: Mask, sinks=None, *, R: int):
     """Attention of one token a row, at positions [B, 1], over the positions up to its own. Args: as prefill_attention.
 
     Where R devices share a kv head, each attends to its own slots, with the query heads of all R. They exchange the
@@ -1232,18 +1177,15 @@ def decode_attention(
     q, new = in_cache_layout(q, k, v, cache)
     G, width = q.shape[2], q.shape[4]
     positions = positions[:, 0] % mask.chunk if mask.chunk else positions[:, 0]
-    last = R * cache.k.shape[2] - 1  # the last position with a slot, where a finished row goes on
-    positions = jnp.minimum(positions, last)
-    queries = q
+    positions = jnp.minimum(positions, R * cache.k.shape[2] - 1)  # a finished row goes on in the last slot
     if R > 1:  # K is 1 then; every device sends all the same block: an all-gather
-        queries = exchange(q.reshape(1, B, G, width), R)
-        queries = queries.swapaxes(0, 1).reshape(B, 1, R * G, 1, width)
-    *attended, cache = attend_to_slots(queries, new, cache, positions, mask.window, R)
+        q = exchange(q.reshape(1, B, G, width), R).swapaxes(0, 1).reshape(B, 1, R * G, 1, width)
+    *attended, cache = attend_to_slots(q, new, cache, positions, mask.window, R)
     if R > 1:
         parts = jnp.concatenate(attended, axis=-1).reshape(B, R, G, width + 1)
         parts = exchange(parts.swapaxes(0, 1), R)
         attended = [x.reshape(B, 1, G, 1, -1) for x in joined(parts, axis=0)]
-    out = with_sinks(attended, sinks).astype(q.dtype)
+    out = with_sinks(*attended, sinks).astype(q.dtype)
     return out.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, 1, N * H), cache
 
 
@@ -1315,10 +1257,9 @@ def check_supported(**features: tuple[object, tuple]) -> None:
 def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:
     """Those of `given` that are fields of the dataclass `cls`, in the fields' types; null counts as absent.
 
-    Raises InputError for a value that such a field cannot have, and for a missing one that has no default or is
-    `needed`.
+    Raises InputError for a value that such a field cannot have, and for a missing one without a default or `needed`.
     """
-    kinds = typing.get_type_hints(cls)
+    kinds = get_type_hints(cls)
     given = {name: value for name, value in given.items() if name in kinds and value is not None}
     for name, value in given.items():
         if not is_valid(value, kinds[name]):
@@ -1334,11 +1275,9 @@ def is_valid(value: object, kind: type) -> bool:
     """Whether a value of a JSON file can be a field of type `kind`. Numbers are positive and bounded."""
     if kind in (bool, str):
         return isinstance(value, kind)
-    if isinstance(value, bool):  # an int to Python
-        return False
     if kind is float:
-        return isinstance(value, (int, float)) and 1e-30 < value < 1e30
-    return isinstance(value, int) and 0 < value < 2**31
+        return type(value) in (int, float) and 1e-30 < value < 1e30
+    return type(value) is int and 0 < value < 2**31  # isinstance would take a bool
 
 
 # =====================================================================================================================
@@ -1354,14 +1293,10 @@ def is_valid(value: object, kind: type) -> bool:
 # Memory on each machine
 
 
-def mesh_shape(
-    config: Config, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None
-) -> tuple[int, int, int]:
-    """dp, ep and tp for these devices. Those not given are 1, except tp, which takes the remaining devices.
-
-    A TPU's memory has lanes of 128 numbers. There ep is the smallest that leaves each device whole lanes of an expert's
-    columns, or a few zeros beside them.
-    """
+def mesh_shape(config: Config, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None):
+    """dp, ep and tp for these devices. Those not given are 1, except tp, which takes the remaining devices. A TPU's
+    memory has lanes of 128 numbers. There ep is the smallest that leaves each device whole lanes of an expert's
+    columns, or a few zeros beside them."""
     dp = dp or 1
     left = len(devices) // dp
     if not ep and not tp and devices[0].platform == "tpu":
@@ -1392,18 +1327,14 @@ def stored_width(C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
 
 
 def head_dtype(dtype: jnp.dtype, mesh: Mesh) -> jnp.dtype:
-    """The dtype of weights whose products are made for each head apart: float32 on CPUs, where such products are slow
-    in any other."""
+    """The dtype of weights that are multiplied head by head: float32 on CPUs, where any other is slow."""
     return jnp.float32 if mesh.devices.flat[0].platform == "cpu" else dtype
 
 
 def cache_layout(H: int, dtype: jnp.dtype, mesh: Mesh) -> tuple[int, jnp.dtype]:
-    """The width and the dtype of a cache of width H.
-
-    On CPUs a 16-bit cache is kept in float32: to update one slot XLA would convert all of it to float32 and back. On
-    TPUs H is rounded up to the 128 lanes: a narrower array would have its slots innermost in memory, and be copied to
-    another layout for the kernel in every step.
-    """
+    """The width and the dtype of a cache of width H. On CPUs a 16-bit cache is kept in float32: to update one slot XLA
+    would convert all of it to float32 and back. On TPUs H is rounded up to the 128 lanes: a narrower array would have
+    its slots innermost in memory, and be copied to another layout for the kernel in every step."""
     platform = mesh.devices.flat[0].platform
     return ceil_div(H, 128) * 128 if platform == "tpu" else H, jnp.float32 if platform == "cpu" else dtype
 
@@ -1415,9 +1346,8 @@ def slots_until(position: int, most: int, mesh: Mesh) -> int:
 
 
 def padded_piece(longest: int, rows: int, mesh: Mesh) -> int:
-    """The length of the pieces into which prefill divides prompts of up to `longest` tokens, if a device has `rows` of
-    them. It is a power of two, so that few programs are compiled; on CPUs, where padding costs more, a multiple of an
-    eighth of one."""
+    """The length of prefill's pieces of prompts of up to `longest` tokens, for `rows` rows on a device. It is a power
+    of two, so that few programs are compiled; on CPUs, where padding costs more, a multiple of an eighth of one."""
     most = min(PREFILL_PIECE, max(1, PREFILL_TOKENS // power_of_two(rows)))
     tokens = ceil_div(longest, ceil_div(longest, most))
     unit = power_of_two(tokens)
@@ -1427,8 +1357,7 @@ def padded_piece(longest: int, rows: int, mesh: Mesh) -> int:
 
 
 def keep_layout(x: Array) -> Array:
-    """x in row-major order: for a single row, XLA's GPU backend would copy a whole cache to another layout, twice a
-    step."""
+    """x in row-major order: for a single row, XLA for GPUs would copy a whole cache to another layout, twice a step."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
@@ -1454,24 +1383,19 @@ def linear_halves(x: Array, w: Array | Int8, bias: Array | None = None) -> tuple
     """The two halves of linear's output, such as gate and up. Many rows on TPUs get a product for each half, since XLA
     can then do what follows elementwise along with the second. One product would write all of its output to memory."""
 
-    def half(i):
-        return linear(x, *jax.tree.map(lambda a: jnp.split(a, 2)[i], (w, bias)))
-
     def one_product():
         return tuple(jnp.split(linear(x, w, bias), 2, axis=-1))
 
     def two_products():
-        return half(0), half(1)
+        return tuple(linear(x, *jax.tree.map(lambda a: jnp.split(a, 2)[i], (w, bias))) for i in range(2))
 
     has_many_rows = math.prod(x.shape[:-1]) >= 128
     return jax.lax.platform_dependent(tpu=two_products if has_many_rows else one_product, default=one_product)
 
 
 def product(x: Array, w: Array | Int8, min_rows: int = 1) -> Array:
-    """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O].
-
-    x is padded to `min_rows` rows: XLA for TPUs turns fewer rows into slow vector code.
-    """
+    """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O]. x is padded to `min_rows` rows: XLA for
+    TPUs turns fewer rows into slow vector code."""
     values, scale = values_and_scale(w, x.dtype)
     y = einsum("bc,oc->bo", padded(x, w, min_rows), values)[: x.shape[0]]
     return y if scale is None else y * scale
@@ -1487,10 +1411,8 @@ def padded(x: Array, w: Array | Int8, rows: int = 1) -> Array:
 
 
 def cpu_product(x: Array, w: Array | Int8) -> Array:
-    """product for CPUs.
-
-    One row uses `row_product` if its length allows: XLA's own product of 16 bits is ten times slower for one row than
-    for two. Up to 128 rows the weight is the left operand, because XLA repacks the right one.
+    """product for CPUs. One row uses `row_product` if its length allows: XLA's own product of 16 bits is ten times
+    slower for one row than for two. Up to 128 rows the weight is the left operand, because XLA repacks the right one.
 
     With int8 weights and a few rows, the fast product is that of int8 and int8. Two int8 numbers hold 15 bits of an
     activation: a coarse one, and a fine one for its rounding error. As rows of one product they cost little and lose
@@ -1526,8 +1448,7 @@ def row_product(x: Array, w: Array, runs: int) -> Array:
     w has. With bfloat16 it is 1.5 times as fast as two rows of XLA's own product, with int8 twice as fast.
 
     XLA makes one unrolled loop that multiplies and adds `runs` runs of 32 columns, with the 32 side by side in vector
-    registers. The 32 sums are then multiplied with ones. A large w is taken in pieces, whose sums stay in the
-    processor's cache.
+    registers. The 32 sums are then multiplied with ones. A large w is taken in pieces, whose sums stay in cache.
 
     reduce_precision changes no number. It keeps XLA from its library of reductions, which would turn all weights to
     float32 in memory first. The barriers keep the product with ones out of the loop. Dividing by ones changes no number
@@ -1601,9 +1522,7 @@ def tpu_product(x: Array, w: Array | Int8) -> Array:
     return streamed_product(x, w) if is_streamed else product(x, w, min_rows=8)
 
 
-def streamed_product(
-    x: Array, w: Array | Int8, block: int | None = None, interpret: bool | pltpu.InterpretParams = False
-) -> Array:
+def streamed_product(x: Array, w: Array | Int8, block: int | None = None, interpret=False) -> Array:
     """product as a Pallas kernel for TPUs: x [B, C] times w [O, C]: float32 [B, O].
 
     It reads w once, in blocks of whole rows. Each block is contiguous, while XLA's own product of a weight in
@@ -1650,8 +1569,7 @@ def piece_attention_kernel(q, k, v, start, window: int | None):
 
 
 def attention_kernel(q, new, cache, starts, window, R=1, queries=1024, block=None, interpret=False):
-    """Causal attention as one Pallas kernel for TPUs, for prefill and for decoding; scores stay in VMEM (as in Dao et
-    al. 2022, "FlashAttention").
+    """Causal attention as one Pallas kernel for TPUs; scores stay in VMEM (as in Dao et al. 2022, "FlashAttention").
 
     In decoding, arguments and results are those of plain_slot_attention. In prefill they are those of
     plain_piece_attention: `new` is (), `cache` keys and values, and q [B, K, G, T, H] is at positions starts [B] to
@@ -1665,9 +1583,8 @@ def attention_kernel(q, new, cache, starts, window, R=1, queries=1024, block=Non
     The running softmax of decoding starts with the new token, which is at hand, so the cache is read only for the
     tokens before it. Where R devices share the tokens of a row, the new one counts 1 / R on each, and one stores it.
     That the kernel stores it saves launches and, for the scales, a change of layout. A single slot of a packed dtype
-    cannot be written, so the tile around it is patched in VMEM and written back. The cache that comes in and the one
-    that goes out are the same memory. That is safe: a row's tile is written after the last block of the row was read,
-    and other rows never read it.
+    cannot be written, so the tile around it is patched in VMEM and written back. The cache goes out in the memory that
+    it came in: a row's tile is written after the last block of the row was read, and other rows never read it.
 
     `block` is by default 1,024 slots; in decoding a power of two that makes at most half a MiB of keys, or 128. It is
     cut to a divisor of the slots.
@@ -1832,10 +1749,8 @@ def attention_kernel(q, new, cache, starts, window, R=1, queries=1024, block=Non
 
 def exchange(x: Array, R: int) -> Array:
     """All-to-all among R consecutive devices of MODEL_AXES. x is [I, ..] with I a divisor of R: each group of R / I
-    consecutive devices receives the same block. Returns [R, ..], a block from each device.
-
-    On TPUs a kernel does it: these are some kilobytes, and launching XLA's all-to-all takes longer than moving them.
-    """
+    consecutive devices receives the same block. Returns [R, ..], a block from each device. On TPUs a kernel does it:
+    these are some kilobytes, and launching XLA's all-to-all takes longer than moving them."""
 
     def plain(x):
         blocks = jnp.repeat(x, R // x.shape[0], axis=0)
@@ -1845,17 +1760,13 @@ def exchange(x: Array, R: int) -> Array:
 
 
 def exchange_kernel(x: Array, R: int, interpret: bool | pltpu.InterpretParams = False) -> Array:
-    """exchange for TPUs: each device writes into the memory of the others.
-
-    Nothing is written before all R have entered. A device leaves when it has a block from each, so all have passed the
-    barrier by then: no signal of the next exchange is mistaken for one of this one, and no block of the next arrives
-    too early.
-    """
+    """exchange for TPUs: each device writes into the memory of the others, once all R have entered. A device leaves
+    when it has a block from each, so all have passed the barrier by then: no signal of the next exchange is mistaken
+    for one of this one, and no block of the next arrives too early."""
     receivers = R // x.shape[0]  # devices that receive the same block
 
     def kernel(x, y, semaphores):
-        device = jax.lax.axis_index(MODEL_AXES)
-        r = shard_index(R)
+        device, r = jax.lax.axis_index(MODEL_AXES), shard_index(R)
         group = [{MODEL_AXES: device - r + n} for n in range(R)]  # itself among them
         barrier = pltpu.get_barrier_semaphore()
         for other in group:

@@ -30,9 +30,10 @@ Parallelism. A mesh of devices has three axes. `dp` splits the batch. `ep` split
 dimension of each. Both together split all other matrices but the router: attention by heads, and MLPs by their
 intermediate dimension (Shoeybi et al. 2019, "Megatron-LM"). All device code runs under `jax.shard_map`, and devices
 exchange nothing except in the collectives that the code spells out. A decode step has one `psum` in the embedding, two
-in each layer, and two `all_gather` for the next token. If ep x tp exceeds num_key_value_heads, R devices share each kv
-head, and each caches every R-th token for it. Prefill gathers such a cache in blocks; decoding exchanges queries and
-outputs (see `exchange`).
+in each layer, and two `all_gather` for the next token. In prefill the devices along ep divide the tokens of the
+residual stream (see `divide_tokens`). If ep x tp exceeds num_key_value_heads, R devices share each kv head, and each
+caches every R-th token for it. Prefill gathers such a cache in blocks; decoding exchanges queries and outputs (see
+`exchange`).
 
 Dimension letters, in shapes and einsums. Under shard_map B, N, K, G, F, E and V are the sizes on one device.
 
@@ -53,22 +54,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-import typing
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, NamedSharding, P
 from jax.experimental import multihost_utils
 from jax.experimental import pallas as pl
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 MODEL_AXES = ("ep", "tp")  # the axes of the mesh whose devices share a layer
 
@@ -237,8 +235,7 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
 
 
 def weights_of(config: Config) -> dict:
-    """A pytree of Weight: the tensors of the checkpoint that each array is made of, its shape, and how devices split
-    it.
+    """A pytree of Weight: which tensors of the checkpoint make each array, its shape, and how devices split it.
 
     A matrix is [output, input], as in the checkpoint. Split by output, each device computes some of the outputs. Split
     by input, each device computes a partial sum of all outputs, and a psum adds the sums. `qkv` joins q_proj, k_proj
@@ -407,9 +404,7 @@ def activation(gate: Array, up: Array, score: Array) -> Array:
     return jax.nn.silu(gate * score) * (up * score)
 
 
-def forward(
-    weights: dict, tokens: Array, positions: Array, cache: list[LayerCache], attend, config: Config
-) -> tuple[Array, list[LayerCache]]:
+def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCache], attend, config: Config):
     """The layers on tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the new cache.
 
     It is a Python loop, not a jax.lax.scan over stacked weights: the compiler can then fetch the next layer's weights
@@ -449,16 +444,12 @@ class InputError(ValueError):
 
 
 def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None) -> Mesh:
-    """A mesh (dp, ep, tp) over `devices`, by default all of them.
-
-    jax.make_mesh places devices along `ep` and `tp` next to each other, since they communicate in every layer.
-    """
+    """A mesh (dp, ep, tp) over `devices`, by default all of them. jax.make_mesh places devices along `ep` and `tp` next
+    to each other, since they communicate in every layer."""
     devices = jax.devices() if devices is None else devices
     if dp * ep * tp != len(devices):
-        raise InputError(
-            f"the mesh dp x ep x tp = {dp} x {ep} x {tp} needs {dp * ep * tp} devices, and there are {len(devices)}; "
-            "choose --dp --ep --tp so that their product is that number"
-        )
+        needs = f"dp x ep x tp = {dp} x {ep} x {tp} needs {dp * ep * tp} devices, and there are {len(devices)}"
+        raise InputError(f"the mesh {needs}; choose --dp --ep --tp so that their product is that number")
     axis_types = (jax.sharding.AxisType.Auto,) * 3
     return jax.make_mesh((dp, ep, tp), ("dp", *MODEL_AXES), axis_types=axis_types, devices=devices)
 
@@ -479,10 +470,7 @@ def sharer_groups(R: int) -> list[list[int]]:
 
 
 def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, out_specs: object):
-    """`body(weights, ..)` under shard_map: outside, an array is the whole one; inside `body` it is this device's part.
-
-    The specs of the weights come from their declaration, since traced arrays have none.
-    """
+    """`body(weights, ..)` under shard_map. The specs of the weights are those declared: traced arrays have none."""
     int8 = isinstance(weights["embedding"], Int8)
     abstract = abstract_weights(config, mesh, weights["norm"].dtype, int8)
     in_specs = (jax.tree.map(lambda weight: weight.sharding.spec, abstract), *in_specs)
@@ -642,12 +630,10 @@ def whole(name: str, *shape: int, dtype: str | None = None) -> Weight:
 
 
 def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = False) -> dict:
-    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises what check_mesh
-    raises.
+    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises as check_mesh does.
 
-    Matrices are [output, input], as Hugging Face stores them: the contracted dimension comes last, so that a row is
-    contiguous, and loading transposes nothing but packed experts. If devices cannot share rows evenly, the arrays
-    have rows or columns of zeros, which change nothing.
+    Matrices are [output, input], as in the checkpoint: a row is contiguous, and loading transposes nothing but packed
+    experts. If devices cannot share rows evenly, the arrays have rows or columns of zeros, which change nothing.
     """
     check_mesh(config, mesh)
     return jax.tree.map(lambda weight: weight.abstract(mesh, dtype, int8), weights_of(config))
@@ -717,8 +703,7 @@ class Sampling(NamedTuple):
 def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling) -> tuple[Array, Array]:
     """The next tokens int32 [B] and their log-probabilities float32 [B], of the whole batch, on every device.
 
-    The log-probability is that of the unmodified softmax. Sampling draws with a key of its own for each row and each
-    position, so that no key is used twice.
+    The log-probability is that of the unmodified softmax. No key is used twice: each position of each row has its own.
 
     Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seeds uint32 [B, 2], the
     number of each row and the seed of the run.
@@ -793,12 +778,12 @@ def generate(
     stats: dict | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Iterator[list[Token]]:
-    """Decodes all prompts as one batch and yields, step by step, the new tokens of the rows that are not finished.
+    """Decodes all prompts as one batch and yields, step by step, the new tokens of the rows that are not finished. The
+    first `next` raises InputError for prompts that check_prompts refuses.
 
     A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
     `max_seq_len` slots (by default as many as the longest row needs). What a row generates does not depend on the
-    others: sampling uses the seed and the row's number, `Token.row`. `rows` gives these numbers, by default the indices
-    in `prompts`.
+    others: sampling uses the seed and the row's number, `Token.row`, which is in `rows` (by default its index).
 
     The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
     reads them LOOKAHEAD steps later. On machines whose attention reads the whole cache, the cache doubles as it fills,
@@ -806,10 +791,7 @@ def generate(
 
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
     and at the end step_bytes of a decode step of mean length. No other time includes compilation or growing the cache.
-    `progress(stage, done, total)` is called before and after a compilation, and with the tokens of each piece of
-    prefill.
-
-    The first `next` raises InputError for prompts that check_prompts refuses.
+    `progress(stage, done, total)` is called before and after a compilation, and with the tokens of each prefill piece.
     """
     stats = {} if stats is None else stats
     stats |= {"compile_s": 0.0, "decode_s": 0.0, "decode_steps": 0, "decode_tokens": 0}
@@ -892,7 +874,7 @@ def generate(
 
     # Decode.
     tokens = on_mesh(tokens)
-    in_flight = deque()  # the tokens of steps that the host has not read
+    in_flight = []  # the tokens of steps that the host has not read
     tokens_started = 1  # tokens of a row, in flight or read
     begin = time.perf_counter()
     while live:
@@ -911,7 +893,7 @@ def generate(
             tokens.copy_to_host_async()
             in_flight.append((tokens, logprobs))
             tokens_started += 1
-        new = read_tokens(*in_flight.popleft())
+        new = read_tokens(*in_flight.pop(0))
         stats["decode_s"] = time.perf_counter() - begin
         stats["decode_steps"] += 1
         stats["decode_tokens"] += len(new)
@@ -977,26 +959,20 @@ def power_of_two(n: int) -> int:
 
 
 def cache_slots(tokens: int) -> int:
-    """Slots to allocate for `tokens`: somewhat more, so that large blocks divide them. That is the next multiple of 256
-    up to 2,048 tokens, and at most a quarter more beyond."""
+    """Slots for `tokens`, so that large blocks divide them: a multiple of 256, beyond 2,048 at most a quarter more."""
     unit = max(256, power_of_two(tokens) // 8)
     return ceil_div(tokens, unit) * unit
 
 
 def stored_bytes(tree) -> int:
     """Bytes of a pytree of arrays or ShapeDtypeStructs on all devices. A copy counts on each device that holds it."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices
-        for x in jax.tree.leaves(tree)
-    )
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices for x in leaves)
 
 
 def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config) -> int:
     """Bytes that a decode step has to read on all devices: all weights but the embedding, `lengths` slots of the rows.
-
-    Of experts it counts as many as a uniform router would choose on average. A tied embedding is the
-    output head too, and counts. A weight counts on every device that holds it.
-    """
+    Of experts it counts what a uniform router would choose on average. A tied embedding counts: it is the head too."""
     rows = len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
 
     def read(weight, array):
@@ -1022,10 +998,8 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 @jax.named_scope("embed")
 def embed(tokens: Array, weights: dict, config: Config) -> Array:
-    """Rows of the vocabulary-sharded embedding [V, D] for tokens [B, T]: [B, T, D] in the residual stream's dtype.
-
-    Each device looks up the tokens that it holds and has zeros for the others; the psum puts them together.
-    """
+    """Rows of the vocabulary-sharded embedding [V, D] for tokens [B, T]: [B, T, D] in the residual stream's dtype. Each
+    device looks up the tokens that it holds and has zeros for the others; the psum puts them together."""
     table, dtype = weights["embedding"], weights["norm"].dtype
     local = tokens - jax.lax.axis_index(MODEL_AXES) * table.shape[0]
     is_here = (local >= 0) & (local < table.shape[0])
@@ -1081,8 +1055,7 @@ def attention_with_sum(scores: Array, v: Array | Int8, dtype: jnp.dtype) -> tupl
 
 
 def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Softmax outputs over two sets of keys as one over both: pairs of an output and the log-sum-exp of its scores (as
-    in Dao et al. 2023, "Flash-Decoding")."""
+    """Softmax outputs over two sets of keys as one over both: pairs of an output and the log-sum-exp of its scores."""
     log_sum_exp = jnp.logaddexp(a[1], b[1])
     return sum(out * jnp.exp(each - log_sum_exp) for out, each in (a, b)), log_sum_exp
 
@@ -1131,8 +1104,7 @@ def plain_piece_attention(q, k, v, start, window: int | None, rows: int, tile: i
     def of_tile(n):
         row, t = n // (T // tile) * rows, n % (T // tile) * tile
         last = jnp.minimum(start + t + tile, S) - 1
-        of_block = partial(attend, row, t)
-        return over_blocks(of_block, start + t, last, window, block, rows, K, G, tile, W)
+        return over_blocks(partial(attend, row, t), start + t, last, window, block, rows, K, G, tile, W)
 
     def in_order(x):  # [tiles, rows, K, G, tile, ..]
         x = x.reshape(B // rows, T // tile, rows, K, G, tile, -1)
@@ -1149,9 +1121,8 @@ def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_
     each of R devices: float32 [B, K, G, T, W], and the log-sum-exp of the scores, [B, K, G, T, 1].
 
     load(i, n) gives the keys and values of the i-th n slots. If it takes them `in_place`, n is all slots. If it has to
-    gather or expand them, blocks are of about BLOCK_TOKENS tokens, and as many as are filled: memory is bounded
-    whatever the prompt's length. `start` is traced, so that one program serves all pieces of a prompt, or the number 0
-    if there is only one piece, which is one block.
+    gather or expand them, blocks are of about BLOCK_TOKENS tokens, and as many as are filled. `start` is traced, so
+    that one program serves all pieces of a prompt, or the number 0 if there is only one piece, which is one block.
     """
     (B, K, G, T, _), is_only_piece = q.shape, isinstance(start, int)
     if in_place:
@@ -1160,22 +1131,17 @@ def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_
         n = min(slots, max(128, power_of_two(T // R)))
     else:
         n = math.gcd(slots, power_of_two(BLOCK_TOKENS // R))
-    plain = partial(plain_piece_attention, window=window, rows=B, tile=T, block=512)
-    on_cpu = partial(plain, rows=1, tile=256, block=256)
-    on_tpu = partial(piece_attention_kernel, window=window)
 
     def attend(i, start):
-        cpu, tpu, default = (partial(way, start=start) for way in (on_cpu, on_tpu, plain))
-        return jax.lax.platform_dependent(q, *load(i, n), cpu=cpu, tpu=tpu, default=default)
+        plain = partial(plain_piece_attention, start=start, window=window, rows=B, tile=T, block=512)
+        on_cpu = partial(plain, rows=1, tile=256, block=256)
+        on_tpu = partial(piece_attention_kernel, start=start, window=window)
+        return jax.lax.platform_dependent(q, *load(i, n), cpu=on_cpu, tpu=on_tpu, default=plain)
 
     if n == slots or is_only_piece:
         return attend(0, start)
     W = jax.eval_shape(partial(load, n=n), 0)[1].shape[-1]
-
-    def of_block(i):
-        return attend(i, start - i * n * R)
-
-    return over_blocks(of_block, start, start + T - 1, window, n * R, B, K, G, T, W)
+    return over_blocks(lambda i: attend(i, start - i * n * R), start, start + T - 1, window, n * R, B, K, G, T, W)
 
 
 def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
@@ -1184,17 +1150,14 @@ def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
     return LayerCache(*(quantize(x) if isinstance(side, Int8) else x.astype(side.dtype) for x, side in pairs))
 
 
-def plain_slot_attention(
-    q: Array, new: LayerCache, cache: LayerCache, positions: Array, window: int | None, R: int
-) -> tuple[Array, Array, LayerCache]:
+def plain_slot_attention(q, new: LayerCache, cache: LayerCache, positions, window: int | None, R: int):
     """The queries q [B, K, G, 1, H] at positions [B] over this device's slots, once the tokens `new` are stored there.
     Of the R devices that share the tokens of a row, device r has position p in slot p // R if p % R == r.
 
     The cache is keys and values. Or, if queries are wider than its first side, both sides are keys: the first columns
     of a query are for the first side, the rest for the second. The first side is the values too.
 
-    It reads all slots there are. Returns float32 [B, K, G, 1, W], the log-sum-exp of the scores, [B, K, G, 1, 1], and
-    the cache.
+    Returns float32 [B, K, G, 1, W], the log-sum-exp of the scores, [B, K, G, 1, 1], and the cache.
     """
     rows, S = jnp.arange(len(positions)), cache[0].shape[2]
     # If another device stores the token, the slot is S: out of bounds, dropped.
@@ -1220,8 +1183,7 @@ def attend_to_slots(q, new: LayerCache, cache: LayerCache, positions, window: in
 
 
 class Mask(NamedTuple):
-    """Which tokens up to its own a token attends to: all, the last `window` ones, or those of its chunk of `chunk`
-    tokens."""
+    """Which tokens up to its own one attends to: all, the last `window`, or those of its chunk of `chunk` tokens."""
 
     window: int | None = None
     chunk: int | None = None
@@ -1239,11 +1201,9 @@ class LayerCache(NamedTuple):
     v: Array | Int8
 
 
-def abstract_cache(
-    config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, int8: bool = False
-) -> list[LayerCache]:
-    """The KV cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens, rounded up. A chunked layer holds
-    no more than a chunk. Dtype and width are as cache_layout has them."""
+def abstract_cache(config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, int8: bool = False):
+    """The KV cache as a list of LayerCache of jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens, rounded up. A
+    chunked layer holds no more than a chunk. Dtype and width are as cache_layout has them."""
     X, sharding = model_shards(mesh), NamedSharding(mesh, CACHE_SPEC)
     H, dtype = cache_layout(config.head_dim, dtype, mesh)
 
@@ -1285,10 +1245,8 @@ def piece_length(longest: int, rows: int, config: Config, mesh: Mesh) -> int:
 
 
 def split_heads(qkv: Array, config: Config) -> tuple[Array, Array, Array]:
-    """This device's queries [B, T, N, H], keys and values [B, T, K, H] of the product with `qkv`.
-
-    Devices that share a kv head divide its query heads. If R does not divide them, some devices have heads of zeros.
-    """
+    """This device's queries [B, T, N, H], keys and values [B, T, K, H] of the product with `qkv`. Devices that share a
+    kv head divide its query heads. If R does not divide them, some devices have heads of zeros."""
     X, kv_heads = jax.lax.axis_size(MODEL_AXES), config.num_key_value_heads
     K = max(kv_heads // X, 1)
     N = K * ceil_div(config.num_attention_heads // kv_heads, cache_sharers(config, X))
@@ -1304,25 +1262,19 @@ def in_cache_layout(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Ar
     return q.reshape(B, T, K, N // K, -1).transpose(0, 2, 3, 1, 4), new
 
 
-def with_sinks(attended: tuple[Array, Array], sinks: Array | None) -> Array:
-    """The output [B, K, G, T, H] of softmaxes that have one logit more, without a value, so that a head can attend to
-    nothing (as in Xiao et al. 2023, "attention sinks"): float32 `sinks` [N], one for each query head, or None.
-    `attended` is the output without it, and the log-sum-exp of the scores."""
-    out, log_sum_exp = attended
-    if sinks is None:
-        return out
-    return out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(1, *out.shape[1:3], 1, 1))
+def with_sinks(out: Array, log_sum_exp: Array, sinks: Array | None) -> Array:
+    """`out` [B, K, G, T, H] of softmaxes over scores with this log-sum-exp, as if each had one logit more, without a
+    value, so that a head can attend to nothing (as in Xiao et al. 2023, "attention sinks"): float32 `sinks` [N], one
+    for each query head, or None."""
+    return out if sinks is None else out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(1, *out.shape[1:3], 1, 1))
 
 
-def prefill_attention(
-    q, k, v, cache: LayerCache, positions, mask: Mask, sinks: Array | None = None, *, start, is_live, R: int
-) -> tuple[Array, LayerCache]:
+def prefill_attention(q, k, v, cache: LayerCache, positions, mask: Mask, sinks=None, *, start, is_live, R: int):
     """Causal attention of T tokens of every row, at the same positions in each, over all positions up to theirs. Where
     R devices share a kv head, they gather each block of keys from all of them.
 
-    Args: q [B, T, N, H], scaled; k, v float32 [B, T, K, H]; positions int32 [B, T], `start` to start + T in each row,
-    with start (0 or int32 []) and T multiples of R; is_live bool [B], the rows to store: the others have ended before;
-    sinks as in with_sinks. Returns [B, T, N H] in q's dtype, and the cache.
+    Args and results as in `attention`, but positions are `start` to start + T in each row, with start (0 or int32 [])
+    and T multiples of R; is_live bool [B], the rows to store: the others have ended before; sinks as in with_sinks.
     """
     B, T, N, H = q.shape
     q, new = in_cache_layout(q, k, v, cache)
@@ -1348,14 +1300,12 @@ def prefill_attention(
 
         return jax.tree.map(of_side, cache)
 
-    out = attend_to_blocks(q, load, cache.k.shape[2], start, mask.window, R, in_place=R == 1)
-    out = with_sinks(out, sinks).astype(q.dtype)
+    attended = attend_to_blocks(q, load, cache.k.shape[2], start, mask.window, R, in_place=R == 1)
+    out = with_sinks(*attended, sinks).astype(q.dtype)
     return out.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, T, N * H), cache
 
 
-def decode_attention(
-    q, k, v, cache: LayerCache, positions, mask: Mask, sinks: Array | None = None, *, R: int
-) -> tuple[Array, LayerCache]:
+def decode_attention(q, k, v, cache: LayerCache, positions, mask: Mask, sinks=None, *, R: int):
     """Attention of one token a row, at positions [B, 1], over the positions up to its own. Args: as prefill_attention.
 
     Where R devices share a kv head, each attends to its own slots, with the query heads of all R. They exchange the
@@ -1366,18 +1316,15 @@ def decode_attention(
     q, new = in_cache_layout(q, k, v, cache)
     G, width = q.shape[2], q.shape[4]
     positions = positions[:, 0] % mask.chunk if mask.chunk else positions[:, 0]
-    last = R * cache.k.shape[2] - 1  # the last position with a slot, where a finished row goes on
-    positions = jnp.minimum(positions, last)
-    queries = q
+    positions = jnp.minimum(positions, R * cache.k.shape[2] - 1)  # a finished row goes on in the last slot
     if R > 1:  # K is 1 then; every device sends all the same block: an all-gather
-        queries = exchange(q.reshape(1, B, G, width), R)
-        queries = queries.swapaxes(0, 1).reshape(B, 1, R * G, 1, width)
-    *attended, cache = attend_to_slots(queries, new, cache, positions, mask.window, R)
+        q = exchange(q.reshape(1, B, G, width), R).swapaxes(0, 1).reshape(B, 1, R * G, 1, width)
+    *attended, cache = attend_to_slots(q, new, cache, positions, mask.window, R)
     if R > 1:
         parts = jnp.concatenate(attended, axis=-1).reshape(B, R, G, width + 1)
         parts = exchange(parts.swapaxes(0, 1), R)
         attended = [x.reshape(B, 1, G, 1, -1) for x in joined(parts, axis=0)]
-    out = with_sinks(attended, sinks).astype(q.dtype)
+    out = with_sinks(*attended, sinks).astype(q.dtype)
     return out.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, 1, N * H), cache
 
 
@@ -1386,15 +1333,7 @@ def decode_attention(
 
 
 @jax.named_scope("experts")
-def experts(
-    x: Array,
-    ids: Array,
-    scores: Array,
-    w_gate_up: Array | Int8,
-    w_down: Array | Int8,
-    activate: Callable[[Array, Array, Array], Array],
-    biases: tuple[Array, Array] | None = None,
-) -> Array:
+def experts(x, ids, scores, w_gate_up, w_down, activate, biases: tuple[Array, Array] | None = None) -> Array:
     """What this device's experts, and its columns of them, contribute to the rows that chose them: float32 [B, D], to
     be summed over ep x tp.
 
@@ -1403,8 +1342,7 @@ def experts(
     gate and up [B, F] of one expert and the scores [B, 1] of its rows, 0 for one that did not choose it; biases, if
     there are any: float32 [E, 2F] of gate and up, and [E, D] of down, the same on the devices of tp.
 
-    B counts tokens here, rows times T. k is the number of experts chosen for each. A pair is a token and one of them.
-    No expert is read, or multiplied, that no token chose.
+    B counts tokens here, rows times T. A pair is a token and an expert that it chose. No other expert is read.
     """
     E = w_down.shape[0]
     ids = ids - jax.lax.axis_index("ep") * E
@@ -1539,10 +1477,9 @@ def check_supported(**features: tuple[object, tuple]) -> None:
 def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:
     """Those of `given` that are fields of the dataclass `cls`, in the fields' types; null counts as absent.
 
-    Raises InputError for a value that such a field cannot have, and for a missing one that has no default or is
-    `needed`.
+    Raises InputError for a value that such a field cannot have, and for a missing one without a default or `needed`.
     """
-    kinds = typing.get_type_hints(cls)
+    kinds = get_type_hints(cls)
     given = {name: value for name, value in given.items() if name in kinds and value is not None}
     for name, value in given.items():
         if not is_valid(value, kinds[name]):
@@ -1558,11 +1495,9 @@ def is_valid(value: object, kind: type) -> bool:
     """Whether a value of a JSON file can be a field of type `kind`. Numbers are positive and bounded."""
     if kind in (bool, str):
         return isinstance(value, kind)
-    if isinstance(value, bool):  # an int to Python
-        return False
     if kind is float:
-        return isinstance(value, (int, float)) and 1e-30 < value < 1e30
-    return isinstance(value, int) and 0 < value < 2**31
+        return type(value) in (int, float) and 1e-30 < value < 1e30
+    return type(value) is int and 0 < value < 2**31  # isinstance would take a bool
 
 
 # =====================================================================================================================
@@ -1578,14 +1513,10 @@ def is_valid(value: object, kind: type) -> bool:
 # Memory on each machine
 
 
-def mesh_shape(
-    config: Config, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None
-) -> tuple[int, int, int]:
-    """dp, ep and tp for these devices. Those not given are 1, except tp, which takes the remaining devices.
-
-    A TPU's memory has lanes of 128 numbers. There ep is the smallest that leaves each device whole lanes of an expert's
-    columns, or a few zeros beside them.
-    """
+def mesh_shape(config: Config, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None):
+    """dp, ep and tp for these devices. Those not given are 1, except tp, which takes the remaining devices. A TPU's
+    memory has lanes of 128 numbers. There ep is the smallest that leaves each device whole lanes of an expert's
+    columns, or a few zeros beside them."""
     dp = dp or 1
     left = len(devices) // dp
     if not ep and not tp and devices[0].platform == "tpu":
@@ -1616,18 +1547,14 @@ def stored_width(C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
 
 
 def head_dtype(dtype: jnp.dtype, mesh: Mesh) -> jnp.dtype:
-    """The dtype of weights whose products are made for each head apart: float32 on CPUs, where such products are slow
-    in any other."""
+    """The dtype of weights that are multiplied head by head: float32 on CPUs, where any other is slow."""
     return jnp.float32 if mesh.devices.flat[0].platform == "cpu" else dtype
 
 
 def cache_layout(H: int, dtype: jnp.dtype, mesh: Mesh) -> tuple[int, jnp.dtype]:
-    """The width and the dtype of a cache of width H.
-
-    On CPUs a 16-bit cache is kept in float32: to update one slot XLA would convert all of it to float32 and back. On
-    TPUs H is rounded up to the 128 lanes: a narrower array would have its slots innermost in memory, and be copied to
-    another layout for the kernel in every step.
-    """
+    """The width and the dtype of a cache of width H. On CPUs a 16-bit cache is kept in float32: to update one slot XLA
+    would convert all of it to float32 and back. On TPUs H is rounded up to the 128 lanes: a narrower array would have
+    its slots innermost in memory, and be copied to another layout for the kernel in every step."""
     platform = mesh.devices.flat[0].platform
     return ceil_div(H, 128) * 128 if platform == "tpu" else H, jnp.float32 if platform == "cpu" else dtype
 
@@ -1639,9 +1566,8 @@ def slots_until(position: int, most: int, mesh: Mesh) -> int:
 
 
 def padded_piece(longest: int, rows: int, mesh: Mesh) -> int:
-    """The length of the pieces into which prefill divides prompts of up to `longest` tokens, if a device has `rows` of
-    them. It is a power of two, so that few programs are compiled; on CPUs, where padding costs more, a multiple of an
-    eighth of one."""
+    """The length of prefill's pieces of prompts of up to `longest` tokens, for `rows` rows on a device. It is a power
+    of two, so that few programs are compiled; on CPUs, where padding costs more, a multiple of an eighth of one."""
     most = min(PREFILL_PIECE, max(1, PREFILL_TOKENS // power_of_two(rows)))
     tokens = ceil_div(longest, ceil_div(longest, most))
     unit = power_of_two(tokens)
@@ -1651,8 +1577,7 @@ def padded_piece(longest: int, rows: int, mesh: Mesh) -> int:
 
 
 def keep_layout(x: Array) -> Array:
-    """x in row-major order: for a single row, XLA's GPU backend would copy a whole cache to another layout, twice a
-    step."""
+    """x in row-major order: for a single row, XLA for GPUs would copy a whole cache to another layout, twice a step."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
@@ -1678,24 +1603,19 @@ def linear_halves(x: Array, w: Array | Int8, bias: Array | None = None) -> tuple
     """The two halves of linear's output, such as gate and up. Many rows on TPUs get a product for each half, since XLA
     can then do what follows elementwise along with the second. One product would write all of its output to memory."""
 
-    def half(i):
-        return linear(x, *jax.tree.map(lambda a: jnp.split(a, 2)[i], (w, bias)))
-
     def one_product():
         return tuple(jnp.split(linear(x, w, bias), 2, axis=-1))
 
     def two_products():
-        return half(0), half(1)
+        return tuple(linear(x, *jax.tree.map(lambda a: jnp.split(a, 2)[i], (w, bias))) for i in range(2))
 
     has_many_rows = math.prod(x.shape[:-1]) >= 128
     return jax.lax.platform_dependent(tpu=two_products if has_many_rows else one_product, default=one_product)
 
 
 def product(x: Array, w: Array | Int8, min_rows: int = 1) -> Array:
-    """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O].
-
-    x is padded to `min_rows` rows: XLA for TPUs turns fewer rows into slow vector code.
-    """
+    """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O]. x is padded to `min_rows` rows: XLA for
+    TPUs turns fewer rows into slow vector code."""
     values, scale = values_and_scale(w, x.dtype)
     y = einsum("bc,oc->bo", padded(x, w, min_rows), values)[: x.shape[0]]
     return y if scale is None else y * scale
@@ -1711,10 +1631,8 @@ def padded(x: Array, w: Array | Int8, rows: int = 1) -> Array:
 
 
 def cpu_product(x: Array, w: Array | Int8) -> Array:
-    """product for CPUs.
-
-    One row uses `row_product` if its length allows: XLA's own product of 16 bits is ten times slower for one row than
-    for two. Up to 128 rows the weight is the left operand, because XLA repacks the right one.
+    """product for CPUs. One row uses `row_product` if its length allows: XLA's own product of 16 bits is ten times
+    slower for one row than for two. Up to 128 rows the weight is the left operand, because XLA repacks the right one.
 
     With int8 weights and a few rows, the fast product is that of int8 and int8. Two int8 numbers hold 15 bits of an
     activation: a coarse one, and a fine one for its rounding error. As rows of one product they cost little and lose
@@ -1750,8 +1668,7 @@ def row_product(x: Array, w: Array, runs: int) -> Array:
     w has. With bfloat16 it is 1.5 times as fast as two rows of XLA's own product, with int8 twice as fast.
 
     XLA makes one unrolled loop that multiplies and adds `runs` runs of 32 columns, with the 32 side by side in vector
-    registers. The 32 sums are then multiplied with ones. A large w is taken in pieces, whose sums stay in the
-    processor's cache.
+    registers. The 32 sums are then multiplied with ones. A large w is taken in pieces, whose sums stay in cache.
 
     reduce_precision changes no number. It keeps XLA from its library of reductions, which would turn all weights to
     float32 in memory first. The barriers keep the product with ones out of the loop. Dividing by ones changes no number
@@ -1825,9 +1742,7 @@ def tpu_product(x: Array, w: Array | Int8) -> Array:
     return streamed_product(x, w) if is_streamed else product(x, w, min_rows=8)
 
 
-def streamed_product(
-    x: Array, w: Array | Int8, block: int | None = None, interpret: bool | pltpu.InterpretParams = False
-) -> Array:
+def streamed_product(x: Array, w: Array | Int8, block: int | None = None, interpret=False) -> Array:
     """product as a Pallas kernel for TPUs: x [B, C] times w [O, C]: float32 [B, O].
 
     It reads w once, in blocks of whole rows. Each block is contiguous, while XLA's own product of a weight in
@@ -1888,9 +1803,7 @@ def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> 
     return jax.lax.platform_dependent(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
 
-def expert_loop(
-    x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int, activate, columns: tuple[int, ...] = (256,)
-) -> Array:
+def expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int, activate, columns=(256,)) -> Array:
     """For CPUs, and GPUs with many rows: a loop over tiles of rows, the experts that they chose, and pieces of these. A
     piece has as many columns as the first of `columns` that divides all of them, or all. It is still in a CPU's caches
     when it is multiplied."""
@@ -1901,19 +1814,17 @@ def expert_loop(
     scores = scores_by_expert(ids, scores, E)
 
     def step(i, out):
-        # The barrier ties the weights to i: otherwise XLA for CPUs hoists its conversion of all experts out of the
-        # loop.
+        # The barrier ties the weights to i: otherwise XLA for CPUs would convert all experts before the loop.
         weights, i = jax.lax.optimization_barrier(((w_gate_up, w_down, gate_up_bias), i))
         t, e = jnp.divmod(visits[i // (F // columns)], E)
         column = i % (F // columns) * columns
 
         def part(w, axis, start):  # of the expert e, `columns` of an axis
             def cut(a):
-                if a.ndim <= axis:  # the scale has no such axis
-                    return jax.lax.dynamic_index_in_dim(a, e, keepdims=False)
                 starts, sizes = [e] + [0] * (a.ndim - 1), [1, *a.shape[1:]]
-                n = w.shape[axis] // a.shape[axis]  # columns to a number of this array
-                starts[axis], sizes[axis] = start // n, columns // n
+                if a.ndim > axis:  # the scale has no such axis
+                    n = w.shape[axis] // a.shape[axis]  # columns to a number of this array
+                    starts[axis], sizes[axis] = start // n, columns // n
                 # As integers: XLA for CPUs would turn all of a bfloat16 array to float32 to cut a piece of it.
                 bits = jax.lax.bitcast_convert_type(a, jnp.uint16) if a.dtype == jnp.bfloat16 else a
                 piece = jax.lax.dynamic_slice(bits, starts, sizes)[0]
@@ -1972,8 +1883,7 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
     many as VMEM holds.
     """
     (B, width), (E, D, F), k = x.shape, w_down.shape, ids.shape[1]
-    columns = 128
-    pieces = F // columns
+    columns, pieces = 128, F // 128
     is_sorted = tile < B
     fitting = GROUP_BYTES // (width * (x.dtype.itemsize + 4))
     group = min(power_of_two(B), power_of_two(fitting + 1) // 2) if is_sorted else B
@@ -1988,27 +1898,10 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
         listed = jnp.pad(jnp.cumsum(counts, axis=1), ((0, 0), (1, 0)))
         x, tokens = packed(x), (jnp.argsort(ids, axis=1) // k).astype(jnp.int32).ravel()
 
-    def piece(weights, e, f):
-        """Of an expert, the f-th piece of gate, up and down, and of the biases of gate and up, if there are any."""
-        w_gate_up, w_down, *bias = weights
-        here = pl.ds(pl.multiple_of(f * columns, columns), columns)
-        above = pl.ds(pl.multiple_of(F + f * columns, columns), columns)
-        row = pl.ds(e, 1)
-        biases = [b.at[row, part] for b in bias for part in (here, above)]
-        if not isinstance(w_down, Int8):
-            return w_gate_up.at[e, here], w_gate_up.at[e, above], w_down.at[e, :, here], *biases
-        return (
-            Int8(w_gate_up.values.at[e, here], w_gate_up.scale.at[row, here]),
-            Int8(w_gate_up.values.at[e, above], w_gate_up.scale.at[row, above]),
-            Int8(w_down.values.at[e, :, here], w_down.scale.at[row]),
-            *biases,
-        )
-
     def kernel(listed, tokens, x, scores, weights, out, seen, active, first, rows, picked, y, buffers, arrived):
         # listed has the experts of the pairs or, if they are sorted, where each expert's pairs begin; tokens the token
-        # of each sorted pair. active has the expert of each visit, first its first pair. seen[e] is 1 once e is active;
-        # buffers has two slots for a piece of gate, of up and of down; rows, picked and y are a visit's rows, scores
-        # and results.
+        # of each sorted pair. active has the expert of each visit, first its first pair. seen[e] is 1 once e is active.
+        # rows, picked and y are a visit's rows, scores and results.
         def begin_of(e):
             return listed[pl.program_id(0) * (E + 1) + e]
 
@@ -2039,13 +1932,17 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
             steps = jax.lax.fori_loop(0, pairs, enter, 0) * pieces
 
         def copies(i):
-            sources = piece(weights, active[jax.lax.div(i, pieces)], jax.lax.rem(i, pieces))
-            slot = jax.lax.rem(i, 2)
+            """The copies of the i-th piece: rows of gate and up, maybe with biases; columns of down."""
+            e, f, slot = active[jax.lax.div(i, pieces)], jax.lax.rem(i, pieces), jax.lax.rem(i, 2)
+            here, above = (pl.ds(pl.multiple_of(at, columns), columns) for at in (f * columns, F + f * columns))
 
-            def copy(source, buffer):
-                return pltpu.make_async_copy(source, buffer.at[slot], arrived.at[slot])
+            def cut(w, *index):  # of a matrix; and of a vector of scales or biases, as one row
+                return jax.tree.map(lambda a: a.at[(e if a.ndim == 3 else pl.ds(e, 1), *index)[: a.ndim]], w)
 
-            return jax.tree.leaves(jax.tree.map(copy, sources, buffers))
+            gate_up, down = weights
+            sources = cut(gate_up, here), cut(gate_up, above), cut(down, slice(None), here)
+            both = zip(jax.tree.leaves(sources), jax.tree.leaves(buffers), strict=True)
+            return [pltpu.make_async_copy(source, buffer.at[slot], arrived.at[slot]) for source, buffer in both]
 
         def start(i):
             @pl.when(i < steps)
@@ -2081,21 +1978,19 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
             for copy in copies(i):
                 copy.wait()
 
-            def multiply(x, w):
-                if isinstance(w, Int8):
-                    return einsum("bc,oc->bo", x, w.values[slot].astype(x.dtype)) * w.scale[slot]
-                return einsum("bc,oc->bo", x, w[slot])
+            def multiply(x, w, bias=None):
+                values, scale = values_and_scale(jax.tree.map(lambda buffer: buffer[slot], w), dtype)
+                product = einsum("bc,oc->bo", x, values)
+                product = product if scale is None else product * scale
+                return product if bias is None else product + bias[slot]
 
-            w_gate, w_up, w_down, *biases = buffers
             h, score = (unpacked(rows[...], dtype)[:, :width], picked) if is_sorted else (x[...], scores)
             is_e = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1) == active[visit]
             score = jnp.sum(jnp.where(is_e, score[...], 0), axis=1, keepdims=True)
-            gate, up = multiply(h, w_gate), multiply(h, w_up)
-            if biases:
-                gate, up = gate + biases[0][slot], up + biases[1][slot]
+            gate, up = (multiply(h, *w) for w in buffers[:2])
             h = activate(gate, up, score)
             total = y if is_sorted else out
-            total[...] += multiply(h.astype(dtype), w_down)
+            total[...] += multiply(h.astype(dtype), buffers[2])
             if is_sorted:
                 pl.when(f == pieces - 1)(lambda: for_rows(visit, add_to_token))
 
@@ -2103,15 +1998,8 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
         out[...] = jnp.zeros(out.shape, jnp.float32)
         jax.lax.fori_loop(0, steps, add, None)
 
-    def buffers():
-        vector = pltpu.VMEM((2, 1, columns), jnp.float32)
-        biases = [] if gate_up_bias is None else [vector, vector]
-        if not isinstance(w_down, Int8):
-            rows, cut = pltpu.VMEM((2, columns, width), w_down.dtype), pltpu.VMEM((2, D, columns), w_down.dtype)
-            return rows, rows, cut, *biases
-        rows = Int8(pltpu.VMEM((2, columns, width), jnp.int8), vector)
-        cut = Int8(pltpu.VMEM((2, D, columns), jnp.int8), pltpu.VMEM((2, 1, D), jnp.float32))
-        return rows, rows, cut, *biases
+    def buffers(w, rows, width):  # two slots for a piece [rows, width] of a matrix, and of its scales or biases
+        return jax.tree.map(lambda a: pltpu.VMEM((2, rows, width) if a.ndim == 3 else (2, 1, rows), a.dtype), w)
 
     def of_group(width):
         return pl.BlockSpec((group, width), lambda g, *_: (g, 0), pipeline_mode=pl.Buffered(1))
@@ -2122,8 +2010,8 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
     flops = 6 * D * F * (B * k // jax.lax.axis_size("ep") if is_sorted else int(B * reads))
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     # Otherwise XLA moves all weights to VMEM if they fit, chosen or not.
-    weights = (w_gate_up, w_down) if gate_up_bias is None else (w_gate_up, w_down, gate_up_bias)
-    weights = jax.tree.map(lambda w: pltpu.with_memory_space_constraint(w, pltpu.HBM), weights)
+    gate_up = w_gate_up, gate_up_bias
+    weights = jax.tree.map(lambda w: pltpu.with_memory_space_constraint(w, pltpu.HBM), (gate_up, w_down))
     y = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((groups * group, D), jnp.float32),
@@ -2133,12 +2021,10 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
             in_specs=[of_group(x.shape[1]), of_group(E), jax.tree.map(lambda _: in_hbm, weights)],
             out_specs=of_group(D),
             scratch_shapes=[
-                pltpu.SMEM((E + 1,), jnp.int32),
-                pltpu.SMEM((visits + 1,), jnp.int32),
-                pltpu.SMEM((visits + 1,), jnp.int32),
+                *(pltpu.SMEM((n + 1,), jnp.int32) for n in (E, visits, visits)),
                 pltpu.VMEM((tile, x.shape[1]), x.dtype),
                 *(pltpu.VMEM((tile, width), jnp.float32) for width in (E, D)),
-                buffers(),
+                (buffers(gate_up, columns, width), buffers(gate_up, columns, width), buffers(w_down, D, columns)),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
@@ -2178,8 +2064,7 @@ def piece_attention_kernel(q, k, v, start, window: int | None):
 
 
 def attention_kernel(q, new, cache, starts, window, R=1, queries=1024, block=None, interpret=False):
-    """Causal attention as one Pallas kernel for TPUs, for prefill and for decoding; scores stay in VMEM (as in Dao et
-    al. 2022, "FlashAttention").
+    """Causal attention as one Pallas kernel for TPUs; scores stay in VMEM (as in Dao et al. 2022, "FlashAttention").
 
     In decoding, arguments and results are those of plain_slot_attention. In prefill they are those of
     plain_piece_attention: `new` is (), `cache` keys and values, and q [B, K, G, T, H] is at positions starts [B] to
@@ -2193,9 +2078,8 @@ def attention_kernel(q, new, cache, starts, window, R=1, queries=1024, block=Non
     The running softmax of decoding starts with the new token, which is at hand, so the cache is read only for the
     tokens before it. Where R devices share the tokens of a row, the new one counts 1 / R on each, and one stores it.
     That the kernel stores it saves launches and, for the scales, a change of layout. A single slot of a packed dtype
-    cannot be written, so the tile around it is patched in VMEM and written back. The cache that comes in and the one
-    that goes out are the same memory. That is safe: a row's tile is written after the last block of the row was read,
-    and other rows never read it.
+    cannot be written, so the tile around it is patched in VMEM and written back. The cache goes out in the memory that
+    it came in: a row's tile is written after the last block of the row was read, and other rows never read it.
 
     `block` is by default 1,024 slots; in decoding a power of two that makes at most half a MiB of keys, or 128. It is
     cut to a divisor of the slots.
@@ -2360,10 +2244,8 @@ def attention_kernel(q, new, cache, starts, window, R=1, queries=1024, block=Non
 
 def exchange(x: Array, R: int) -> Array:
     """All-to-all among R consecutive devices of MODEL_AXES. x is [I, ..] with I a divisor of R: each group of R / I
-    consecutive devices receives the same block. Returns [R, ..], a block from each device.
-
-    On TPUs a kernel does it: these are some kilobytes, and launching XLA's all-to-all takes longer than moving them.
-    """
+    consecutive devices receives the same block. Returns [R, ..], a block from each device. On TPUs a kernel does it:
+    these are some kilobytes, and launching XLA's all-to-all takes longer than moving them."""
 
     def plain(x):
         blocks = jnp.repeat(x, R // x.shape[0], axis=0)
@@ -2373,17 +2255,13 @@ def exchange(x: Array, R: int) -> Array:
 
 
 def exchange_kernel(x: Array, R: int, interpret: bool | pltpu.InterpretParams = False) -> Array:
-    """exchange for TPUs: each device writes into the memory of the others.
-
-    Nothing is written before all R have entered. A device leaves when it has a block from each, so all have passed the
-    barrier by then: no signal of the next exchange is mistaken for one of this one, and no block of the next arrives
-    too early.
-    """
+    """exchange for TPUs: each device writes into the memory of the others, once all R have entered. A device leaves
+    when it has a block from each, so all have passed the barrier by then: no signal of the next exchange is mistaken
+    for one of this one, and no block of the next arrives too early."""
     receivers = R // x.shape[0]  # devices that receive the same block
 
     def kernel(x, y, semaphores):
-        device = jax.lax.axis_index(MODEL_AXES)
-        r = shard_index(R)
+        device, r = jax.lax.axis_index(MODEL_AXES), shard_index(R)
         group = [{MODEL_AXES: device - r + n} for n in range(R)]  # itself among them
         barrier = pltpu.get_barrier_semaphore()
         for other in group:
