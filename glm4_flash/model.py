@@ -1277,10 +1277,9 @@ def as_wide(new: LayerCache, cache: LayerCache) -> LayerCache:
 
 
 def prefill_attention(q, q_rope, new: LayerCache, cache: LayerCache, positions, w: dict, *, start, is_live, R: int):
-    """Causal attention of T tokens of every row, at the same positions in each, over all positions up to theirs.
-
-    Each block of latents is gathered from all R devices that share the cache, and expanded to the keys and values of
-    this device's heads.
+    """Causal attention of T tokens of every row, at the same positions in each, over all positions up to theirs. Each
+    block of latents is gathered from all R devices that share the cache, and expanded to the keys and values of this
+    device's heads.
 
     Args: as in `attention`; positions int32 [B, T], `start` to start + T in each row, with start (0 or int32 []) and T
     multiples of R; is_live bool [B], the rows to store: the others have ended before.
@@ -1399,10 +1398,8 @@ def experts(x, ids, scores, w_gate_up, w_down, activate, biases: tuple[Array, Ar
 
 def in_tiles(run, x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int) -> Array:
     """`run(..)` on tiles of at most `tile` rows. A tile computes all its rows with every expert that one of them chose.
-    So rows that are more than a tile are sorted by expert, with a row for each expert that it chose.
-
-    ids are those of this device, E for an expert on another device.
-    """
+    So rows that are more than a tile are sorted by expert, with a row for each expert that it chose. ids are those of
+    this device, E for an expert on another device."""
     (B, k), E = ids.shape, w_down.shape[0]
     if tile >= B:
         return run(x, ids, scores, w_gate_up, w_down, gate_up_bias, tile=B)
@@ -1422,11 +1419,8 @@ def scores_by_expert(ids: Array, scores: Array, E: int) -> Array:
 
 def divide_tokens(x: Array) -> Array:
     """This device's share [B T / ep, D] of the residual stream x [B, T, D], so that not all devices along ep compute
-    all norms and residuals (as in Korthikanti et al. 2022, "sequence parallelism").
-
-    In decoding, or if ep does not divide the tokens, it is x itself. Along tp nothing is divided: on a TPU slice XLA
-    has a reduce-scatter along one axis of the torus, and tp may span more.
-    """
+    all norms and residuals (as in Korthikanti et al. 2022, "sequence parallelism"). In decoding, or if ep does not
+    divide the tokens, it is x itself. Along tp nothing is divided: among many chips XLA has no reduce-scatter."""
     (B, T, D), ep = x.shape, jax.lax.axis_size("ep")
     if ep == 1 or T == 1 or B * T % ep:
         return x
@@ -2179,10 +2173,8 @@ def routing_kernel(scores, choice, best: int, config: Config, interpret=False) -
 
 
 def head_product(subscripts: str, x: Array, w: Array) -> Array:
-    """einsum of x [B, N, ..] and w [N, .., ..], int8 cast to x's dtype: float32 [B, N, ..].
-
-    On CPUs it is in float32 (see head_dtype), on TPUs with at least 8 rows: XLA makes slow vector code of one.
-    """
+    """einsum of x [B, N, ..] and w [N, .., ..], int8 cast to x's dtype: float32 [B, N, ..]. On CPUs it is in float32
+    (see head_dtype), on TPUs with at least 8 rows: XLA makes slow vector code of one."""
 
     def multiply(x, w, dtype=x.dtype, rows=1):
         padded = jnp.pad(x, ((0, max(rows - len(x), 0)), (0, 0), (0, 0)))

@@ -1360,10 +1360,8 @@ def experts(x, ids, scores, w_gate_up, w_down, activate, biases: tuple[Array, Ar
 
 def in_tiles(run, x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int) -> Array:
     """`run(..)` on tiles of at most `tile` rows. A tile computes all its rows with every expert that one of them chose.
-    So rows that are more than a tile are sorted by expert, with a row for each expert that it chose.
-
-    ids are those of this device, E for an expert on another device.
-    """
+    So rows that are more than a tile are sorted by expert, with a row for each expert that it chose. ids are those of
+    this device, E for an expert on another device."""
     (B, k), E = ids.shape, w_down.shape[0]
     if tile >= B:
         return run(x, ids, scores, w_gate_up, w_down, gate_up_bias, tile=B)
@@ -1383,11 +1381,8 @@ def scores_by_expert(ids: Array, scores: Array, E: int) -> Array:
 
 def divide_tokens(x: Array) -> Array:
     """This device's share [B T / ep, D] of the residual stream x [B, T, D], so that not all devices along ep compute
-    all norms and residuals (as in Korthikanti et al. 2022, "sequence parallelism").
-
-    In decoding, or if ep does not divide the tokens, it is x itself. Along tp nothing is divided: on a TPU slice XLA
-    has a reduce-scatter along one axis of the torus, and tp may span more.
-    """
+    all norms and residuals (as in Korthikanti et al. 2022, "sequence parallelism"). In decoding, or if ep does not
+    divide the tokens, it is x itself. Along tp nothing is divided: among many chips XLA has no reduce-scatter."""
     (B, T, D), ep = x.shape, jax.lax.axis_size("ep")
     if ep == 1 or T == 1 or B * T % ep:
         return x

@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import typing
 
 import pytest
 from helpers import ROOT, import_folder
@@ -53,8 +54,8 @@ def test_any_config(demo, data):
     except modules.model.InputError as error:
         assert str(error).isprintable() and len(str(error)) < 2000
         return
-    for name, kind in modules.model.Config.__annotations__.items():
-        if isinstance(kind, type):  # no tuple of something
+    for name, kind in typing.get_type_hints(modules.model.Config).items():
+        if isinstance(kind, type):  # no union, no tuple of something
             assert type(getattr(checkpoint.config, name)) is kind, name
     assert checkpoint.tensors
 

@@ -88,6 +88,16 @@ def test_prefill_of_two_pieces():
     assert report["collective_ms"] == pytest.approx(seconds * 1e3, rel=0.1)
 
 
+def test_devices_along_ep_divide_the_tokens_of_a_piece():
+    """By a reduce-scatter and an all-gather for each sum. XLA may also make all-reduces of them, which cost more."""
+    command = [*PLAN, "qwen3", "--config", "qwen3-30b-a3b", "--layers", "2", "--target", "v5e:2x4", "--batch", "1"]
+    command += ["--prefill", "1024", "--json"]
+    report = json.loads(subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=True).stdout)
+    assert report["mesh"] == {"dp": 1, "ep": 4, "tp": 2}
+    # All-reduces: the embedding, and each sum along tp. Other all-gathers: keys and values of layers, the end, a token.
+    assert report["collectives"] == {"reduce-scatter": 4, "all-reduce": 1 + 4, "all-gather": 4 + 4 + 2}
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_loops_run_as_often_as_counted(monkeypatch, window):
     """Those over blocks of a cache that two devices share, by the real loop."""
