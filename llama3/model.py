@@ -989,7 +989,7 @@ def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_
     if in_place:
         n = slots
     elif is_only_piece:
-        n = min(slots, max(128, power_of_two(T // R)))
+        n = min(slots, max(128 // R, power_of_two(T // R)))
     else:
         n = math.gcd(slots, power_of_two(BLOCK_TOKENS // R))
 

@@ -1117,7 +1117,7 @@ def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_
     if in_place:
         n = slots
     elif is_only_piece:
-        n = min(slots, max(128, power_of_two(T // R)))
+        n = min(slots, max(128 // R, power_of_two(T // R)))
     else:
         n = math.gcd(slots, power_of_two(BLOCK_TOKENS // R))
 
@@ -1983,9 +1983,9 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
 
             def multiply(x, w, bias=None):
                 values, scale = values_and_scale(jax.tree.map(lambda buffer: buffer[slot], w), dtype)
-                product = einsum("bc,oc->bo", x, values)
-                product = product if scale is None else product * scale
-                return product if bias is None else product + bias[slot]
+                result = einsum("bc,oc->bo", x, values)
+                result = result if scale is None else result * scale
+                return result if bias is None else result + bias[slot]
 
             h, score = (unpacked(rows[...], dtype)[:, :width], picked) if is_sorted else (x[...], scores)
             is_e = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1) == active[visit]
@@ -2012,8 +2012,8 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
     nbytes = int(reads / E * sum(w.size * w.dtype.itemsize for w in jax.tree.leaves((w_gate_up, w_down))))
     flops = 6 * D * F * (B * k // jax.lax.axis_size("ep") if is_sorted else int(B * reads))
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    # Otherwise XLA moves all weights to VMEM if they fit, chosen or not.
     gate_up = w_gate_up, gate_up_bias
+    # Otherwise XLA moves all weights to VMEM if they fit, chosen or not.
     weights = jax.tree.map(lambda w: pltpu.with_memory_space_constraint(w, pltpu.HBM), (gate_up, w_down))
     y = pl.pallas_call(
         kernel,
