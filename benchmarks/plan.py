@@ -25,11 +25,12 @@ and that of all arithmetic at that share, which is a guess, plus the launches of
 the larger of the time of the arithmetic at the peak (2 operations for each token and weight, and attention) and that of
 reading every weight once; mfu is the arithmetic at the peak over the estimate.
 
-collective_ms takes a microsecond for each collective, and the time of its bytes over all links of a chip. If n devices
-share a layer, these are 2 (n - 1) / n of an all-reduce's bytes and (n - 1) / n of an all-gather's. The model's own
-kernels that exchange data between chips (`exchanges`) carry all of their bytes. Both constants were held against one
-published measurement: jax-llm-examples' Llama 3.1 70B int8 step (v5e:4x4, batch 8, cache 2048) took 6.29 ms by its
-README. That program reads 5.91 ms of bytes and has 160 all-reduces of 128 KiB, from which these constants make 6.27.
+collective_ms takes a microsecond for each collective, and the time of its bytes over all links of a chip. Among n
+devices these are (n - 1) / n of an array: of what an all-gather returns and of what a reduce-scatter takes. An
+all-reduce is both in turn. The model's own kernels that exchange data between chips (`exchanges`) carry all of their
+bytes. Both constants were held against one published measurement: jax-llm-examples' Llama 3.1 70B int8 step (v5e:4x4,
+batch 8, cache 2048) took 6.29 ms by its README. That program reads 5.91 ms of bytes and has 160 all-reduces of 128 KiB,
+from which these constants make 6.27.
 """
 
 import argparse
@@ -111,7 +112,8 @@ COLLECTIVE = re.compile(
 )
 EXCHANGE = re.compile(r"%exchange[.\d]* = (?P<shapes>.*?) custom-call\(")
 COPY = re.compile(r"= (?P<shapes>\w+\[[\d,]*\])\S* copy\(")
-KERNEL = re.compile(r"= [^=]*? (fusion|custom-call|copy|all-reduce|all-gather|all-reduce-start|all-gather-start)\(")
+GROUP = re.compile(r"replica_groups=(?:\{\{([\d,]+)|\[\d+,(\d+)\])")  # the devices of the first, or how many they are
+KERNEL = re.compile(r"= [^=]*? (fusion|custom-call|copy|(all-reduce|all-gather|reduce-scatter)(-start)?)\(")
 SHAPE = re.compile(r"(pred|[subf]\w*?(\d+))\[([\d,]*)\]")
 
 
@@ -285,10 +287,12 @@ def costs(text: str, memory, shards: int, layers: int, name: str, runs: list[Run
 
     def traffic(text):
         """Of collectives: a Counter of their kinds, the number of exchanges, bytes."""
-        found, exchanges = list(COLLECTIVE.finditer(text)), EXCHANGE.findall(text)
-        carried = sum(
-            nbytes(match["shapes"]) * {"all-reduce": 2}.get(match["kind"], 1) * (shards - 1) / shards for match in found
-        )
+        found, exchanges, carried = list(COLLECTIVE.finditer(text)), EXCHANGE.findall(text), 0.0
+        for match in found:
+            group = GROUP.search(text[match.end() :].partition("\n")[0])
+            n = shards if not group else int(group[2]) if group[2] else group[1].count(",") + 1
+            arrays = {"all-reduce": 2, "reduce-scatter": n}.get(match["kind"], 1)  # of the size of the result
+            carried += nbytes(match["shapes"]) * arrays * (n - 1) / n
         return Counter(match["kind"] for match in found), len(exchanges), carried + sum(map(nbytes, exchanges))
 
     def seconds(kinds, exchanges, carried):

@@ -35,10 +35,10 @@ Parallelism. A mesh of devices has three axes. `dp` splits the batch. `ep` split
 dimension of each. Both together split all other matrices but the router: attention by heads, and MLPs by their
 intermediate dimension (Shoeybi et al. 2019, "Megatron-LM"). All device code runs under `jax.shard_map`, and devices
 exchange nothing except in the collectives that the code spells out. A decode step has one `psum` in the embedding and
-two `all_gather` for the next token; each layer has two psums and an all_gather of the outputs of `qkv_a`. In prefill
-the devices along ep divide the tokens of the residual stream (see `divide_tokens`). The cache has no heads to split:
-each device holds some of its rows and some of their tokens. Prefill gathers them in blocks; decoding exchanges queries
-and outputs (see `exchange`).
+two `all_gather` for the next token; each layer has two psums, in `summed`, and an all_gather of the outputs of `qkv_a`.
+In prefill the devices along ep divide the tokens of the residual stream (see `divide_tokens`). The cache has no heads
+to split: each device holds some of its rows and some of their tokens. Prefill gathers them in blocks; decoding
+exchanges queries and outputs (see `exchange`).
 
 Dimension letters, in shapes and einsums. Under shard_map B, N, F, E and V are the sizes on one device.
 
@@ -354,8 +354,8 @@ def rope(x: Array, positions: Array, config: Config) -> Array:
 
 @jax.named_scope("attention")  # the name in a profiler's trace
 def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, config: Config):
-    """The first half of a layer, on x [B, T, D] at positions [B, T]: norm, attention, residual. Returns the new x and
-    the new cache.
+    """The first half of a layer, on the residual stream x, [B, T, D] or a share of it (see divide_tokens), at positions
+    [B, T]: norm, attention, residual. Returns the new x and the new cache.
 
     `attend(q, q_rope, new, cache, positions, w)` is prefill_attention or decode_attention; otherwise both run the same
     layers. q [B, T, N, H] and q_rope [B, T, N, U] are scaled already; `new` is the latents [B, T, L] and rotary keys
@@ -387,7 +387,7 @@ def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, co
 
 @jax.named_scope("mlp")
 def feed_forward(x: Array, w: dict, config: Config) -> Array:
-    """The second half of a layer, on x [B, T, D]: an MLP, or shared experts and those that the router chooses."""
+    """The second half of a layer, on x as above: an MLP, or shared experts and those that the router chooses."""
     h = all_tokens(rms_norm(x, w["mlp_norm"], config.rms_norm_eps))
     if "router" in w:
         tokens = h.reshape(-1, h.shape[-1])
@@ -427,10 +427,8 @@ def weighed(scores: Array, config: Config) -> Array:
 
 
 def activation(gate: Array, up: Array, score: Array) -> Array:
-    """silu(gate) * up of an expert, times the score [B, 1] by which its output is multiplied: float32 [B, F]. It can be
-    applied here, since the product after this is linear. `experts` calls this, with score 0 for a row that did not
-    choose the expert.
-    """
+    """silu(gate) * up of an expert, times the score [B, 1] that weighs its output: float32 [B, F]. The next product is
+    linear, so the score can be applied before it. `experts` passes score 0 for a row that did not choose the expert."""
     return jax.nn.silu(gate) * up * score
 
 
@@ -733,7 +731,8 @@ class Sampling(NamedTuple):
 def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling) -> tuple[Array, Array]:
     """The next tokens int32 [B] and their log-probabilities float32 [B], of the whole batch, on every device.
 
-    The log-probability is that of the unmodified softmax. No key is used twice: each position of each row has its own.
+    The log-probability is that of the unmodified softmax. Sampling uses no random key twice: each position of each row
+    has its own.
 
     Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seeds uint32 [B, 2], the
     number of each row and the seed of the run.
@@ -813,7 +812,8 @@ def generate(
 
     A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
     `max_seq_len` slots (by default as many as the longest row needs). What a row generates does not depend on the
-    others: sampling uses the seed and the row's number, `Token.row`, which is in `rows` (by default its index).
+    others: sampling uses the seed and the row's number, `Token.row`. `rows` gives these numbers, by default the indices
+    in `prompts`.
 
     The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
     reads them LOOKAHEAD steps later. On machines whose attention reads the whole cache, the cache doubles as it fills,
@@ -989,7 +989,8 @@ def power_of_two(n: int) -> int:
 
 
 def cache_slots(tokens: int) -> int:
-    """Slots for `tokens`, so that large blocks divide them: a multiple of 256, beyond 2,048 at most a quarter more."""
+    """The slots to allocate for `tokens`, so that large blocks divide them: the next multiple of 256 or, beyond 2,048,
+    of an eighth of the next power of two."""
     unit = max(256, power_of_two(tokens) // 8)
     return ceil_div(tokens, unit) * unit
 
@@ -1099,7 +1100,7 @@ def joined(parts: Array, axis: int) -> tuple[Array, Array]:
     return jnp.sum(weights * parts[..., :-1], axis) / l, jnp.squeeze(m, axis) + jnp.log(l)
 
 
-def over_blocks(attend, first: Array, last: Array, window: int | None, block: int, *shape: int) -> tuple[Array, Array]:
+def over_blocks(attend, first: Array, last: Array, window: int | None, block: int, shape) -> tuple[Array, Array]:
     """attend(i), an output of this shape and the log-sum-exp of its scores, merged over all blocks i of `block` keys
     that queries at positions `first` to `last` see."""
     begin = 0 if window is None else jnp.maximum(first - window + 1, 0) // block
@@ -1134,7 +1135,7 @@ def plain_piece_attention(q, k, v, start, window: int | None, rows: int, tile: i
     def of_tile(n):
         row, t = n // (T // tile) * rows, n % (T // tile) * tile
         last = jnp.minimum(start + t + tile, S) - 1
-        return over_blocks(partial(attend, row, t), start + t, last, window, block, rows, K, G, tile, W)
+        return over_blocks(partial(attend, row, t), start + t, last, window, block, shape=(rows, K, G, tile, W))
 
     def in_order(x):  # [tiles, rows, K, G, tile, ..]
         x = x.reshape(B // rows, T // tile, rows, K, G, tile, -1)
@@ -1158,7 +1159,7 @@ def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_
     if in_place:
         n = slots
     elif is_only_piece:
-        n = min(slots, max(128 // R, power_of_two(T // R)))
+        n = min(slots, power_of_two(max(ceil_div(128, R), T // R)))  # the kernel takes no fewer than 128 keys
     else:
         n = math.gcd(slots, power_of_two(BLOCK_TOKENS // R))
 
@@ -1170,8 +1171,8 @@ def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_
 
     if n == slots or is_only_piece:
         return attend(0, start)
-    W = jax.eval_shape(partial(load, n=n), 0)[1].shape[-1]
-    return over_blocks(lambda i: attend(i, start - i * n * R), start, start + T - 1, window, n * R, B, K, G, T, W)
+    shape = B, K, G, T, jax.eval_shape(partial(load, n=n), 0)[1].shape[-1]
+    return over_blocks(lambda i: attend(i, start - i * n * R), start, start + T - 1, window, n * R, shape)
 
 
 def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
@@ -1234,7 +1235,8 @@ class LayerCache(NamedTuple):
 def abstract_cache(
     config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, int8: bool = False
 ) -> list[LayerCache]:
-    """The cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens and somewhat more (see cache_layout)."""
+    """The cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens and somewhat more. Dtype and widths are as
+    cache_layout has them."""
     X, dp = model_shards(mesh), mesh.shape["dp"]
     I, parts = row_groups(batch // dp, cache_sharers(config, X))
     slots = ceil_div(cache_slots(max_seq_len), parts)
@@ -1383,7 +1385,8 @@ def experts(x, ids, scores, w_gate_up, w_down, activate, biases: tuple[Array, Ar
     gate and up [B, F] of one expert and the scores [B, 1] of its rows, 0 for one that did not choose it; biases, if
     there are any: float32 [E, 2F] of gate and up, and [E, D] of down, the same on the devices of tp.
 
-    B counts tokens here, rows times T. A pair is a token and an expert that it chose. No other expert is read.
+    B counts tokens here, rows times T. A pair is a token and an expert that it chose. An expert that no token chose is
+    not read.
     """
     E = w_down.shape[0]
     ids = ids - jax.lax.axis_index("ep") * E
@@ -1421,9 +1424,10 @@ def scores_by_expert(ids: Array, scores: Array, E: int) -> Array:
 
 
 def divide_tokens(x: Array) -> Array:
-    """This device's share [B T / ep, D] of the residual stream x [B, T, D], so that not all devices along ep compute
-    all norms and residuals (as in Korthikanti et al. 2022, "sequence parallelism"). In decoding, or if ep does not
-    divide the tokens, it is x itself. Along tp nothing is divided: among many chips XLA has no reduce-scatter."""
+    """This device's share [B T / ep, D] of the residual stream x [B, T, D], so that devices along ep do not all compute
+    the same norms and residuals (as in Korthikanti et al. 2022, "sequence parallelism"). In decoding, or if ep does not
+    divide the tokens, it is x itself. Along tp nothing is divided: XLA for TPUs turns a reduce-scatter among many chips
+    into an all-reduce."""
     (B, T, D), ep = x.shape, jax.lax.axis_size("ep")
     if ep == 1 or T == 1 or B * T % ep:
         return x
@@ -1532,7 +1536,7 @@ def check_supported(**features: tuple[object, tuple]) -> None:
 def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:
     """Those of `given` that are fields of the dataclass `cls`, in the fields' types; null counts as absent.
 
-    Raises InputError for a value that such a field cannot have, and for a missing one without a default or `needed`.
+    Raises InputError for a value that such a field cannot have, and for a missing one that is needed or has no default.
     """
     kinds = get_type_hints(cls)
     given = {name: value for name, value in given.items() if name in kinds and value is not None}
@@ -1621,8 +1625,9 @@ def slots_until(position: int, most: int, mesh: Mesh) -> int:
 
 
 def padded_piece(longest: int, rows: int, mesh: Mesh) -> int:
-    """The length of prefill's pieces of prompts of up to `longest` tokens, for `rows` rows on a device. It is a power
-    of two, so that few programs are compiled; on CPUs, where padding costs more, a multiple of an eighth of one."""
+    """The length of the pieces in which prefill takes prompts of up to `longest` tokens, with `rows` rows on a device.
+    It is a power of two, so that few programs are compiled; on CPUs, where padding costs more, a multiple of an eighth
+    of one."""
     most = min(PREFILL_PIECE, max(1, PREFILL_TOKENS // power_of_two(rows)))
     tokens = ceil_div(longest, ceil_div(longest, most))
     unit = power_of_two(tokens)
@@ -1661,8 +1666,11 @@ def linear_halves(x: Array, w: Array | Int8, bias: Array | None = None) -> tuple
     def one_product():
         return tuple(jnp.split(linear(x, w, bias), 2, axis=-1))
 
+    def half(i):
+        return linear(x, *jax.tree.map(lambda a: jnp.split(a, 2)[i], (w, bias)))
+
     def two_products():
-        return tuple(linear(x, *jax.tree.map(lambda a: jnp.split(a, 2)[i], (w, bias))) for i in range(2))
+        return half(0), half(1)
 
     has_many_rows = math.prod(x.shape[:-1]) >= 128
     return jax.lax.platform_dependent(tpu=two_products if has_many_rows else one_product, default=one_product)
@@ -1991,7 +1999,7 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
             e, f, slot = active[jax.lax.div(i, pieces)], jax.lax.rem(i, pieces), jax.lax.rem(i, 2)
             here, above = (pl.ds(pl.multiple_of(at, columns), columns) for at in (f * columns, F + f * columns))
 
-            def cut(w, *index):  # of a matrix; and of a vector of scales or biases, as one row
+            def cut(w, *index):  # a part of an expert's matrix and, as one row, of its scales or biases
                 return jax.tree.map(lambda a: a.at[(e if a.ndim == 3 else pl.ds(e, 1), *index)[: a.ndim]], w)
 
             gate_up, down = weights
@@ -2053,7 +2061,7 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
         out[...] = jnp.zeros(out.shape, jnp.float32)
         jax.lax.fori_loop(0, steps, add, None)
 
-    def buffers(w, rows, width):  # two slots for a piece [rows, width] of a matrix, and of its scales or biases
+    def two_slots(w, rows, width):  # for a piece [rows, width] of a matrix, and of its scales or biases
         return jax.tree.map(lambda a: pltpu.VMEM((2, rows, width) if a.ndim == 3 else (2, 1, rows), a.dtype), w)
 
     def of_group(width):
@@ -2076,10 +2084,10 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
             in_specs=[of_group(x.shape[1]), of_group(E), jax.tree.map(lambda _: in_hbm, weights)],
             out_specs=of_group(D),
             scratch_shapes=[
-                *(pltpu.SMEM((n + 1,), jnp.int32) for n in (E, visits, visits)),
+                *(pltpu.SMEM((n + 1,), jnp.int32) for n in (E, visits, visits)),  # seen, active, first
                 pltpu.VMEM((tile, x.shape[1]), x.dtype),
                 *(pltpu.VMEM((tile, width), jnp.float32) for width in (E, D)),
-                (buffers(gate_up, columns, width), buffers(gate_up, columns, width), buffers(w_down, D, columns)),
+                (*[two_slots(gate_up, columns, width)] * 2, two_slots(w_down, D, columns)),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),

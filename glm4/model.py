@@ -544,7 +544,8 @@ class Sampling(NamedTuple):
 def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling) -> tuple[Array, Array]:
     """The next tokens int32 [B] and their log-probabilities float32 [B], of the whole batch, on every device.
 
-    The log-probability is that of the unmodified softmax. No key is used twice: each position of each row has its own.
+    The log-probability is that of the unmodified softmax. Sampling uses no random key twice: each position of each row
+    has its own.
 
     Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seeds uint32 [B, 2], the
     number of each row and the seed of the run.
@@ -624,7 +625,8 @@ def generate(
 
     A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
     `max_seq_len` slots (by default as many as the longest row needs). What a row generates does not depend on the
-    others: sampling uses the seed and the row's number, `Token.row`, which is in `rows` (by default its index).
+    others: sampling uses the seed and the row's number, `Token.row`. `rows` gives these numbers, by default the indices
+    in `prompts`.
 
     The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
     reads them LOOKAHEAD steps later. On machines whose attention reads the whole cache, the cache doubles as it fills,
@@ -800,7 +802,8 @@ def power_of_two(n: int) -> int:
 
 
 def cache_slots(tokens: int) -> int:
-    """Slots for `tokens`, so that large blocks divide them: a multiple of 256, beyond 2,048 at most a quarter more."""
+    """The slots to allocate for `tokens`, so that large blocks divide them: the next multiple of 256 or, beyond 2,048,
+    of an eighth of the next power of two."""
     unit = max(256, power_of_two(tokens) // 8)
     return ceil_div(tokens, unit) * unit
 
@@ -910,7 +913,7 @@ def joined(parts: Array, axis: int) -> tuple[Array, Array]:
     return jnp.sum(weights * parts[..., :-1], axis) / l, jnp.squeeze(m, axis) + jnp.log(l)
 
 
-def over_blocks(attend, first: Array, last: Array, window: int | None, block: int, *shape: int) -> tuple[Array, Array]:
+def over_blocks(attend, first: Array, last: Array, window: int | None, block: int, shape) -> tuple[Array, Array]:
     """attend(i), an output of this shape and the log-sum-exp of its scores, merged over all blocks i of `block` keys
     that queries at positions `first` to `last` see."""
     begin = 0 if window is None else jnp.maximum(first - window + 1, 0) // block
@@ -945,7 +948,7 @@ def plain_piece_attention(q, k, v, start, window: int | None, rows: int, tile: i
     def of_tile(n):
         row, t = n // (T // tile) * rows, n % (T // tile) * tile
         last = jnp.minimum(start + t + tile, S) - 1
-        return over_blocks(partial(attend, row, t), start + t, last, window, block, rows, K, G, tile, W)
+        return over_blocks(partial(attend, row, t), start + t, last, window, block, shape=(rows, K, G, tile, W))
 
     def in_order(x):  # [tiles, rows, K, G, tile, ..]
         x = x.reshape(B // rows, T // tile, rows, K, G, tile, -1)
@@ -969,7 +972,7 @@ def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_
     if in_place:
         n = slots
     elif is_only_piece:
-        n = min(slots, max(128 // R, power_of_two(T // R)))
+        n = min(slots, power_of_two(max(ceil_div(128, R), T // R)))  # the kernel takes no fewer than 128 keys
     else:
         n = math.gcd(slots, power_of_two(BLOCK_TOKENS // R))
 
@@ -981,8 +984,8 @@ def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_
 
     if n == slots or is_only_piece:
         return attend(0, start)
-    W = jax.eval_shape(partial(load, n=n), 0)[1].shape[-1]
-    return over_blocks(lambda i: attend(i, start - i * n * R), start, start + T - 1, window, n * R, B, K, G, T, W)
+    shape = B, K, G, T, jax.eval_shape(partial(load, n=n), 0)[1].shape[-1]
+    return over_blocks(lambda i: attend(i, start - i * n * R), start, start + T - 1, window, n * R, shape)
 
 
 def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
@@ -1104,9 +1107,9 @@ def in_cache_layout(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Ar
 
 
 def with_sinks(out: Array, log_sum_exp: Array, sinks: Array | None) -> Array:
-    """`out` [B, K, G, T, H] of softmaxes over scores with this log-sum-exp, as if each had one logit more, without a
-    value, so that a head can attend to nothing (as in Xiao et al. 2023, "attention sinks"): float32 `sinks` [N], one
-    for each query head, or None."""
+    """Attention's output `out` [B, K, G, T, H] as if each softmax had one more logit, without a value, so that a head
+    can attend to nothing (as in Xiao et al. 2023, "attention sinks"). `sinks` float32 [N] has that logit for each query
+    head, or is None; `log_sum_exp` is that of the scores."""
     return out if sinks is None else out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(1, *out.shape[1:3], 1, 1))
 
 
@@ -1237,7 +1240,7 @@ def check_supported(**features: tuple[object, tuple]) -> None:
 def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:
     """Those of `given` that are fields of the dataclass `cls`, in the fields' types; null counts as absent.
 
-    Raises InputError for a value that such a field cannot have, and for a missing one without a default or `needed`.
+    Raises InputError for a value that such a field cannot have, and for a missing one that is needed or has no default.
     """
     kinds = get_type_hints(cls)
     given = {name: value for name, value in given.items() if name in kinds and value is not None}
@@ -1326,8 +1329,9 @@ def slots_until(position: int, most: int, mesh: Mesh) -> int:
 
 
 def padded_piece(longest: int, rows: int, mesh: Mesh) -> int:
-    """The length of prefill's pieces of prompts of up to `longest` tokens, for `rows` rows on a device. It is a power
-    of two, so that few programs are compiled; on CPUs, where padding costs more, a multiple of an eighth of one."""
+    """The length of the pieces in which prefill takes prompts of up to `longest` tokens, with `rows` rows on a device.
+    It is a power of two, so that few programs are compiled; on CPUs, where padding costs more, a multiple of an eighth
+    of one."""
     most = min(PREFILL_PIECE, max(1, PREFILL_TOKENS // power_of_two(rows)))
     tokens = ceil_div(longest, ceil_div(longest, most))
     unit = power_of_two(tokens)
@@ -1366,8 +1370,11 @@ def linear_halves(x: Array, w: Array | Int8, bias: Array | None = None) -> tuple
     def one_product():
         return tuple(jnp.split(linear(x, w, bias), 2, axis=-1))
 
+    def half(i):
+        return linear(x, *jax.tree.map(lambda a: jnp.split(a, 2)[i], (w, bias)))
+
     def two_products():
-        return tuple(linear(x, *jax.tree.map(lambda a: jnp.split(a, 2)[i], (w, bias))) for i in range(2))
+        return half(0), half(1)
 
     has_many_rows = math.prod(x.shape[:-1]) >= 128
     return jax.lax.platform_dependent(tpu=two_products if has_many_rows else one_product, default=one_product)

@@ -61,6 +61,7 @@ from model import (
     generate,
     make_mesh,
     mesh_shape,
+    piece_length,
     power_of_two,
     stored_bytes,
 )
@@ -489,24 +490,35 @@ def generate_in_batches(
     """What model.py's generate does, for any number of prompts: in several batches if they do not fit in one.
 
     A batch has rows of similar length, at most BATCH on a device. The longest come first, so that prompts that do not
-    fit are refused at once. If memory does not hold all rows, their number is a power of two, so that few programs have
-    to be compiled. `stats` covers all batches; step_bytes is the mean over steps. All other options are generate's.
+    fit are refused at once. If not all rows fit in one batch, all but the last have a power of two of rows, and slots
+    are a power of two, so that few programs have to be compiled. `stats` covers all batches; step_bytes is the mean
+    over steps. All other options are generate's.
     """
     dp, memory = mesh.shape["dp"], memory_of(mesh)
     left = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
     while left:
-        slots = max_seq_len or len(prompts[left[-1]]) + max_new_tokens - 1
+        longest = len(prompts[left[-1]])
+        slots = needed = max_seq_len or longest + max_new_tokens - 1
 
-        def share(count):
+        def share(count, slots):
             """Of the memory, what weights and cache take."""
-            rows = ceil_div(count, dp) * dp
-            cache = abstract_cache(config, mesh, rows, slots, weights["norm"].dtype, int8_cache)
+            rows = ceil_div(count, dp)
+            piece = piece_length(longest, rows, config, mesh)  # prompts are padded to whole ones
+            slots = max(slots, ceil_div(longest, piece) * piece)
+            cache = abstract_cache(config, mesh, rows * dp, slots, weights["norm"].dtype, int8_cache)
             return stored_bytes((weights, cache)) / memory
 
+        def fits(count, slots):
+            return count <= BATCH * dp and share(count, slots) <= MEMORY_SHARE
+
         count = len(left)
-        while count > dp and (count > BATCH * dp or share(count) > MEMORY_SHARE):
-            count = max(power_of_two(count) // 2, dp)
-        if share(count) > 1:
+        if not fits(count, slots):
+            slots = max_seq_len or max(256, power_of_two(needed))
+            while count > dp and not fits(count, slots):
+                count = max(power_of_two(count) // 2, dp)
+            if not fits(count, slots):  # perhaps only the rounding up does not fit
+                slots = needed
+        if share(count, slots) > 1:
             what = f"a cache of {count} x {slots} tokens"
             raise InputError(f"no memory for {what}; lower max_new_tokens or max_seq_len")
         rows, left = sorted(left[-count:]), left[:-count]

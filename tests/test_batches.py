@@ -35,7 +35,7 @@ def test_what_memory_holds(monkeypatch):
     memory = (model.stored_bytes(weights) + 1.01 * model.stored_bytes(cache)) / main.MEMORY_SHARE
     monkeypatch.setattr(main, "memory_of", lambda mesh: memory)
     dealt, stats = decoded()
-    assert batches == [(list(range(13)), 319), ([1, 2, 5, 8], 319), ([0, 3, 4, 7, 9, 10, 11, 12], 31), ([6], 20)]
+    assert batches == [(list(range(13)), 319), ([1, 2, 5, 8], 512), ([0, 3, 4, 7, 9, 10, 11, 12], 256), ([6], 20)]
     for one, other in zip(whole, dealt, strict=True):
         assert [(t.row, t.id, t.finish_reason) for t in one] == [(t.row, t.id, t.finish_reason) for t in other]
         assert [t.logprob for t in one] == pytest.approx([t.logprob for t in other], abs=1e-4)
@@ -46,7 +46,8 @@ def test_what_memory_holds(monkeypatch):
 
 
 def test_what_only_just_fits(monkeypatch):
-    """A batch of one row may take all memory; less is refused before anything is decoded."""
+    """Alone, a row has the slots that it needs, where memory has no room for a power of two. If there is no room for
+    these either, the row is refused before anything is decoded."""
     folder = import_folder("llama3")
     main, model = folder.main, folder.model
     checkpoint = folder.convert.open_checkpoint(ROOT / "llama3" / "demo")

@@ -86,5 +86,6 @@ ENTRY %main (a: f32[8]) -> f32[8] {
     ],
 )
 def test_errors(arguments, words):
-    finished = subprocess.run([*BENCH, *arguments], capture_output=True, text=True, env=ENVIRONMENT)
+    environment = environment_of_users(JAX_NUM_CPU_DEVICES="1")
+    finished = subprocess.run([*BENCH, *arguments], capture_output=True, text=True, env=environment)
     assert finished.returncode == 2 and finished.stderr.startswith("error: ") and words in finished.stderr

@@ -6,7 +6,7 @@ import sys
 import xml.etree.ElementTree
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, import_folder
 from shared import folders
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -136,6 +136,7 @@ def test_links_and_programs_exist(page):
 
 
 def test_tables_are_those_of_the_results():
+    assert tables.MEMORY_SHARE == import_folder("llama3").main.MEMORY_SHARE
     for page in tables.PAGES:
         text = (ROOT / page).read_text()
         assert "<!-- end -->" in text and tables.filled(text) == text, f"{page}: run python3 benchmarks/tables.py"

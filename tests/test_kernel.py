@@ -160,6 +160,23 @@ def test_devices_that_share_a_head(monkeypatch, platform, mesh, kv_heads, G, pos
     jax.tree.map(np.testing.assert_array_equal, updated, after)
 
 
+@pytest.mark.parametrize("R", [1, 3, 5, 6, 8])
+def test_short_prompts_lower_for_tpus(R):
+    """However many devices share a head, the keys that they gather are enough for a block of the kernel."""
+    mesh = model.make_mesh(tp=R, devices=jax.devices()[:R])
+    heads = jax.sharding.PartitionSpec("dp", None, model.MODEL_AXES)
+
+    def attend(q, k, v, cache, positions):
+        options = {"start": 0, "is_live": jnp.ones(1, bool), "R": R}
+        return model.prefill_attention(q, k, v, cache, positions, model.Mask(), **options)
+
+    specs = heads, heads, heads, model.CACHE_SPEC, jax.sharding.PartitionSpec("dp")
+    program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(heads, specs[3]), check_vma=False)
+    x, side = (jnp.ones((1, *shape, 128), jnp.bfloat16) for shape in ((2 * R, R), (R, 256)))
+    cache = model.LayerCache(side, side)
+    jax.jit(program).trace(x, x, x, cache, jnp.arange(2 * R)[None]).lower(lowering_platforms=("tpu",))
+
+
 @pytest.mark.parametrize(("window", "int8"), [(None, True), (100, False)])
 def test_prefill_of_devices_that_share_a_head(monkeypatch, window, int8):
     """Pieces of a prompt by the kernel, in several blocks gathered from two devices, as by plain JAX."""
