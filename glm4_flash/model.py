@@ -365,7 +365,7 @@ def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, co
     Q, L, H, U = config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
     eps = 1e-6  # of the norms of latents and compressed queries, whatever rms_norm_eps is
 
-    h = all_tokens(rms_norm(x, w["attention_norm"], config.rms_norm_eps)).reshape(*positions.shape, -1)
+    h = all_tokens(rms_norm(x, w["attention_norm"], config.rms_norm_eps)).reshape(B, T, -1)
     # Each device computes some columns and needs all of them; the last ones may be padding.
     qkv_a = linear(h, w["qkv_a"], w.get("qkv_a_bias")).astype(x.dtype)
     qkv_a = jax.lax.all_gather(qkv_a, MODEL_AXES, axis=2, tiled=True)
