@@ -1,38 +1,91 @@
-"""Eight virtual CPU devices, and libtpu told that it only compiles. This must stand before jax is imported."""
+"""The environment of the tests, which must stand before jax is imported, and what every test is asked at its end.
 
+Tests run on eight virtual CPU devices, and libtpu is told that it only compiles. With `-m device` those of this marker
+run on whatever jax finds, in one process, compiled as users do.
+"""
+
+import argparse
 import os
+import sys
 import tempfile
 from pathlib import Path
 
-os.environ.update(
-    JAX_PLATFORMS="cpu",
-    JAX_NUM_CPU_DEVICES="8",
-    NPROC="16",  # XLA's threads: a device that waits for another in an interpreted kernel occupies one
-    TPU_SKIP_MDS_QUERY="1",
-    TPU_ACCELERATOR_TYPE="v5litepod-16",
-    TPU_WORKER_HOSTNAMES="localhost",
-    ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # or a second compilation on this machine would find it locked
-    HF_HUB_OFFLINE="1",
-    JAX_DISABLE_MOST_OPTIMIZATIONS="1",  # compiles three times as fast; the marker `optimized` is for the rest
-    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.1",
-)
-if "PYTEST_XDIST_WORKER" in os.environ:
+command_line = argparse.ArgumentParser(add_help=False)
+command_line.add_argument("-m", default="")
+ON_DEVICE = command_line.parse_known_args(sys.argv[1:])[0].m == "device"
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # it has the environment of the process that started it
     os.environ["PYTHONPATH"] = str(Path(__file__).parent / "without_torch")  # of the programs that tests start
-else:  # the process that starts the others: what one of them compiles is kept for all, and not in the user's folder
+else:  # what one of the workers compiles is kept for all, and not in the user's folder
     compiled = tempfile.TemporaryDirectory()
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
+    os.environ.update(
+        JAX_NUM_CPU_DEVICES="8",
+        NPROC="16",  # XLA's threads: a device that waits for another in an interpreted kernel occupies one
+        HF_HUB_OFFLINE="1",
+        JAX_COMPILATION_CACHE_DIR=compiled.name,
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.1",
+    )
+    if not ON_DEVICE:
+        os.environ.update(
+            JAX_PLATFORMS="cpu",
+            TPU_SKIP_MDS_QUERY="1",
+            TPU_ACCELERATOR_TYPE="v5litepod-16",
+            TPU_WORKER_HOSTNAMES="localhost",
+            ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # or a second compilation on this machine would find it locked
+            JAX_DISABLE_MOST_OPTIMIZATIONS="1",  # compiles three times as fast; the marker `optimized` is for the rest
+        )
 
 import jax
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+
+kernels_interpreted = []  # in the present test: of each kernel what the interpreter saw of its memory accesses
+
+
+def recorded(new=interpreter.RaceDetectionState, **options):
+    """A new state of the interpreter, which itself keeps that of the last kernel alone."""
+    kernels_interpreted.append(new(**options))
+    return kernels_interpreted[-1]
+
+
+interpreter.RaceDetectionState = recorded
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "optimized: compiles as users do, with all optimizations")
+    config.addinivalue_line("markers", "device: runs on an accelerator too: pytest -m device")
+
+
+def pytest_xdist_auto_num_workers(config):
+    """On two cores three, since some tests wait. An accelerator belongs to one process."""
+    return 0 if ON_DEVICE else 3
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Fails a test whose interpreted kernels have a race: the interpreter prints RACE DETECTED, and goes on."""
+    kernels_interpreted.clear()
+    result = yield
+    assert not any(kernel.races_found for kernel in kernels_interpreted), "RACE DETECTED, see the output above"
+    return result
+
+
+@pytest.fixture
+def races():
+    """For a test of that check: whether there were races so far, which then are forgiven."""
+
+    def were_found():
+        found = any(kernel.races_found for kernel in kernels_interpreted)
+        kernels_interpreted.clear()
+        return found
+
+    return were_found
 
 
 @pytest.fixture(autouse=True)
 def optimizations(request):
-    jax.config.update("jax_disable_most_optimizations", request.node.get_closest_marker("optimized") is None)
+    without = not ON_DEVICE and request.node.get_closest_marker("optimized") is None
+    jax.config.update("jax_disable_most_optimizations", without)
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,9 @@
-"""What several tests need: a model folder's modules, random checkpoints of the reference class, its numbers."""
+"""What several tests need: a model folder's modules, random checkpoints of the reference class, its numbers.
 
+Only the functions of the reference class need torch.
+"""
+
+import dataclasses
 import importlib
 import json
 import os
@@ -8,12 +12,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import torch
+from jax.experimental.pallas import tpu as pltpu
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = ("model", "convert", "main")
+# How tests interpret kernels: new memory holds NaN, and what is read out of bounds is an error. What another device or
+# another copy still reads or writes is a race; conftest.py then fails the test, so jax 0.12 need not raise by itself.
+STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+if hasattr(STRICT, "on_race"):
+    STRICT = dataclasses.replace(STRICT, on_race="warn")
 
 
 def import_folder(name: str) -> SimpleNamespace:
@@ -34,6 +43,8 @@ def save_random(folder: Path, model_class, config, seed: int = 0, rewrite=None, 
     Weights are large enough for the logits to differ, norms and biases are not trivial. `rewrite` takes the dict of
     config.json and returns what to write instead.
     """
+    import torch
+
     torch.manual_seed(seed)
     reference = model_class(config).float().eval()
     with torch.no_grad():
@@ -73,6 +84,8 @@ def as_transformers_4(config: dict) -> dict:
 
 def reference_logprobs(reference, prompt: list[int], generated: list[int]) -> np.ndarray:
     """Float32 log-probabilities [len(generated), vocab_size] of the reference class at each generated token."""
+    import torch
+
     with torch.no_grad():
         logits = reference(torch.tensor([prompt + generated])).logits[0].float()
     return torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].numpy()

@@ -7,14 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import import_folder
+from helpers import STRICT, import_folder
 from jax.experimental import topologies
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 model = import_folder("llama4").model
-STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 
 
 def random_arguments(B, k, E, D, F, dtype, int8, chosen=None):

@@ -6,15 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import import_folder
+from helpers import STRICT, import_folder
+from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 
 llama3 = import_folder("llama3")
 model = llama3.model
-
-# Uninitialized memory holds NaN, what another grid step still reads or writes is a race, a wrong block an error.
-STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 
 
 def random_arguments(B, K, G, S, H, dtype, int8):
@@ -282,3 +280,30 @@ def test_piece_compiles_for_tpus(topology, shape, T, window, int8):
     kernel = partial(model.piece_attention_kernel, window=window)
     program = jax.jit(kernel).lower(array(B, K, G, T, H), k, v, array(dtype=jnp.int32)).compile()
     assert program.memory_analysis().temp_size_in_bytes < 3 * 4 * B * K * G * T * 128  # no scores: output, padding
+
+
+@pytest.mark.parametrize("is_broken", [False, True], ids=["", "broken"])
+def test_no_block_arrives_before_all_have_entered(monkeypatch, races, is_broken):
+    """Until a device enters the exchange, its result's memory may hold something else: here it is written once more.
+    Without the barrier that is a race, and conftest.py sees it."""
+    call = pl.pallas_call
+
+    def writing_before(kernel, **options):
+        def writes_and_exchanges(x, y, semaphores):
+            pltpu.sync_copy(x, y)
+            kernel(x, y, semaphores)
+
+        return call(writes_and_exchanges, **options)
+
+    monkeypatch.setattr(pl, "pallas_call", writing_before)
+    if is_broken:
+        monkeypatch.setattr(pl, "semaphore_wait", lambda *arguments: None)
+    R, spec = 4, jax.sharding.PartitionSpec(model.MODEL_AXES)
+    mesh = model.make_mesh(tp=R, devices=jax.devices()[:R])
+    body = partial(model.exchange_kernel, R=R, interpret=STRICT)
+    x = np.random.default_rng(0).standard_normal((R, R, 8, 128)).astype(np.float32)
+    program = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    y = jax.block_until_ready(jax.jit(program)(x.reshape(R * R, 8, 128)))
+    assert races() == is_broken
+    if not is_broken:
+        np.testing.assert_array_equal(np.asarray(y).reshape(x.shape), x.swapaxes(0, 1))

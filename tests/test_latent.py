@@ -8,13 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import import_folder
+from helpers import STRICT, import_folder
 from jax.experimental import topologies
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 model = import_folder("deepseek").model
-STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 N, H, U, W, L = 8, 16, 8, 24, 32  # over all devices
 
 
