@@ -43,8 +43,10 @@ from folders import flops, import_from, provenance, read_config, run, save
 PEAK_TFLOPS = {
     "TPU v4": 275,
     "TPU v5 lite": 197,
+    "TPU v5e": 197,
     "TPU v5": 459,
     "TPU v6 lite": 918,
+    "TPU v6e": 918,
     "NVIDIA A100": 312,
     "NVIDIA L4": 121,
     "NVIDIA L40S": 362,

@@ -79,7 +79,8 @@ OWN = ("model_path", "prompt", "prompts_file", "coordinator", "process_id")  # f
 # Published peak memory bandwidth of a device in GB/s, by the first words of jax's device_kind. Sources: the data sheets
 # of Google Cloud's TPU versions and of NVIDIA's accelerators.
 PEAK_GB_PER_S = {
-    "TPU v4": 1228, "TPU v5 lite": 819, "TPU v5": 2765, "TPU v6 lite": 1640, "TPU7x": 7380,
+    "TPU v4": 1228, "TPU v5 lite": 819, "TPU v5e": 819, "TPU v5": 2765, "TPU v6 lite": 1640, "TPU v6e": 1640,
+    "TPU7x": 7380,
     "NVIDIA A100-SXM4-40GB": 1555, "NVIDIA A100-SXM4-80GB": 2039, "NVIDIA A100 80GB PCIe": 1935, "NVIDIA L4": 300,
     "NVIDIA L40S": 864, "NVIDIA H100 PCIe": 2039, "NVIDIA H100 80GB HBM3": 3352, "NVIDIA H200": 4800,
     "NVIDIA B200": 8000, "NVIDIA GeForce RTX 4090": 1008,
