@@ -1229,12 +1229,20 @@ def read_rope(config: dict) -> dict:
     return given
 
 
+FOLDERS = {  # of the repository that this file is from, and the model_types that each reads
+    "deepseek": ("deepseek_v2", "deepseek_v3", "kimi_k2"), "glm4": ("glm", "glm4"), "glm4_flash": ("glm4_moe_lite",),
+    "gpt_oss": ("gpt_oss",), "llama3": ("llama", "mistral"), "llama4": ("llama4", "llama4_text"),
+    "qwen3": ("qwen3", "qwen3_moe"),
+}  # fmt: skip
+
+
 def check_supported(**features: tuple[object, tuple]) -> None:
     """Each feature is a pair (value, supported values). Raises InputError if a value is not among them."""
     for name, (value, supported) in features.items():
         if value not in supported:
-            names = ", ".join(map(str, supported))
-            raise InputError(f"config.json: {name} {value!r:.40} is not supported, only {names}")
+            message = f"config.json: {name} {value!r:.40} is not supported, only {', '.join(map(str, supported))}"
+            others = [folder for folder, types in FOLDERS.items() if name == "model_type" and value in types]
+            raise InputError(message + "".join(f"; use the folder {folder}" for folder in others))
 
 
 def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:

@@ -2,6 +2,8 @@
 
 import ast
 
+import pytest
+from helpers import import_folder
 from shared import FILES, ROOT, blocks, folders, propagate
 
 REMEDY = "python3 tests/shared.py FOLDER takes FOLDER's text to the others"
@@ -55,3 +57,15 @@ def test_a_changed_block_is_found_and_mended(tmp_path, monkeypatch):
     propagate("llama3")
     for file in ("model.py", "convert.py"):
         assert (tmp_path / "glm4" / file).read_bytes() == (ROOT / "glm4" / file).read_bytes()
+
+
+def test_each_family_is_read_by_the_folder_that_errors_name():
+    models = {folder: import_folder(folder).model for folder in folders()}
+    named = models["llama3"].FOLDERS
+    assert sorted(named) == folders()
+    for folder, model in models.items():
+        for other, types in named.items():
+            for model_type in types:
+                with pytest.raises(model.InputError) as error:
+                    model.Config.from_dict({"model_type": model_type})  # more is missing
+                assert str(error.value).endswith(f"; use the folder {other}") == (other != folder)
