@@ -2,9 +2,9 @@
 
     python3 benchmarks/tables.py    # rewrites what the markers enclose in PAGES
 
-A table stands between the markers `<!-- KIND NAME [NAME ...] -->` and `<!-- end -->`. KIND is a function below; a NAME
-is a file of benchmarks/results without .json, and for `sizes` and `weights` a model. Below most tables of results stand
-the commands and the versions that the files hold.
+A table stands between the markers `<!-- KIND NAME [NAME ...] -->` and `<!-- end -->`. KIND is a function below. A NAME
+is a file of benchmarks/results without .json, and for `sizes` and `weights` a model. The index of benchmarks/results
+has the command of each file.
 """
 
 import argparse
@@ -17,10 +17,10 @@ import jax
 from folders import RESULTS, ROOT, import_model, read_config, run, shape_of, split_of
 
 FOLDERS = sorted(file.parent.name for file in ROOT.glob("*/model.py"))
-PAGES = ("README.md", "docs/performance.md", *(f"{folder}/README.md" for folder in FOLDERS))
-MARKED = re.compile(
-    r"(<!-- (plans|prefills|speeds|formats|summary|sizes|weights) (\S[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL
-)
+PAGES = ("README.md", "docs/performance.md", "benchmarks/results/README.md", *(f"{name}/README.md" for name in FOLDERS))
+KINDS = "decode|prefill|speeds|checks|divergences|summary|index|sizes|weights"
+MARKED = re.compile(rf"(<!-- ({KINDS}) (\S[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+RATES = {"gb_per_s": "GB/s", "tflops": "TFLOP/s"}  # keys of check.py's rows
 MEMORY_SHARE = 0.85  # of a device's memory, as in main.py
 MACHINES = [  # in the order of their memory: name, bytes of all devices, platform, number of devices
     *((name, gb * 1e9, "gpu", 1) for name, gb in {"RTX 4090": 24, "L40S": 48, "H100": 80, "H200": 141}.items()),
@@ -40,94 +40,130 @@ def table(header: list[str], rows: list[list]) -> list[str]:
     return ["| " + " | ".join("" if cell is None else str(cell) for cell in line) + " |" for line in lines]
 
 
-def plans(reports: list[dict]) -> list[str]:
-    """Files of plan.py: each a table of estimates, with published measurements of jax-llm-examples if there are any."""
-    lines = []
-    for report in reports:
-        has_published = any(row["published_ms"] for row in report["plans"])
-        header = ["target", "dp, ep, tp", "batch", "slots", "GB a chip", "core ms", "collective ms", "estimate ms"]
-        header += ["floor ms", "steps/s", "of the floor", *["measured elsewhere, ms"] * has_published]
-        rows = []
-        for row in report["plans"]:
-            mesh = ", ".join(str(row["mesh"][axis]) for axis in ("dp", "ep", "tp"))
-            cells = [row["target"], mesh, row["batch"], f"{row['max_seq_len']:,}"]
-            if row["fits"]:
-                steps_per_s, ratio = 1e3 / row["estimated_ms"], row["floor_ms"] / row["estimated_ms"]
-                cells += [f"{row['hbm_bytes'] / 1e9:.2f}"]
-                cells += [f"{row[key]:.2f}" for key in ("core_ms", "collective_ms", "estimated_ms", "floor_ms")]
-                cells += [f"{steps_per_s:.0f}", f"{ratio:.0%}"]
-            else:
-                cells += ["does not fit", None, None, None, f"{row['floor_ms']:.2f}", None, None]
-            published = row["published_ms"]
-            rows.append(cells + [f"{published:.2f}" if published else None] * has_published)
-        lines += [f"{formats_of(report)}:", "", *table(header, rows), "", source(report), ""]
-    return lines
+def read(name: str) -> dict:
+    """A file of results."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def prefills(reports: list[dict]) -> list[str]:
-    """Files of plan.py --prefill, in one table: whole prompts."""
-    header = ["model", "target", "dp, ep, tp", "prompt", "core ms", "collective ms", "estimate ms", "floor ms"]
+def decode(names: list[str]) -> list[str]:
+    """FILE/TARGET of plan.py: estimates of decode steps, in brackets what jax-llm-examples published of its own. Of
+    several meshes and numbers of slots it takes the first."""
     rows = []
-    for report in reports:
+    for name in names:
+        name, target = name.split("/")
+        report, found = read(name), {}
         for row in report["plans"]:
-            mesh = ", ".join(str(row["mesh"][axis]) for axis in ("dp", "ep", "tp"))
-            cells = [f"{row[key]:,.1f}" for key in ("core_ms", "collective_ms", "estimated_ms", "floor_ms")]
+            if row["target"] == target and row["fits"]:
+                found.setdefault(row["batch"], row)
+        last = list(found.values())[-1]
+        cells = {}
+        for batch, row in found.items():
+            published = f" [{row['published_ms']:.2f}]" if row["published_ms"] else ""
+            share = f"{row['floor_ms'] / row['estimated_ms']:.0%}"
+            cells[batch] = f"{row['estimated_ms']:.2f} ms{published}, {share}"
+        place = [target, ", ".join(map(str, last["mesh"].values())), f"{last['max_seq_len']:,}"]
+        more = "; ".join(f"{batch}: {cell}" for batch, cell in cells.items() if batch not in (1, 8))
+        memory = f"{last['hbm_bytes'] / 1e9:.1f}"
+        rows.append([formats_of(report), *place, memory, cells.get(1), cells.get(8), more])
+    return table(["model", "machine", "dp, ep, tp", "slots", "GB a chip", "batch 1", "batch 8", "other batches"], rows)
+
+
+def prefill(names: list[str]) -> list[str]:
+    """Files of plan.py --prefill: estimates of whole prompts."""
+    header = ["model", "machine", "dp, ep, tp", "prompt", "core ms", "estimate ms", "floor ms", "of the floor"]
+    rows = []
+    for report in map(read, names):
+        for row in report["plans"]:
+            mesh = ", ".join(map(str, row["mesh"].values()))
+            cells = [f"{row[key]:,.1f}" for key in ("core_ms", "estimated_ms", "floor_ms")]
             share = f"{row['floor_ms'] / row['estimated_ms']:.0%}"
             speed = f"{1e3 * row['batch'] * row['prefill'] / row['estimated_ms']:,.0f}"
             rows.append([formats_of(report), row["target"], mesh, f"{row['prefill']:,}", *cells, share, speed])
-    return [*table([*header, "of the floor", "tokens/s"], rows), "", *map(source, reports), ""]
+    return table([*header, "tokens/s"], rows)
 
 
 def formats_of(report: dict) -> str:
     """The model of a file of plan.py, and its number formats."""
     arguments = report["arguments"]
-    kinds = [arguments["dtype"], arguments["quantize"] and "int8 weights"]
-    kinds.append(arguments["quantize_cache"] and "int8 cache")
-    return f"{arguments['config']}, {', '.join(filter(None, kinds))}"
+    weights, cache = (arguments[key] or arguments["dtype"] for key in ("quantize", "quantize_cache"))
+    return f"{arguments['config']}, {weights}" + (f", cache {cache}" if cache != weights else "")
 
 
-def speeds(reports: list[dict]) -> list[str]:
-    """Files of bench.py, in one table: decode and prefill, and how many times as fast as the reference class."""
-    header = ["model", "weights", "batch", "prompt", "decode steps/s", "over transformers", "GB/s", "prefill tokens/s"]
+def speeds(names: list[str]) -> list[str]:
+    """Files of bench.py, at batch 1 and 8: decode and prefill, in brackets how many times as fast as transformers."""
+    header = [
+        "model",
+        "weights",
+        "prompt",
+        "decode steps/s, batch 1",
+        "batch 8",
+        "prefill tokens/s, batch 1",
+        "batch 8",
+    ]
     rows = []
-    for report in reports:
+    for report in map(read, names):
         arguments = report["arguments"]
         name = arguments["config"].removeprefix("benchmarks/").removesuffix(".json")
         if layers := arguments["layers"]:
             name += f", {layers} layer{'s' * (layers > 1)}"
-        for row in report["results"]:
-            theirs = row.get("transformers", {})
-            rows.append([
-                name, arguments["quantize"] or arguments["dtype"], row["batch"], row["prompt_len"],
-                f"{row['decode_steps_per_s']:.1f}", ratio_of(theirs, "decode_steps_per_s"),
-                f"{row['bandwidth_gb_per_s']:.1f}", f"{row['prefill_tokens_per_s']:.0f}",
-                ratio_of(theirs, "prefill_tokens_per_s"),
-            ])  # fmt: skip
-    return [*table([*header, "over transformers"], rows), "", *(source(report) for report in reports)]
+        cells = []
+        for key, digits in (("decode_steps_per_s", 1), ("prefill_tokens_per_s", 0)):
+            by_batch = {row["batch"]: f"{row[key]:.{digits}f} ({ratio_of(row, key)})" for row in report["results"]}
+            cells += [by_batch[batch] for batch in (1, 8)]
+        (length,) = {row["prompt_len"] for row in report["results"]}
+        rows.append([name, arguments["quantize"] or arguments["dtype"], f"{length:,}", *cells])
+    return table(header, rows)
 
 
-def ratio_of(theirs: dict, key: str) -> str | None:
-    """How many times as fast as transformers, if that was measured."""
-    return f"{theirs[f'{key}_ratio']:.2f}" if theirs else None
+def checks(names: list[str]) -> list[str]:
+    """Files of check.py: what was measured on each machine, beside the estimates."""
+    return [line for report in map(read, names) for line in check(report)]
 
 
-def formats(reports: list[dict]) -> list[str]:
-    """Files of precision.py: what each number format costs."""
-    header = ["format", "mean KL divergence", "99th percentile", "other most probable token", "perplexity"]
-    lines = []
-    for report in reports:
-        rows = [
-            [
-                name,
-                f"{row['mean_kl']:.2g}",
-                f"{row['p99_kl']:.2g}",
-                f"{row['other_token']:.1%}",
-                f"{row['perplexity']:.5g}",
-            ]
-            for name, row in report["results"].items()
-        ]
-        lines += [*table(header, rows), "", source(report), ""]
-    return lines
+def check(report: dict) -> list[str]:
+    """One of these files."""
+    header = ["model", "weights", "step", "batch", "measured ms", "estimated ms", "floor ms", "measured / estimated"]
+    rows, device = [], report["device"]
+    for row in report["rows"]:
+        measured, estimated, floor = (row.get(f"{key}_ms") for key in ("measured", "estimated", "floor"))
+        times = [f"{ms:,.2f}" if ms else None for ms in (measured, estimated, floor)]
+        rows.append([row["model"], row["weights"], row.get("step"), row.get("batch"), *times])
+        rows[-1] += [f"{measured / estimated:.2f}" if estimated else row.get("error")]
+        rows[-1] += [f"{row['share']:.0%}" if row.get("share") else None]
+        rows[-1] += [f"{row[unit]:.3g} {name}" for unit, name in RATES.items() if unit in row]
+    machine = f"{device['count']} x {device['kind']}, {device['driver']}, {report['host']['processor']}"
+    return [
+        f"{machine}, jax {report['versions']['jax']}, {report['date']}:",
+        "",
+        *table([*header, "of the peak", "rate"], rows),
+    ]
+
+
+def ratio_of(row: dict, key: str) -> str:
+    """How many times as fast as transformers a row of bench.py is."""
+    return f"{row['transformers'][f'{key}_ratio']:.2f}"
+
+
+def divergences(names: list[str]) -> list[str]:
+    """Files of precision.py: the mean divergence of each number format."""
+    results = {name: read(name)["results"] for name in names}
+    columns = list(dict.fromkeys(c for result in results.values() for c in result if c != "float32"))
+    rows = [
+        [name.removesuffix("-precision"), *(f"{result[c]['mean_kl']:.2g}" if c in result else None for c in columns)]
+        for name, result in results.items()
+    ]
+    return table(["", *columns], rows)
+
+
+def index(names: list[str]) -> list[str]:
+    """The command of every file of benchmarks/results; `names` is "all"."""
+    rows = []
+    for file in sorted(RESULTS.glob("*.json")):
+        report = read(file.stem)
+        command = re.sub(r" --save \S+", "", report["command"].removeprefix("python3 benchmarks/"))
+        kind = "estimated" if "plans" in report else f"measured, {report['host']['processor']}"
+        rows.append([f"[{file.stem}]({file.name})", f"`{command}`", kind, report["date"]])
+    return table(["file", "command, after `python3 benchmarks/`", "", "date"], rows)
 
 
 def summary(names: list[str]) -> list[str]:
@@ -135,11 +171,11 @@ def summary(names: list[str]) -> list[str]:
     rows = []
     for name in names:
         name, _, target = name.partition("/")
-        report = json.loads((RESULTS / f"{name}.json").read_text())
+        report = read(name)
         arguments, found = report["arguments"], {}
         for row in report.get("plans", report.get("results")):
             if not target:
-                ratio = ratio_of(row["transformers"], "decode_steps_per_s")
+                ratio = ratio_of(row, "decode_steps_per_s")
                 found[row["batch"]] = f"{row['decode_steps_per_s']:.1f}, {ratio} times transformers"
             elif row["target"] == target and row["max_seq_len"] == 2048 and row["batch"] not in found:
                 published = row["published_ms"]
@@ -209,20 +245,11 @@ def divides(model, config, platform: str, count: int) -> bool:
     return True
 
 
-def source(report: dict) -> str:
-    """Where the figures are from, as an item of a list."""
-    host, versions = report["host"], ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    return f"- `{report['command']}` on {host['cores']} cores ({host['processor']}), {versions}, {report['date']}"
-
-
 def filled(text: str) -> str:
     """A page with its tables written anew."""
 
     def replaced(match: re.Match) -> str:
-        names = match[3].split()
-        if match[2] in ("plans", "prefills", "speeds", "formats"):
-            names = [json.loads((RESULTS / f"{name}.json").read_text()) for name in names]
-        return match[1] + "\n".join(globals()[match[2]](names)) + "\n" + match[4]
+        return match[1] + "\n".join(globals()[match[2]](match[3].split())) + "\n" + match[4]
 
     return MARKED.sub(replaced, text)
 
