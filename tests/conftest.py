@@ -1,7 +1,7 @@
 """The environment of the tests, which must stand before jax is imported, and what every test is asked at its end.
 
 Tests run on eight virtual CPU devices, and libtpu is told that it only compiles. With `-m device` those of this marker
-run on whatever jax finds, in one process, compiled as users do.
+run on whatever jax finds, in one process, compiled as users do. They need no package but jax, pytest and main.py's own.
 """
 
 import argparse
@@ -38,6 +38,9 @@ else:  # what one of the workers compiles is kept for all, and not in the user's
 import jax
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+
+tests = Path(__file__).parent.glob("test_*.py")
+collect_ignore = [file.name for file in tests if ON_DEVICE and "pytest.mark.device" not in file.read_text()]
 
 kernels_interpreted = []  # in the present test: of each kernel what the interpreter saw of its memory accesses
 

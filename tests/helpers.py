@@ -8,9 +8,11 @@ import importlib
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -35,6 +37,19 @@ def import_folder(name: str) -> SimpleNamespace:
         sys.path.remove(str(ROOT / name))
         for module in MODULES:
             sys.modules.pop(module, None)
+
+
+def interpret_kernels(monkeypatch, model, **options) -> None:
+    """Has a model take the path of TPUs, with its kernels under the interpreter. `options` are attention_kernel's."""
+
+    def choose(*arguments, default, cpu=None, tpu=None):
+        return (tpu or default)(*arguments)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", choose)
+    for name in ("attention_kernel", "exchange_kernel", "expert_kernel", "routing_kernel", "streamed_product"):
+        if kernel := getattr(model, name, None):
+            given = options if name == "attention_kernel" else {}
+            monkeypatch.setattr(model, name, partial(kernel, interpret=STRICT, **given))
 
 
 def save_random(folder: Path, model_class, config, seed: int = 0, rewrite=None, **save_options):
@@ -91,13 +106,13 @@ def reference_logprobs(reference, prompt: list[int], generated: list[int]) -> np
     return torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].numpy()
 
 
-def decode(folder, path: Path, prompts: list[list[int]], mesh=(1, 1, 1), dtype="float32", int8=False, **options):
-    """Loads a checkpoint and decodes: the tokens of each row, in order."""
-    import jax
-
+def decode(
+    folder, path: Path, prompts, mesh=(1, 1, 1), dtype="float32", int8=False, platform: str | None = None, **options
+):
+    """Loads a checkpoint and decodes prompts, lists of token ids: the tokens of each row, in order."""
     checkpoint = folder.convert.open_checkpoint(path)
     config = checkpoint.config
-    mesh = folder.model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
+    mesh = folder.model.make_mesh(*mesh, devices=jax.devices(platform)[: int(np.prod(mesh))])
     folder.model.check_mesh(config, mesh)
     weights = folder.convert.load(checkpoint, mesh, dtype, int8)
     rows = [[] for _ in prompts]

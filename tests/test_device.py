@@ -1,0 +1,298 @@
+"""What an accelerator has to show: `python -m pytest -m device` runs this file on whatever jax finds.
+
+Kernels at the shapes of released models are compared with numpy in float64. They run as the machine runs them: on a TPU
+a Pallas kernel, compiled; elsewhere plain JAX, and on CPUs the kernel too, interpreted. The demos are compared with
+transformers' answers in float32 (golden_tokens.json) and, on an accelerator, with what its host's CPU computes.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_experts
+import test_kernel
+import test_latent
+from helpers import ROOT, decode, import_folder, interpret_kernels
+from jax.sharding import PartitionSpec as P
+from ml_dtypes import bfloat16
+from safetensors.numpy import load_file, save_file
+from shared import folders
+
+pytestmark = pytest.mark.device
+
+FOLDERS = {name: import_folder(name) for name in folders()}
+GOLDEN = json.loads((ROOT / "tests" / "golden_tokens.json").read_text())
+EXPERT_KERNEL = test_experts.model.expert_kernel  # not interpreted
+INT8 = pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels
+
+
+@pytest.fixture(params=["", "interpreted"])
+def run(request, monkeypatch):
+    """A function that compiles another for this machine and runs it."""
+    if request.param and jax.default_backend() != "cpu":
+        pytest.skip("this machine compiles what it runs")
+    if request.param:
+        for model in (test_kernel.model, test_latent.model, test_experts.model):
+            interpret_kernels(monkeypatch, model)
+
+    def compiled(program, *arguments):
+        program = jax.jit(program)
+        if jax.default_backend() == "tpu":
+            assert "tpu_custom_call" in program.lower(*arguments).as_text(), "no kernel"
+        return program(*arguments)
+
+    return compiled
+
+
+def numbers(seed, *shape, scale=1.0):
+    """Random ones of a normal distribution, in bfloat16."""
+    return (np.random.default_rng(seed).standard_normal(shape, np.float32) * scale).astype(bfloat16)
+
+
+def exact(x):
+    """In float64, an Int8 as the numbers that it stands for."""
+    if isinstance(x, tuple):
+        return np.asarray(x.values, np.float64) * np.asarray(x.scale, np.float64)[..., None]
+    return np.asarray(x, np.float64)
+
+
+def exact_attention(q, k, v, first, last):
+    """Softmax attention in float64 of q [B, K, G, T, H] to the keys from first to last [B, T] of k [B, K, S, H]."""
+    scores, slots = np.einsum("bkgth,bksh->bkgts", q, k), np.arange(k.shape[2])
+    seen = (first[..., None] <= slots) & (slots <= last[..., None])
+    scores = np.where(seen[:, None, None], scores, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bkgts,bksh->bkgth", p / p.sum(-1, keepdims=True), v)
+
+
+@INT8
+@pytest.mark.parametrize(
+    ("B", "K", "G", "window"),
+    [(4, 8, 4, None), (4, 8, 8, 128), (1, 2, 16, None)],
+    ids=["llama-3.1-8b", "gpt-oss-20b", "glm-4-9b"],
+)
+def test_attention_of_a_decode_step(run, B, K, G, window, int8):
+    """2,048 slots, rows of all lengths. The new token is stored where it belongs, and nothing else changes."""
+    model, S, H = test_kernel.model, 2048, 128
+    q, new, cache = test_kernel.random_arguments(B, K, G, S, H, jnp.bfloat16, int8)
+    positions = np.linspace(S - 1, 0, B).astype(np.int32)
+    out, _, after = run(lambda *args: model.attend_to_slots(*args, window, 1), q, new, cache, positions)
+    stored = model.as_stored(new, cache)
+    wanted = jax.tree.map(lambda x, n: test_kernel.np_set(x, n, positions), cache, stored)
+    jax.tree.map(np.testing.assert_array_equal, after, wanted)
+    first = np.maximum(positions - (window or S) + 1, 0)
+    wanted = exact_attention(exact(q), *map(exact, wanted), first[:, None], positions[:, None])
+    np.testing.assert_allclose(np.asarray(out, np.float64), wanted, atol=3e-2)
+
+
+@INT8
+@pytest.mark.parametrize(
+    ("K", "G", "window"), [(2, 4, None), (1, 8, 128)], ids=["llama-3.1-8b on four devices", "gpt-oss-20b on eight"]
+)
+def test_attention_of_a_piece_of_prefill(run, K, G, window, int8):
+    """The second 1,024 tokens of a prompt."""
+    model, T, S, H = test_kernel.model, 1024, 2048, 128
+    q, k, v = numbers(0, 1, K, G, T, H, scale=3 * H**-0.5), numbers(1, 1, K, S, H), numbers(2, 1, K, S, H)
+    k, v = (model.quantize(x) if int8 else x for x in (k, v))
+
+    def attend(q, *cache):
+        return model.attend_to_blocks(q, lambda i, n: cache, S, jnp.int32(S - T), window, 1, in_place=True)
+
+    out, _ = run(attend, q, k, v)
+    positions = np.arange(S - T, S)[None]
+    wanted = exact_attention(*map(exact, (q, k, v)), positions - (window or S) + 1, positions)
+    np.testing.assert_allclose(np.asarray(out, np.float64), wanted, atol=3e-2)
+
+
+@INT8
+@pytest.mark.parametrize("B", [1, 8])
+def test_attention_to_latents(run, B, int8):
+    """A decode step of GLM-4.7-Flash on one device: 20 heads, latents of 512 and rope keys of 64, in whole lanes."""
+    model, S = test_latent.model, 2048
+    q, cache, new = (
+        numbers(0, B, 1, 20, 1, 640, scale=0.1),
+        model.LayerCache(numbers(1, B, 1, S, 512), numbers(2, B, 1, S, 128)),
+        model.LayerCache(numbers(3, B, 1, 1, 512), numbers(4, B, 1, 1, 128)),
+    )
+    cache = model.LayerCache(*map(model.quantize, cache)) if int8 else cache
+    positions = np.linspace(S - 1, 700, B).astype(np.int32)
+    out, _, after = run(lambda *args: model.attend_to_slots(*args, None, 1), q, new, cache, positions)
+    stored = model.as_stored(new, cache)
+    wanted = jax.tree.map(lambda x, n: test_kernel.np_set(x, n, positions), cache, stored)
+    jax.tree.map(np.testing.assert_array_equal, after, wanted)
+    latents, rope_keys = map(exact, wanted)
+    keys, last = np.concatenate([latents, rope_keys], axis=-1), positions[:, None]
+    wanted = exact_attention(exact(q), keys, latents, 0 * last, last)
+    np.testing.assert_allclose(np.asarray(out, np.float64), wanted, atol=3e-2)
+
+
+@INT8
+@pytest.mark.parametrize("B", [1, 8])
+def test_products(run, B, int8):
+    """gate_up of Llama 3.1 8B on two devices, which TPUs stream by a kernel."""
+    model = test_kernel.model
+    x, w = numbers(0, B, 4096), numbers(1, 14336, 4096, scale=1 / 64)
+    w = model.quantize(w) if int8 else w
+    out = run(model.linear, x, w)
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact(x) @ exact(w).T, atol=5e-3)
+
+
+def in_4_bits(random, *shape):
+    """MXFP4: random bytes of two numbers each, and an exponent for each 32 numbers."""
+    values = random.integers(0, 256, (*shape[:-1], shape[-1] // 2), np.uint8)
+    return values, random.integers(119, 123, (*shape[:-1], shape[-1] // 32), np.uint8)
+
+
+def from_4_bits(values, exponents, are_neighbours=False):
+    """The numbers, in float64. The two of a byte are neighbours in a checkpoint, and 16 apart in model.py's Mxfp4."""
+    magnitudes = np.float64([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = values.reshape(*exponents.shape, 16)
+    found = np.stack([values & 15, values >> 4], axis=-1 if are_neighbours else -2).reshape(*exponents.shape, 32)
+    found = magnitudes[found & 7] * np.where(found & 8, -1, 1) * 2.0 ** (exponents[..., None] - 127.0)
+    return found.reshape(*exponents.shape[:-1], -1)
+
+
+@INT8
+@pytest.mark.parametrize("B", [1, 8, 256])
+def test_experts_that_were_chosen(run, B, int8):
+    """Experts of Qwen3-30B-A3B, 16 of its 128, and 8 of them for each token."""
+    if B == 256 and test_experts.model.expert_kernel is not EXPERT_KERNEL:
+        pytest.skip("it takes two minutes; test_experts.py interprets smaller ones")
+    arguments = test_experts.random_arguments(B, 8, 16, 2048, 768, jnp.bfloat16, int8)
+    mesh = test_experts.model.make_mesh(devices=jax.devices()[:1])
+    out = run(lambda *arguments: test_experts.on_mesh(mesh, *arguments), *arguments)
+    test_experts.assert_close(out, test_experts.reference(*arguments), jnp.bfloat16)
+
+
+def test_experts_in_4_bits():
+    """Those of gpt-oss-20b, 4 of its 32. On TPUs they are loaded in bfloat16."""
+    if jax.default_backend() == "tpu":
+        pytest.skip("TPUs keep no experts in 4 bits")
+    model, random = FOLDERS["gpt_oss"].model, np.random.default_rng(0)
+    gate_up, down = in_4_bits(random, 4, 5760, 2880), in_4_bits(random, 4, 2880, 2880)
+    biases = np.zeros((4, 5760), np.float32), np.zeros((4, 2880), np.float32)
+
+    def body(*arguments):
+        return model.experts(*arguments, lambda gate, up, score: jnp.tanh(gate) * up * score, biases)
+
+    mesh = model.make_mesh(devices=jax.devices()[:1])
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+    x, scores = numbers(0, 8, 2880), random.uniform(0.2, 1, (8, 4)).astype(np.float32)
+    wanted = np.zeros(x.shape)
+    for e, matrices in enumerate(zip(from_4_bits(*gate_up), from_4_bits(*down), strict=True)):
+        gate, up = np.split(exact(x) @ matrices[0].T, 2, axis=1)
+        wanted += scores[:, e : e + 1] * ((np.tanh(gate) * up) @ matrices[1].T)
+    for B in (1, 8):
+        ids = np.tile(np.arange(4, dtype=np.int32), (B, 1))
+        out = program(x[:B], ids, scores[:B], model.Mxfp4(*gate_up), model.Mxfp4(*down))
+        np.testing.assert_allclose(out, wanted[:B], atol=0.02 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("B", [1, 8, 256])
+def test_routing(run, B):
+    """R1's: the 8 best of 256 experts, which lie in the 4 best of 8 groups."""
+    config = test_latent.routing_config(256, 8, 4, 8)
+    logits, bias = numbers(0, B, 256).astype(np.float32), np.linspace(-0.3, 0.3, 256, dtype=np.float32)
+    logits += np.arange(256, dtype=np.float32) / 2**16  # no two are equal
+    ids, weights = run(lambda *args: test_latent.model.route(*args, config), logits, bias)
+    scores = 1 / (1 + np.exp(-exact(logits)))
+    for b, choice in enumerate((scores + bias).reshape(B, 8, 32)):
+        best = np.argsort(np.sort(choice)[:, -2:].sum(-1))[-4:]
+        eligible = np.where(np.isin(np.arange(8), best)[:, None], choice, -np.inf).ravel()
+        assert set(np.asarray(ids[b]).tolist()) == set(np.argsort(eligible)[-8:].tolist())
+        chosen = scores[b, np.asarray(ids[b])]
+        np.testing.assert_allclose(weights[b], chosen / chosen.sum() * 2.5, rtol=1e-4)
+
+
+def test_exchange(run):
+    """Blocks of queries of GLM-4-9B, whose heads several devices share: device r gets block r of each."""
+    model, R = test_kernel.model, min(len(jax.devices()), 4)
+    if R == 1:
+        pytest.skip("there is one device")
+    mesh, spec = model.make_mesh(tp=R, devices=jax.devices()[:R]), P(model.MODEL_AXES)
+    x = numbers(0, R, R, 8, 16 // R, 128)
+    exchange = jax.shard_map(
+        lambda x: model.exchange(x[0], R)[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    np.testing.assert_array_equal(run(exchange, x), x.swapaxes(0, 1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole models
+
+
+def all_devices(folder):
+    """The mesh of them that main.py takes or, if it does not divide the model, dp alone."""
+    model = FOLDERS[folder].model
+    config = FOLDERS[folder].convert.open_checkpoint(ROOT / folder / "demo").config
+    try:
+        shape = model.mesh_shape(config, jax.devices())
+        model.check_mesh(config, model.make_mesh(*shape))
+    except model.InputError:
+        shape = len(jax.devices()), 1, 1
+    return shape
+
+
+def answers(folder, mesh=(1, 1, 1), path=None, **options):
+    """The tokens of the demo's answers, and their log-probabilities."""
+    rows, path = GOLDEN[folder], path or ROOT / folder / "demo"
+    asked, stop_tokens = [row["prompt_tokens"] for row in rows], tuple({row["tokens"][-1] for row in rows})
+    found = decode(FOLDERS[folder], path, asked, mesh, max_new_tokens=64, stop_tokens=stop_tokens, **options)
+    return [[token.id for token in row] for row in found], [[token.logprob for token in row] for row in found]
+
+
+def assert_same(found, wanted, atol):
+    """The same tokens, and log-probabilities at most `atol` away."""
+    assert found[0] == wanted[0]
+    difference = max(np.abs(np.subtract(a, b)).max() for a, b in zip(found[1], wanted[1], strict=True))
+    print(f"largest difference {difference:.1e}")
+    assert difference <= atol
+
+
+def golden(folder):
+    """transformers' answers in float32, in the form of `answers`."""
+    return [row["tokens"] for row in GOLDEN[folder]], [row["logprobs"] for row in GOLDEN[folder]]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_demos_in_float32(folder):
+    found = answers(folder, all_devices(folder))
+    assert_same(found, golden(folder), 1e-3)
+    if jax.default_backend() != "cpu":
+        assert_same(found, answers(folder, platform="cpu"), 1e-3)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_demos_in_bfloat16(folder):
+    """On one device, as main.py runs them."""
+    assert_same(answers(folder, dtype="bfloat16"), golden(folder), 0.2)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_demos_in_int8(folder):
+    found = answers(folder, all_devices(folder), dtype="bfloat16", int8=True, int8_cache=True)
+    assert_same(found, golden(folder), 0.3)
+
+
+def test_experts_of_a_checkpoint_in_4_bits(tmp_path):
+    """gpt-oss's demo with random experts: as MXFP4, and as the numbers that these bytes stand for."""
+    demo, random = ROOT / "gpt_oss" / "demo", np.random.default_rng(0)
+    tensors = load_file(demo / "model.safetensors")
+    packed, plain = dict(tensors), dict(tensors)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = packed.pop(name).shape
+        values, exponents = in_4_bits(random, experts, outputs, inputs)
+        packed |= {f"{name}_blocks": values.reshape(*exponents.shape, 16), f"{name}_scales": exponents}
+        plain[name] = from_4_bits(values, exponents, are_neighbours=True).swapaxes(1, 2).astype(bfloat16)
+    for kind, tensors, changes in (("packed", packed, {"quant_method": "mxfp4"}), ("plain", plain, None)):
+        (path := tmp_path / kind).mkdir()
+        config = json.loads((demo / "config.json").read_text()) | {"quantization_config": changes}
+        (path / "config.json").write_text(json.dumps(config))
+        save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, path / "model.safetensors")
+    wanted = answers("gpt_oss", path=tmp_path / "plain")
+    assert_same(answers("gpt_oss", all_devices("gpt_oss"), path=tmp_path / "packed"), wanted, 1e-3)
