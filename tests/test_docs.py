@@ -16,7 +16,7 @@ import tables
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 LINKING = [*PAGES, *ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("*/*/README.md")]
 PROGRAMS = ["llama3/main.py", "llama3/convert.py"]
-PROGRAMS += ["benchmarks/plan.py", "benchmarks/bench.py", "benchmarks/precision.py"]
+PROGRAMS += ["benchmarks/plan.py", "benchmarks/bench.py", "benchmarks/precision.py", "benchmarks/check.py"]
 OTHER_FLAGS = {  # of other programs (pytest, say, or here gcloud, Slurm, mpirun and ipyparallel), by page
     "hosts": {"accelerator", "command", "exclusive", "file", "gpus", "host", "ip", "nodes", "ntasks", "version",
               "worker", "zone"},
