@@ -134,9 +134,11 @@ def save(name: str, report: dict) -> None:
 
 
 def run(main) -> None:
-    """Calls main(). What the user can mend ends with one line on standard error and status 2."""
+    """Calls main(). What the user can mend ends with one line on standard error and status 2, an interrupt with 130."""
     try:
         main()
+    except KeyboardInterrupt:
+        sys.exit(130)
     except (ValueError, OSError) as error:  # a model's InputError is a ValueError
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
