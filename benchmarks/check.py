@@ -9,12 +9,13 @@ milliseconds, what was measured, what was estimated, the floor (see plan.py), an
 bandwidth (decoding) or of the published bfloat16 peak (prefill). What cannot be known, such as the peak of a device
 that no table has, is left empty. A size that fails is a row with its error, and the others go on.
 
-All of it is in benchmarks/results/NAME.json after each size, so an interrupt loses no more than one. NAME is that of
-the devices unless --save gives another. Several GPUs are measured together, without an estimate, which plan.py has for
+All of it is in benchmarks/results/NAME.json after each row, so an interrupt loses no more than one. NAME is that of the
+devices unless --save gives another. Several GPUs are measured together, without an estimate, which plan.py has for
 one alone (CUDA_VISIBLE_DEVICES=0). A slice of several hosts cannot be checked: this is one process on one host.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -27,7 +28,7 @@ from pathlib import Path
 
 import jax  # alone it takes no device
 import tables
-from folders import ROOT, import_model, provenance, read_config, run, save
+from folders import RESULTS, ROOT, import_model, provenance, read_config, run, save
 
 SIZES = (  # folder, released size, weights; the sooner, the more is known of it
     ("llama3", "llama-3.1-8b", "bfloat16"),
@@ -118,37 +119,39 @@ def error_line(stderr: str, status: int) -> str:
     return (named or lines or [f"status {status}"])[-1].removeprefix("error: ")[:200]
 
 
-def measure(size: tuple[str, str, str], target: str | None, deadline: float) -> list[dict]:
-    """The rows of a size: decoding at each batch, and prefill. Or one row with the error."""
-    folder, config, weights = size
-    row = {"model": Path(config).stem if config.endswith(".json") else config, "weights": weights}
-    model = [folder, "--config", config, "--json", *(["--quantize", "int8"] if weights == "int8" else [])]
-    batches = ["--batch", *map(str, BATCHES)]
+def model_of(folder: str, config: str, weights: str) -> list[str]:
+    """The arguments of bench.py and plan.py that name a size."""
+    return [folder, "--config", config, "--json", *(["--quantize", "int8"] if weights == "int8" else [])]
+
+
+def measure(size: tuple[str, str, str], batch: int, deadline: float) -> list[dict]:
+    """The rows of a size at a batch: decoding and, of one row, prefill. Or one row with the error."""
+    row = {"model": Path(size[1]).stem if size[1].endswith(".json") else size[1], "weights": size[2], "batch": batch}
+    lengths = ["--prompt_len", str(PROMPT), "--steps", str(STEPS), "--rounds", "2"]
     try:
-        lengths = ["--prompt_len", str(PROMPT), "--steps", str(STEPS), "--rounds", "2"]
-        (report,) = output_of(["benchmarks/bench.py", *model, *batches, *lengths], deadline)
+        (report,) = output_of(["benchmarks/bench.py", *model_of(*size), "--batch", str(batch), *lengths], deadline)
     except RuntimeError as error:
         return [row | {"error": str(error)}]
-    row |= {
-        key: report["device"][key] for key in ("read_bytes_per_s", "product_flops_per_s")
-    }  # what XLA itself reaches
-    rows = []
-    for batch, found in zip(BATCHES, report["results"], strict=True):
-        rates = {"gb_per_s": found["bandwidth_gb_per_s"], "share": found["mbu"]}
-        rows.append(row | {"step": "decode", "batch": batch, "measured_ms": 1e3 / found["decode_steps_per_s"]} | rates)
-    found = report["results"][0]
-    rates = {"tflops": found["prefill_flops"] / found["prefill_s"] / 1e12, "share": found["mfu"]}
-    rows.append(row | {"step": "prefill", "batch": BATCHES[0], "measured_ms": 1e3 * found["prefill_s"]} | rates)
-    if target:
-        compiled = ["benchmarks/plan.py", *model, "--target", target, "--max_seq_len", str(PROMPT + STEPS)]
-        try:
-            plans = output_of([*compiled, *batches], deadline)
-            plans += output_of([*compiled, *batches[:2], "--prefill", str(PROMPT)], deadline)
-        except RuntimeError as error:
-            return [each | {"error": f"no estimate: {error}"} for each in rows]
-        for each, plan in zip(rows, plans, strict=True):
-            each |= {key: plan[key] for key in ("estimated_ms", "floor_ms", "hbm_bytes", "fits")}
+    row |= {roof: report["device"][roof] for roof in ("read_bytes_per_s", "product_flops_per_s")}
+    (found,) = report["results"]
+    times = {"step": "decode", "measured_ms": 1e3 / found["decode_steps_per_s"]}
+    rows = [row | times | {"gb_per_s": found["bandwidth_gb_per_s"], "share": found["mbu"]}]
+    if batch == 1:
+        times = {"step": "prefill", "measured_ms": 1e3 * found["prefill_s"]}
+        rate = found["prefill_flops"] / found["prefill_s"] / 1e12
+        rows.append(row | times | {"tflops": rate, "share": found["mfu"]})
     return rows
+
+
+def estimate(size: tuple[str, str, str], row: dict, target: str, deadline: float) -> dict:
+    """What plan.py says of the program of a row, or the error."""
+    command = ["benchmarks/plan.py", *model_of(*size), "--target", target, "--max_seq_len", str(PROMPT + STEPS)]
+    prefill = ["--prefill", str(PROMPT)] if row["step"] == "prefill" else []
+    try:
+        (plan,) = output_of([*command, "--batch", str(row["batch"]), *prefill], deadline)
+    except RuntimeError as error:
+        return {"error": f"no estimate: {error}"}
+    return {key: plan[key] for key in ("estimated_ms", "floor_ms", "hbm_bytes", "fits")}
 
 
 def main() -> None:
@@ -185,17 +188,21 @@ def main() -> None:
     save(name, report)
     status = 0
     try:
-        for number, size in enumerate(sizes, 1):
+        for size, batch in itertools.product(sizes, BATCHES):
             minutes = (time.monotonic() - begin) / 60
-            print(f"{minutes:.1f} min: {size[1]}, {size[2]} ({number} of {len(sizes)})", file=sys.stderr, flush=True)
-            report["rows"] += measure(size, target, deadline)
-            report["minutes"] = (time.monotonic() - begin) / 60
+            print(f"{minutes:.1f} min: {size[1]}, {size[2]}, batch {batch}", file=sys.stderr, flush=True)
+            rows = measure(size, batch, deadline)
+            report["rows"] += rows
             save(name, report)
+            for row in rows:
+                if target and "measured_ms" in row:
+                    row |= estimate(size, row, target, deadline)
+                    save(name, report)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130
     print("\n".join(tables.check(report)))
-    print(f"written: benchmarks/results/{name}.json", file=sys.stderr)
+    print(f"written: {RESULTS / name}.json", file=sys.stderr)
     sys.exit(status)
 
 

@@ -57,6 +57,8 @@ interpreter.RaceDetectionState = recorded
 def pytest_configure(config):
     config.addinivalue_line("markers", "optimized: compiles as users do, with all optimizations")
     config.addinivalue_line("markers", "device: runs on an accelerator too: pytest -m device")
+    if ON_DEVICE:  # what a later version of a library advises against is no failure there
+        config.addinivalue_line("filterwarnings", "default")
 
 
 def pytest_xdist_auto_num_workers(config):

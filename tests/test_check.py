@@ -43,25 +43,26 @@ def test_a_table_whatever_happens(run, monkeypatch):
 
     def interrupted(*arguments):
         begun.append(arguments)
-        if len(begun) == 3:
+        if len(begun) == 4:
             raise KeyboardInterrupt
         return measure(*arguments)
 
     monkeypatch.setattr(check, "measure", interrupted)
-    status, out, err, report = run(configs=("missing", "tiny", "tiny"))
-    bad, *good = report["rows"]
-    assert status == 130 and "interrupted" in err and len(begun) == 3
-    assert bad == {"model": "missing", "weights": "bfloat16", "error": bad["error"]}
+    status, out, err, report = run(configs=("missing", "tiny"))
+    bad, bad_too, *good = report["rows"]
+    assert status == 130 and "interrupted" in err and len(begun) == 4
+    assert bad == {"model": "missing", "weights": "bfloat16", "batch": 1, "error": bad["error"]}
+    assert bad_too == bad | {"batch": 8}
     assert "missing.json is neither a file nor one of" in bad["error"] and "\n" not in bad["error"]
-    assert [(row["step"], row["batch"]) for row in good] == [("decode", 1), ("decode", 8), ("prefill", 1)]
+    assert [(row["step"], row["batch"]) for row in good] == [("decode", 1), ("prefill", 1)]
     for row in good:
         assert row["measured_ms"] > 0 and row["share"] is None and "estimated_ms" not in row
-    rate, seconds = good[2]["tflops"] * 1e12, good[2]["measured_ms"] / 1e3
+    rate, seconds = good[1]["tflops"] * 1e12, good[1]["measured_ms"] / 1e3
     matrices = 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96)
     operations = 2 * matrices * 1024 + 2 * 4 * 64 * 1024 * 1025 // 2 + 2 * 512 * 64
     assert rate * seconds == pytest.approx(operations)
     lines = [line for line in out.splitlines() if line.startswith("|")]
-    assert len(lines) == 2 + 4 and bad["error"] in lines[2] and f"{good[0]['measured_ms']:,.2f}" in lines[3]
+    assert len(lines) == 2 + 4 and bad["error"] in lines[2] and f"{good[0]['measured_ms']:,.2f}" in lines[4]
     assert report["device"]["kind"] == "cpu" and report["device"]["driver"] and report["versions"]["jax"]
 
 
