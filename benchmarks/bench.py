@@ -91,12 +91,11 @@ def measure(folder, weights, config, mesh, args, batch: int, length: int) -> dic
         pass
     report = folder.main.statistics({"model_type": args.folder}, mesh, 0.0, stats)
     del report["load_s"], report["compile_s"]  # the second is of programs compiled before
-    kinds = [kind for kind in PEAK_TFLOPS if mesh.devices.flat[0].device_kind.startswith(kind)]
     report["prefill_flops"] = flops(folder.model, config, batch, 0, length)
     middle = length + args.steps // 2
     report["step_flops"] = flops(folder.model, config, batch, middle, middle + 1)
-    peak = PEAK_TFLOPS[max(kinds, key=len)] * 1e12 * mesh.size if kinds else None
-    report["mfu"] = peak and report["prefill_flops"] / stats["prefill_s"] / peak
+    peak = folder.main.published(PEAK_TFLOPS, mesh.devices.flat[0].device_kind)
+    report["mfu"] = peak and report["prefill_flops"] / stats["prefill_s"] / (peak * 1e12 * mesh.size)
     report["mbu"] = report.pop("bandwidth_utilization")
     return report
 

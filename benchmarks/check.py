@@ -10,8 +10,8 @@ bandwidth (decoding) or of the published bfloat16 peak (prefill). What cannot be
 that no table has, is left empty. A size that fails is a row with its error, and the others go on.
 
 All of it is in benchmarks/results/NAME.json after each row, so an interrupt loses no more than one. NAME is that of the
-devices unless --save gives another. Several GPUs are measured together, without an estimate, which plan.py has for
-one alone (CUDA_VISIBLE_DEVICES=0). A slice of several hosts cannot be checked: this is one process on one host.
+devices unless --save gives another; a second run writes over the first. Several GPUs are measured together, without an
+estimate, which plan.py has for one alone (CUDA_VISIBLE_DEVICES=0). A slice of several hosts cannot be checked.
 """
 
 import argparse
@@ -45,7 +45,8 @@ TARGETS = {  # of plan.py, by the beginning of jax's device_kind
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
     "TPU v5": "v5p",
-    "TPU v6": "v6e",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H200": "h200",
 }
@@ -71,7 +72,7 @@ def describe() -> dict:
 
 def target_of(devices: list) -> str | None:
     """The --target of plan.py that these devices are, None if it has none."""
-    kinds = [kind for kind in TARGETS if devices[0].device_kind.startswith(kind)]
+    kinds = [kind for kind in TARGETS if re.match(rf"{kind}\b(?!.* MIG )", devices[0].device_kind)]
     if not kinds or (devices[0].platform == "gpu" and len(devices) > 1):
         return None
     target = TARGETS[max(kinds, key=len)]
@@ -106,16 +107,18 @@ def output_of(arguments: list[str], deadline: float) -> list:
     except subprocess.TimeoutExpired as error:
         raise RuntimeError("stopped: the minutes were over") from error
     if finished.returncode:
-        raise RuntimeError(error_line(finished.stderr, finished.returncode))
-    return [json.loads(line) for line in finished.stdout.splitlines()]
+        error = RuntimeError(error_line(finished.stderr, finished.returncode))
+        error.add_note(finished.stderr[-4000:])
+        raise error
+    return [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
 
 
 def error_line(stderr: str, status: int) -> str:
-    """The line of standard error that names the error: the last that looks like one."""
+    """The line of standard error that names the error: the last that looks like one. XLA's fatal ones begin with F."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    named = [line for line in lines if re.match(r"error: |[\w.]*(Error|Exception)\b", line)]
+    named = [line for line in lines if re.match(r"error: |[\w.]*(Error|Exception)\b|F\d{4} ", line)]
     if status < 0:
-        return f"ended by {signal.Signals(-status).name}"
+        return ": ".join([f"ended by {signal.Signals(-status).name}", *named[-1:]])[:200]
     return (named or lines or [f"status {status}"])[-1].removeprefix("error: ")[:200]
 
 
@@ -131,7 +134,7 @@ def measure(size: tuple[str, str, str], batch: int, deadline: float) -> list[dic
     try:
         (report,) = output_of(["benchmarks/bench.py", *model_of(*size), "--batch", str(batch), *lengths], deadline)
     except RuntimeError as error:
-        return [row | {"error": str(error)}]
+        return [row | {"error": str(error), "stderr": getattr(error, "__notes__", [])}]
     row |= {roof: report["device"][roof] for roof in ("read_bytes_per_s", "product_flops_per_s")}
     (found,) = report["results"]
     times = {"step": "decode", "measured_ms": 1e3 / found["decode_steps_per_s"]}
@@ -150,7 +153,7 @@ def estimate(size: tuple[str, str, str], row: dict, target: str, deadline: float
     try:
         (plan,) = output_of([*command, "--batch", str(row["batch"]), *prefill], deadline)
     except RuntimeError as error:
-        return {"error": f"no estimate: {error}"}
+        return {"error": f"no estimate: {error}", "stderr": getattr(error, "__notes__", [])}
     return {key: plan[key] for key in ("estimated_ms", "floor_ms", "hbm_bytes", "fits")}
 
 

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -110,7 +111,7 @@ def tokens_attended(config, layer: int, position: int) -> int:
 
 
 def provenance(packages: tuple[str, ...]) -> dict:
-    """What is needed to repeat a measurement: command, date, host, versions of those packages installed."""
+    """What is needed to repeat a measurement: command, commit, date, host, versions of those packages installed."""
     file = Path("/proc/cpuinfo")  # where Linux tells the processor's name
     names = re.findall(r"model name\s*: (.*)", file.read_text()) if file.exists() else []
     versions = {"python": platform.python_version()}
@@ -121,10 +122,20 @@ def provenance(packages: tuple[str, ...]) -> dict:
             continue
     return {
         "command": shlex.join(["python3", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
         "host": {"processor": names[0] if names else platform.processor(), "cores": os.cpu_count()},
         "versions": versions,
     }
+
+
+def commit() -> str | None:
+    """The commit of this repository, with + if files have changed since; None without git."""
+    try:
+        described = ["git", "-C", ROOT, "describe", "--always", "--dirty=+"]
+        return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def save(name: str, report: dict) -> None:

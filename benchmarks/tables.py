@@ -179,7 +179,9 @@ def summary(names: list[str]) -> list[str]:
                 found[row["batch"]] = f"{row['decode_steps_per_s']:.1f}, {ratio} times transformers"
             elif row["target"] == target and row["max_seq_len"] == 2048 and row["batch"] not in found:
                 published = row["published_ms"]
-                elsewhere = f" (measured by jax-llm-examples: {1e3 / published:.0f})" if published else ""
+                elsewhere = (
+                    f" (jax-llm-examples measured {1e3 / published:.0f} with its own program)" if published else ""
+                )
                 found[row["batch"]] = f"{1e3 / row['estimated_ms']:.0f}{elsewhere}"
         model = arguments["config"].removeprefix("benchmarks/").removesuffix(".json")
         weights = arguments["quantize"] or arguments["dtype"]

@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would advise against running without torch
+if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # an older name, which jax accepts alone
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")  # of a GPU's memory; jax itself would take 0.75
 is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not if a shell has it ignored
 if __name__ == "__main__" and is_interruptible:  # Python's exception would wait until a library returns
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -441,6 +443,12 @@ def write(text: str) -> None:
         raise InputError(f"standard output cannot be written: {one_line(error)}") from error
 
 
+def published(figures: dict[str, float], device_kind: str) -> float | None:
+    """The figure of the longest name that begins `device_kind`; None if there is none, or for a part of a GPU."""
+    kinds = [kind for kind in figures if re.match(rf"{kind}\b(?!.* MIG )", device_kind)]
+    return figures[max(kinds, key=len)] if kinds else None
+
+
 def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
     """The line of statistics; null where nothing was decoded or a peak is unknown.
 
@@ -449,8 +457,8 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
     device = mesh.devices.flat[0]
     steps_per_s = measured["decode_steps"] / measured["decode_s"] if measured["decode_steps"] else None
     bandwidth = steps_per_s and measured["step_bytes"] * steps_per_s / 1e9
-    kinds = [kind for kind in PEAK_GB_PER_S if device.device_kind.startswith(kind)]
-    peak = PEAK_GB_PER_S[max(kinds, key=len)] * mesh.size if kinds else None
+    peak = published(PEAK_GB_PER_S, device.device_kind)
+    peak = peak and peak * mesh.size
     peak_bytes = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices())
     if not peak_bytes:  # on CPUs, that of the process; getrusage gives KiB, on macOS bytes
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

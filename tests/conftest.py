@@ -1,7 +1,8 @@
 """The environment of the tests, which must stand before jax is imported, and what every test is asked at its end.
 
 Tests run on eight virtual CPU devices, and libtpu is told that it only compiles. With `-m device` those of this marker
-run on whatever jax finds, in one process, compiled as users do. They need no package but jax, pytest and main.py's own.
+run on whatever jax finds, in one process, compiled as users do. They need no package but jax, pytest,
+pytest-xdist and main.py's own.
 """
 
 import argparse
@@ -64,6 +65,17 @@ def pytest_configure(config):
 def pytest_xdist_auto_num_workers(config):
     """On two cores three, since some tests wait. An accelerator belongs to one process."""
     return 0 if ON_DEVICE else 3
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What a report from an accelerator needs: which devices these were, and how near the tests came."""
+    if ON_DEVICE:
+        device = jax.devices()[0]
+        versions = f"jax {jax.__version__}, {' '.join(device.client.platform_version.split())}"
+        terminalreporter.section(f"{jax.device_count()} x {device.device_kind}, {versions}")
+        for report in terminalreporter.stats.get("passed", []):
+            for name, value in report.user_properties:
+                terminalreporter.write_line(f"{report.nodeid.partition('::')[2]}: {name} {value}")
 
 
 @pytest.hookimpl(wrapper=True)

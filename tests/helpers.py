@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = ("model", "convert", "main")
+UNKNOWN_PROMPT = [n * n * 31 % 251 + 1 for n in range(1500)]  # tokens that no demo has seen, several pieces of prefill
 # How tests interpret kernels: new memory holds NaN, and what is read out of bounds is an error. What another device or
 # another copy still reads or writes is a race; conftest.py then fails the test, so jax 0.12 need not raise by itself.
 STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")

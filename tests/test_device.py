@@ -14,7 +14,7 @@ import pytest
 import test_experts
 import test_kernel
 import test_latent
-from helpers import ROOT, decode, import_folder, interpret_kernels
+from helpers import ROOT, UNKNOWN_PROMPT, decode, import_folder, interpret_kernels
 from jax.sharding import PartitionSpec as P
 from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
@@ -64,25 +64,41 @@ def exact(x):
 
 
 def exact_attention(q, k, v, first, last):
-    """Softmax attention in float64 of q [B, K, G, T, H] to the keys from first to last [B, T] of k [B, K, S, H]."""
+    """Softmax attention in float64 of q [B, K, G, T, H] to the keys from first to last [B, T] of k [B, K, S, H], and
+    the log-sum-exp of the scores."""
     scores, slots = np.einsum("bkgth,bksh->bkgts", q, k), np.arange(k.shape[2])
     seen = (first[..., None] <= slots) & (slots <= last[..., None])
     scores = np.where(seen[:, None, None], scores, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("bkgts,bksh->bkgth", p / p.sum(-1, keepdims=True), v)
+    total = p.sum(-1, keepdims=True)
+    return np.einsum("bkgts,bksh->bkgth", p / total, v), scores.max(-1, keepdims=True) + np.log(total)
+
+
+def assert_close(found, wanted):
+    """Attention's output and log-sum-exp, of bfloat16 operands."""
+    for each, exactly in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(each, np.float64), exactly, atol=3e-2)
 
 
 def decoded(run, model, q, new, cache, positions, window, int8):
-    """attend_to_slots: its output, and the cache in float64 with the new token, of which nothing else has changed.
-    Before that, slots that no query may see hold large numbers, which a wrong mask would let in."""
+    """attend_to_slots: its output and log-sum-exp, and the cache in float64. The new token is in its slot, rounded
+    rightly, and nothing else has changed. Slots that no query may see hold large numbers: a wrong mask lets them in."""
     slots, last = np.arange(cache[0].shape[2]), positions[:, None]
     seen = (slots < last) & (slots > last - (window or len(slots)))
     cache = model.LayerCache(*(x * np.where(seen, 1, 20).astype(x.dtype)[:, None, :, None] for x in cache))
     cache = model.LayerCache(*map(model.quantize, cache)) if int8 else cache
-    out, _, after = run(lambda *args: model.attend_to_slots(*args, window, 1), q, new, cache, positions)
-    wanted = jax.tree.map(lambda x, n: test_kernel.np_set(x, n, positions), cache, model.as_stored(new, cache))
-    jax.tree.map(np.testing.assert_array_equal, after, wanted)
-    return np.asarray(out, np.float64), [exact(x) for x in wanted]
+    *attended, after = run(lambda *args: model.attend_to_slots(*args, window, 1), q, new, cache, positions)
+
+    def other_slots(x):
+        is_new = (slots == last).reshape(len(last), 1, len(slots), *[1] * (x.ndim - 3))
+        return np.where(is_new, 0, np.asarray(x, np.float32))
+
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(*map(other_slots, (x, y))), cache, after)
+    for token, side in zip(new, map(exact, after), strict=True):
+        stored = side[np.arange(len(positions)), :, positions]
+        step = np.abs(exact(token)).max(-1, keepdims=True) / 127 if int8 else 0
+        assert (np.abs(stored[:, :, None] - exact(token)) <= 0.51 * step).all()
+    return attended, [exact(x) for x in after]
 
 
 @INT8
@@ -97,8 +113,7 @@ def test_attention_of_a_decode_step(run, B, K, G, window, int8):
     q, positions = numbers(0, B, K, G, 1, H, scale=3 * H**-0.5), np.linspace(S - 2, 0, B).astype(np.int32)
     cache, new = (model.LayerCache(*(numbers(n + i, B, K, n, H) for i in (1, 2))) for n in (S, 1))
     out, (k, v) = decoded(run, model, q, new, cache, positions, window, int8)
-    wanted = exact_attention(exact(q), k, v, positions[:, None] - (window or S) + 1, positions[:, None])
-    np.testing.assert_allclose(out, wanted, atol=3e-2)
+    assert_close(out, exact_attention(exact(q), k, v, positions[:, None] - (window or S) + 1, positions[:, None]))
 
 
 @INT8
@@ -114,10 +129,9 @@ def test_attention_of_a_piece_of_prefill(run, K, G, window, int8):
     def attend(q, *cache):
         return model.attend_to_blocks(q, lambda i, n: cache, S, jnp.int32(S - T), window, 1, in_place=True)
 
-    out, _ = run(attend, q, k, v)
     positions = np.arange(S - T, S)[None]
     wanted = exact_attention(*map(exact, (q, k, v)), positions - (window or S) + 1, positions)
-    np.testing.assert_allclose(np.asarray(out, np.float64), wanted, atol=3e-2)
+    assert_close(run(attend, q, k, v), wanted)
 
 
 @INT8
@@ -133,7 +147,15 @@ def test_attention_to_latents(run, B, int8):
     positions = np.linspace(S - 2, 700, B).astype(np.int32)
     out, (latents, rope_keys) = decoded(run, model, q, new, cache, positions, None, int8)
     keys, last = np.concatenate([latents, rope_keys], axis=-1), positions[:, None]
-    np.testing.assert_allclose(out, exact_attention(exact(q), keys, latents, 0 * last, last), atol=3e-2)
+    assert_close(out, exact_attention(exact(q), keys, latents, 0 * last, last))
+
+
+def test_rounding():
+    """To int8, which other tests take as it is: no number is more than half a step away."""
+    x = numbers(0, 64, 4096)
+    rounded, step = jax.jit(test_kernel.model.quantize)(x), np.abs(exact(x)).max(-1) / 127
+    np.testing.assert_allclose(rounded.scale, step, rtol=1e-5)
+    assert (np.abs(exact(rounded) - exact(x)) <= 0.501 * step[:, None]).all()
 
 
 @INT8
@@ -214,17 +236,18 @@ def test_routing(run, B):
         np.testing.assert_allclose(weights[b], chosen / chosen.sum() * 2.5, rtol=1e-4)
 
 
-def test_exchange(run):
-    """Blocks of queries of GLM-4-9B, whose heads several devices share: device r gets block r of each."""
+@pytest.mark.parametrize("kind", ["queries", "outputs"])
+def test_exchange(run, kind):
+    """Of a decode step of GLM-4-9B, whose heads several devices share: each sends its queries to all, and to each the
+    part of the outputs that is its own, with a log-sum-exp."""
     model, R = test_kernel.model, min(len(jax.devices()), 4)
     if R == 1:
         pytest.skip("there is one device")
-    mesh, spec = model.make_mesh(tp=R, devices=jax.devices()[:R]), P(model.MODEL_AXES)
-    x = numbers(0, R, R, 8, 16 // R, 128)
-    exchange = jax.shard_map(
-        lambda x: model.exchange(x[0], R)[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-    )
-    np.testing.assert_array_equal(run(exchange, x), x.swapaxes(0, 1))
+    shape, dtype = ((1, 8, 16 // R, 128), bfloat16) if kind == "queries" else ((R, 8, 16 // R, 129), np.float32)
+    x, mesh = numbers(0, R, *shape).astype(dtype), model.make_mesh(tp=R, devices=jax.devices()[:R])
+    options = {"mesh": mesh, "in_specs": P(model.MODEL_AXES), "out_specs": P(model.MODEL_AXES), "check_vma": False}
+    exchanged = run(jax.shard_map(lambda x: model.exchange(x[0], R)[None], **options), x)
+    np.testing.assert_array_equal(exchanged, np.broadcast_to(x, (R, R, *shape[1:])).swapaxes(0, 1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -244,19 +267,13 @@ def all_devices(folder):
 
 
 def answers(folder, mesh=(1, 1, 1), path=None, **options):
-    """The tokens of the demo's answers, and their log-probabilities."""
+    """The tokens of the answers to the prompts of golden_tokens.json, and their log-probabilities."""
     rows, path = GOLDEN[folder], path or ROOT / folder / "demo"
-    asked, stop_tokens = [row["prompt_tokens"] for row in rows], tuple({row["tokens"][-1] for row in rows})
+    asked = [row.get("prompt_tokens", UNKNOWN_PROMPT) for row in rows]
+    stop_tokens = tuple({row["tokens"][-1] for row in rows[:-1]})
     found = decode(FOLDERS[folder], path, asked, mesh, max_new_tokens=64, stop_tokens=stop_tokens, **options)
-    return [[token.id for token in row] for row in found], [[token.logprob for token in row] for row in found]
-
-
-def assert_same(found, wanted, atol):
-    """The same tokens, and log-probabilities at most `atol` away."""
-    assert found[0] == wanted[0]
-    difference = max(np.abs(np.subtract(a, b)).max() for a, b in zip(found[1], wanted[1], strict=True))
-    print(f"largest difference {difference:.1e}")
-    assert difference <= atol
+    rows = [row[: len(wanted["tokens"])] for row, wanted in zip(found, rows, strict=True)]
+    return [[token.id for token in row] for row in rows], [[token.logprob for token in row] for row in rows]
 
 
 def golden(folder):
@@ -264,28 +281,47 @@ def golden(folder):
     return [row["tokens"] for row in GOLDEN[folder]], [row["logprobs"] for row in GOLDEN[folder]]
 
 
+@pytest.fixture
+def assert_near(record_property):
+    """Asserts that answers have the same tokens, and log-probabilities at most `atol` away. Of the last prompt, which
+    is unknown, and rounded numbers it asks for the first token alone: others may be nearly as probable."""
+
+    def near(found, wanted, atol, is_rounded=False):
+        ends = [None] * (len(wanted[0]) - 1) + [1 if is_rounded else None]
+        pairs = [[(x[:end], y[:end]) for x, y, end in zip(*each, ends, strict=True)] for each in zip(found, wanted)]
+        largest = max(np.abs(np.subtract(x, y)).max() for x, y in pairs[1])
+        record_property("largest difference", f"{largest:.1e}")
+        assert [x for x, _ in pairs[0]] == [y for _, y in pairs[0]]
+        assert largest <= atol
+
+    return near
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_demos_in_float32(folder):
+def test_demos_in_float32(folder, assert_near):
+    """On all devices. On an accelerator, as on its host's CPU too, unless jax was told to leave that out."""
     found = answers(folder, all_devices(folder))
-    assert_same(found, golden(folder), 1e-3)
-    if jax.default_backend() != "cpu":
-        assert_same(found, answers(folder, platform="cpu"), 1e-3)
+    assert_near(found, golden(folder), 1e-4)
+    if jax.default_backend() != "cpu" and "cpu" in (jax.config.jax_platforms or "cpu"):
+        assert_near(found, answers(folder, platform="cpu"), 1e-4)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_demos_in_bfloat16(folder):
-    """On one device, as main.py runs them."""
-    assert_same(answers(folder, dtype="bfloat16"), golden(folder), 0.2)
+def test_demos_in_bfloat16(folder, assert_near):
+    """As main.py runs them: on all devices and, on an accelerator, on one."""
+    for mesh in {all_devices(folder), (1, 1, 1) if jax.default_backend() != "cpu" else all_devices(folder)}:
+        assert_near(answers(folder, mesh, dtype="bfloat16"), golden(folder), 6e-2, is_rounded=True)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_demos_in_int8(folder):
+def test_demos_in_int8(folder, assert_near):
     found = answers(folder, all_devices(folder), dtype="bfloat16", int8=True, int8_cache=True)
-    assert_same(found, golden(folder), 0.3)
+    assert_near(found, golden(folder), 0.2, is_rounded=True)
 
 
-def test_experts_of_a_checkpoint_in_4_bits(tmp_path):
-    """gpt-oss's demo with random experts: as MXFP4, and as the numbers that these bytes stand for."""
+def test_experts_of_a_checkpoint_in_4_bits(tmp_path, assert_near):
+    """gpt-oss's demo with random experts: as MXFP4, and as the numbers that these bytes stand for. (TPUs load both in
+    bfloat16, so there it is a test of loading.)"""
     demo, random = ROOT / "gpt_oss" / "demo", np.random.default_rng(0)
     tensors = load_file(demo / "model.safetensors")
     packed, plain = dict(tensors), dict(tensors)
@@ -300,4 +336,4 @@ def test_experts_of_a_checkpoint_in_4_bits(tmp_path):
         (path / "config.json").write_text(json.dumps(config))
         save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, path / "model.safetensors")
     wanted = answers("gpt_oss", path=tmp_path / "plain")
-    assert_same(answers("gpt_oss", all_devices("gpt_oss"), path=tmp_path / "packed"), wanted, 1e-3)
+    assert_near(answers("gpt_oss", all_devices("gpt_oss"), path=tmp_path / "packed"), wanted, 1e-4)

@@ -493,3 +493,13 @@ def test_compiled_programs_are_kept(tmp_path):
         subprocess.run([*command, *options], env=environment, capture_output=True, check=True)
         kept.append({file.name for file in tmp_path.glob("*/*-cache")})
     assert not kept[0] and kept[1] == kept[2] and any("decode_step" in name for name in kept[1])
+
+
+def test_peaks_are_of_devices_of_that_name():
+    """jax's names of devices go on after the table's; a part of a GPU has no peak of its own."""
+    published, peaks = FOLDERS["llama3"].main.published, FOLDERS["llama3"].main.PEAK_GB_PER_S
+    for kind, wanted in {
+        "TPU v5 lite": 819, "TPU v5e": 819, "TPU v5": 2765, "TPU v6 lite": 1640, "NVIDIA L4": 300, "NVIDIA H200": 4800,
+        "NVIDIA L40": None, "NVIDIA H100 80GB HBM3": 3352, "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None, "cpu": None,
+    }.items():  # fmt: skip
+        assert published(peaks, kind) == wanted, kind
