@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import STRICT, import_folder
+from helpers import STRICT, import_folder, interpret_kernels
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
@@ -141,11 +141,7 @@ def test_devices_that_share_a_head(monkeypatch, platform, mesh, kv_heads, G, pos
         return jnp.moveaxis(x.reshape(B, kv_heads, S, R, *x.shape[3:]), 3, 2).reshape(B, X, S, *x.shape[3:])
 
     if platform == "tpu":
-        monkeypatch.setattr(
-            jax.lax, "platform_dependent", lambda *args, default, tpu=None, cpu=None: (tpu or default)(*args)
-        )
-        for kernel in ("attention_kernel", "exchange_kernel"):
-            monkeypatch.setattr(model, kernel, partial(getattr(model, kernel), interpret=STRICT))
+        interpret_kernels(monkeypatch, model)
     attend = partial(model.decode_attention, mask=model.Mask(window=window), R=R)
     heads = jax.sharding.PartitionSpec("dp", None, model.MODEL_AXES)
     specs = heads, heads, heads, model.CACHE_SPEC, jax.sharding.PartitionSpec("dp")
@@ -198,11 +194,8 @@ def test_prefill_of_devices_that_share_a_head(monkeypatch, window, int8):
         return outs, cache
 
     (wanted, wanted_cache) = prefilled()
-    monkeypatch.setattr(
-        jax.lax, "platform_dependent", lambda *args, default, tpu=None, cpu=None: (tpu or default)(*args)
-    )
+    interpret_kernels(monkeypatch, model, block=32)
     monkeypatch.setattr(model, "BLOCK_TOKENS", 128)
-    monkeypatch.setattr(model, "attention_kernel", partial(model.attention_kernel, block=32, interpret=STRICT))
     outs, cache = prefilled()
     np.testing.assert_allclose(outs, wanted, atol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, cache, wanted_cache)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import STRICT, import_folder
+from helpers import import_folder, interpret_kernels
 from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
@@ -74,13 +74,7 @@ def dealt(x, dp, X, R):
 def select(monkeypatch, platform):
     """Has the model take the path of another platform, its kernels under the interpreter."""
     if platform == "tpu":
-
-        def choose(*arguments, default, cpu=None, tpu=None):
-            return (tpu or default)(*arguments)
-
-        monkeypatch.setattr(jax.lax, "platform_dependent", choose)
-        for kernel in ("attention_kernel", "exchange_kernel", "routing_kernel"):
-            monkeypatch.setattr(model, kernel, partial(getattr(model, kernel), interpret=STRICT))
+        interpret_kernels(monkeypatch, model)
 
 
 @pytest.mark.parametrize(
