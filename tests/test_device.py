@@ -309,7 +309,8 @@ def test_demos_in_float32(folder, assert_near):
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_demos_in_bfloat16(folder, assert_near):
     """As main.py runs them: on all devices and, on an accelerator, on one."""
-    for mesh in {all_devices(folder), (1, 1, 1) if jax.default_backend() != "cpu" else all_devices(folder)}:
+    meshes = {all_devices(folder), *[(1, 1, 1)] * (jax.default_backend() != "cpu")}
+    for mesh in meshes:
         assert_near(answers(folder, mesh, dtype="bfloat16"), golden(folder), 6e-2, is_rounded=True)
 
 
