@@ -30,7 +30,7 @@ import jax  # alone it takes no device
 import tables
 from folders import RESULTS, ROOT, import_model, provenance, read_config, run, save
 
-SIZES = (  # folder, released size, weights; the sooner, the more is known of it
+SIZES = (  # folder, released size, weights; in this order, until the minutes are over
     ("llama3", "llama-3.1-8b", "bfloat16"),
     ("llama3", "llama-3.1-8b", "int8"),
     ("glm4", "glm-4-9b-chat-hf", "bfloat16"),

@@ -22,15 +22,12 @@ KINDS = "decode|prefill|speeds|checks|divergences|summary|index|sizes|weights"
 MARKED = re.compile(rf"(<!-- ({KINDS}) (\S[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 RATES = {"gb_per_s": "GB/s", "tflops": "TFLOP/s"}  # keys of check.py's rows
 MEMORY_SHARE = 0.85  # of a device's memory, as in main.py
+V5E_SLICES = (1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)
 MACHINES = [  # in the order of their memory: name, bytes of all devices, platform, number of devices
     *((name, gb * 1e9, "gpu", 1) for name, gb in {"RTX 4090": 24, "L40S": 48, "H100": 80, "H200": 141}.items()),
     ("8 x H100", 640e9, "gpu", 8),
     ("8 x H200", 1128e9, "gpu", 8),
-    *((f"v5e:{shape}", 16 * 2**30 * n, "tpu", n) for shape, n in {"1x1": 1, "2x2": 4, "2x4": 8, "4x4": 16}.items()),
-    *(
-        (f"v5e:{shape}", 16 * 2**30 * n, "tpu", n)
-        for shape, n in {"4x8": 32, "8x8": 64, "8x16": 128, "16x16": 256}.items()
-    ),
+    *((f"v5e:{x}x{y}", 16 * 2**30 * x * y, "tpu", x * y) for x, y in V5E_SLICES),
 ]
 
 
@@ -91,15 +88,8 @@ def formats_of(report: dict) -> str:
 
 def speeds(names: list[str]) -> list[str]:
     """Files of bench.py, at batch 1 and 8: decode and prefill, in brackets how many times as fast as transformers."""
-    header = [
-        "model",
-        "weights",
-        "prompt",
-        "decode steps/s, batch 1",
-        "batch 8",
-        "prefill tokens/s, batch 1",
-        "batch 8",
-    ]
+    header = ["model", "weights", "prompt", "decode steps/s, batch 1", "batch 8"]
+    header += ["prefill tokens/s, batch 1", "batch 8"]
     rows = []
     for report in map(read, names):
         arguments = report["arguments"]
@@ -161,7 +151,9 @@ def index(names: list[str]) -> list[str]:
     for file in sorted(RESULTS.glob("*.json")):
         report = read(file.stem)
         command = re.sub(r" --save \S+", "", report["command"].removeprefix("python3 benchmarks/"))
-        kind = "estimated" if "plans" in report else f"measured, {report['host']['processor']}"
+        device = report.get("device", {}).get("kind", "cpu")
+        measured = f"measured, {report['host']['processor'] if device == 'cpu' else device}"
+        kind = "estimated" if "plans" in report else measured
         rows.append([f"[{file.stem}]({file.name})", f"`{command}`", kind, report["date"]])
     return table(["file", "command, after `python3 benchmarks/`", "", "date"], rows)
 

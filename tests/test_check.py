@@ -38,7 +38,7 @@ def run(tmp_path, monkeypatch, capsys):
 
 def test_a_table_whatever_happens(run, monkeypatch):
     """A size that fails is a row, what no table knows, such as a CPU's peak, is left out, and an interrupt loses no
-    more than the size under way."""
+    more than the batch under way."""
     measure, begun = check.measure, []
 
     def interrupted(*arguments):

@@ -41,9 +41,8 @@ def run(request, monkeypatch):
             interpret_kernels(monkeypatch, model)
 
     def compiled(function, *arguments):
-        program = jax.jit(
-            lambda *arguments: function(*arguments)
-        )  # a new one: jit remembers how it traced the other way
+        # A new function, since jit remembers how it traced this one before its kernels were interpreted.
+        program = jax.jit(lambda *arguments: function(*arguments))
         if jax.default_backend() == "tpu":
             assert "tpu_custom_call" in program.lower(*arguments).as_text(), "no kernel"
         return program(*arguments)
