@@ -169,20 +169,20 @@ def components(folder, weights, config, mesh, args, batch: int, length: int) -> 
     cache = model.zeros(
         model.abstract_cache(config, mesh, batch, slots, weights["norm"].dtype, args.quantize_cache == "int8")
     )
-    by_rows, everywhere = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (["dp"], []))
-    positions, seeds = jax.device_put((np.full(batch, length, np.int32), np.zeros((batch, 2), np.uint32)), by_rows)
-    tokens = jax.device_put(np.zeros(batch, np.int32), everywhere)
-    options = {"config": config, "mesh": mesh, "sampling": model.Sampling()}
-    program = model.decode_step.lower(weights, cache, tokens, positions, seeds, **options).compile()
+    numbers = np.zeros((batch, slots), np.int32), *np.full((3, batch), [[length], [length + 1], [slots]], np.int32)
+    by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("dp"))
+    rows = model.Rows(*jax.device_put((*numbers, np.zeros((batch, 2), np.uint32)), by_rows))
+    options = {"T": 1, "config": config, "mesh": mesh, "sampling": model.Sampling()}
+    program = model.step.lower(weights, cache, rows, **options).compile()
     kinds = parts(program.as_text())
-    cache, tokens, _, positions = program(weights, cache, tokens, positions, seeds)
-    jax.block_until_ready(tokens)
+    cache, rows, _ = program(weights, cache, rows)
+    jax.block_until_ready(rows)
     with tempfile.TemporaryDirectory() as trace:
         with jax.profiler.trace(trace):
             begin = time.perf_counter()
             for _ in range(args.steps):
-                cache, tokens, _, positions = program(weights, cache, tokens, positions, seeds)
-            jax.block_until_ready(tokens)
+                cache, rows, _ = program(weights, cache, rows)
+            jax.block_until_ready(rows)
             step_ms = (time.perf_counter() - begin) / args.steps * 1e3
         found = Counter()
         for file in Path(trace).rglob("*.xplane.pb"):

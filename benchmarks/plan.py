@@ -143,26 +143,21 @@ def nbytes(shapes: str) -> int:
     return total
 
 
-def lower_program(model, config, mesh, args, piece: int | None):
-    """The decode step, or a piece of prefill, lowered; the abstract weights and cache."""
+def lower_program(model, config, mesh, args, T: int, b: int | None):
+    """A step of T tokens lowered, for all rows or for b of them on each device of dp; the abstract weights and
+    cache."""
 
-    def array(shape, dtype, spec=P()):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    def array(*shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P("dp")))
 
     dtype, batch = jnp.dtype(args.dtype), args.batch
     weights = model.abstract_weights(config, mesh, dtype, args.quantize == "int8")
     cache = model.abstract_cache(config, mesh, batch, args.max_seq_len, dtype, args.quantize_cache == "int8")
-    positions = array((batch,), jnp.int32, P("dp"))
-    seeds, options = (
-        array((batch, 2), jnp.uint32, P("dp")),
-        {"config": config, "mesh": mesh, "sampling": model.Sampling()},
-    )
-    if piece:
-        start = array((), jnp.int32) if args.prefill > piece else None
-        arguments = array((batch, piece), jnp.int32), start, positions, seeds
-        return model.prefill.lower(weights, cache, *arguments, **options), weights, cache
-    arguments = array((batch,), jnp.int32), positions, seeds
-    return model.decode_step.lower(weights, cache, *arguments, **options), weights, cache
+    history, seeds = array(batch, args.max_seq_len + 1), array(batch, 2, dtype=jnp.uint32)
+    rows = model.Rows(history, *[array(batch)] * 3, seeds)
+    places = array(b * mesh.shape["dp"]) if b else None
+    options = {"T": T, "drafts": 0 if b else T - 1, "config": config, "mesh": mesh, "sampling": model.Sampling()}
+    return model.step.lower(weights, cache, rows, places, **options), weights, cache
 
 
 def plan(args) -> dict:
@@ -176,14 +171,15 @@ def plan(args) -> dict:
     devices = devices_of(args.target)
     dp = args.dp or (max(1, len(devices) // ((args.ep or 1) * args.tp)) if args.tp else None)
     mesh = model.make_mesh(*model.mesh_shape(config, devices, dp, args.ep, args.tp), devices=devices)
-    R, piece = model.cache_sharers(config, model.model_shards(mesh)), None
+    R, piece, taken = model.cache_sharers(config, model.model_shards(mesh)), None, None
     if hasattr(model, "row_groups"):  # R: devices that share the tokens of a row
         R = model.row_groups(args.batch // mesh.shape["dp"], R)[1]
     if args.prefill:
-        piece = model.piece_length(args.prefill, math.ceil(args.batch / mesh.shape["dp"]), config, mesh)
+        piece = model.piece_lengths(args.prefill, config, mesh)[0]
+        taken = min(args.batch // mesh.shape["dp"], max(1, model.PREFILL_TOKENS // piece))  # rows of a device at once
         args.max_seq_len = max(args.max_seq_len, math.ceil(args.prefill / piece) * piece)
     begin = time.perf_counter()
-    lowered, weights, cache = lower_program(model, config, mesh, args, piece)
+    lowered, weights, cache = lower_program(model, config, mesh, args, piece or args.tokens, taken)
     lengths = [args.max_seq_len] * args.batch
     one = model.make_mesh(devices=devices[:1])
     options = [config, one, args.batch, args.max_seq_len, args.dtype, args.quantize_cache == "int8"]
@@ -208,14 +204,14 @@ def plan(args) -> dict:
     report["compile_s"] = time.perf_counter() - begin
     runs = [Run(model.step_bytes(weights, cache, lengths, config) / mesh.size)]
     if piece:
-        runs = []
+        runs, rows = [], taken * mesh.shape["dp"]
         for start in range(0, args.prefill, piece):
-            nbytes = weight_bytes(model, weights, cache, args.batch * piece, config)
-            nbytes += model.cache_bytes_read(cache, [start + piece] * args.batch, config)
-            attention = args.batch * attention_flops(config, start, start + piece) / mesh.size
-            operations = flops(model, config, args.batch, start, start + piece) / mesh.size
-            trips = loop_trips(model, config, cache, R, start, piece) if args.prefill > piece else ()
-            runs.append(Run(nbytes / mesh.size, trips, attention, operations))
+            nbytes = weight_bytes(model, weights, cache, rows * piece, config)
+            nbytes += model.cache_bytes_read(cache, [start + piece] * rows, config)
+            attention = rows * attention_flops(config, start, start + piece) / mesh.size
+            operations = flops(model, config, rows, start, start + piece) / mesh.size
+            trips = loop_trips(model, cache, R, taken, start, piece)
+            runs += [Run(nbytes / mesh.size, trips, attention, operations)] * math.ceil(args.batch / rows)
     shards, layers = model.model_shards(mesh), config.num_hidden_layers
     report |= costs(program.as_text(), program.memory_analysis(), shards, layers, name, runs)
     if piece:
@@ -246,19 +242,17 @@ class Run(NamedTuple):
     operations: float | None = None
 
 
-def loop_trips(model, config, cache: list, R: int, start: int, piece: int) -> tuple[int, ...]:
-    """How often each loop over blocks of keys runs in a piece of prefill at `start`, on a TPU. A layer has a loop if it
-    has several blocks."""
+def loop_trips(model, cache: list, R: int, rows: int, start: int, piece: int) -> tuple[int, ...]:
+    """How often each loop runs in a piece of prefill at `start`, on a TPU: a layer has one over several rows that store
+    their tokens and, if keys have to be expanded, one over several blocks of them."""
     trips = []
-    for i, layer in enumerate(cache):
+    for layer in cache:
+        trips += [rows] * (rows > 1)
         slots = layer[0].shape[2]
-        window, chunk = config.mask(i) if hasattr(config, "mask") else (None, None)
-        is_at_hand = R == 1 and not hasattr(config, "kv_lora_rank")
-        block = slots if is_at_hand else math.gcd(slots, model.power_of_two(model.BLOCK_TOKENS // R))
+        is_expanded = hasattr(model, "row_groups")
+        block = math.gcd(slots, max(1, model.power_of_two(max(piece, 128)) // R)) if is_expanded else slots
         if block < slots:
-            first = start % chunk if chunk else start
-            blocks = (first + piece - 1) // (block * R) - max(first - window + 1 if window else 0, 0) // (block * R)
-            trips.append(blocks + 1)
+            trips.append((start + piece - 1) // (block * R) + 1)
     return tuple(trips)
 
 
@@ -411,6 +405,7 @@ def main() -> None:
     add("--target", required=True, nargs="+", help="v5e:4x4, v6e:2x4, v5p:2x2x4, .., h100, h200")
     add("--batch", type=int, nargs="+", default=[8])
     add("--max_seq_len", type=int, nargs="+", default=[2048], help="cache slots for a sequence, all of them filled")
+    add("--tokens", type=int, default=1, help="of a row in a decode step, all but one of them drafts, default 1")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     add("--quantize", choices=["int8"])
     add("--quantize_cache", choices=["int8"])

@@ -50,7 +50,7 @@ def scorer(folder, checkpoint, dtype: str, int8: bool, int8_cache: bool, mesh_sh
     R = model.cache_sharers(config, model.model_shards(mesh))
 
     def body(weights, cache, tokens, start):
-        attend = partial(model.prefill_attention, start=start, is_live=jnp.ones(len(tokens), bool), R=R)
+        attend = partial(model.cached_attention, batch=len(tokens), R=R)
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
         x, cache = model.forward(weights, tokens, positions, cache, attend, config)
         y = model.output_logits(weights, x.reshape(-1, x.shape[-1]), config)
@@ -62,7 +62,7 @@ def scorer(folder, checkpoint, dtype: str, int8: bool, int8_cache: bool, mesh_sh
 
     def score(rows):
         longest = max(map(len, rows))
-        T = model.piece_length(longest, len(rows), config, mesh)
+        T = model.piece_lengths(longest, config, mesh)[0]
         tokens = np.zeros((len(rows), -(-longest // T) * T), np.int32)  # padded at the end, where nothing looks
         for i, row in enumerate(rows):
             tokens[i, : len(row)] = row

@@ -63,7 +63,7 @@ from model import (
     generate,
     make_mesh,
     mesh_shape,
-    piece_length,
+    piece_lengths,
     power_of_two,
     stored_bytes,
 )
@@ -74,6 +74,7 @@ DEMO = Path(__file__).resolve().parent / "demo"
 PROMPTS_CHARACTERS = 2**28  # a larger --prompts_file, such as /dev/zero, is refused
 LONG_PROMPT = 2**15  # tokens; a shorter prompt is taken whatever max_position_embeddings says, as in transformers
 BATCH = 256  # rows of a device: by data sheets, beyond 240 (TPU v5e) or 295 (H100) computing outlasts reading bfloat16
+CHAT_SLOTS = 1024  # of the cache of a conversation at first
 MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
 MESSAGE_BYTES = 2**16  # of the message that each process sends to the others before loading
 OWN = ("model_path", "prompt", "prompts_file", "coordinator", "process_id")  # flags that may differ between hosts
@@ -117,6 +118,7 @@ def parse_arguments():
     add("--raw", action="store_true", help="continue the prompt as it is, no chat template")
     add("--max_new_tokens", type=count, default=128, help="default 128")
     add("--max_seq_len", type=count, help="cache slots for a sequence, default what prompts and max_new_tokens need")
+    add("--batch_size", type=count, help="rows that decode at once, default as many as memory holds")
     add("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16", help="default bfloat16")
     add("--quantize", choices=["int8"], help="weights in int8, one scale for each output channel")
     add("--quantize_cache", choices=["int8"], help="KV cache in int8, one scale for each token and head")
@@ -473,6 +475,8 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
         "prefill_tokens_per_s": measured["prefill_tokens"] / measured["prefill_s"],
         "decode_steps_per_s": steps_per_s,
         "decode_tokens_per_s": steps_per_s and measured["decode_tokens"] / measured["decode_s"],
+        "rows_busy": steps_per_s and measured["decode_tokens"] / measured["row_steps"],
+        "tokens_per_step": steps_per_s and 1.0,
         "step_bytes": measured["step_bytes"],
         "bandwidth_gb_per_s": bandwidth,
         "bandwidth_utilization": bandwidth and peak and bandwidth / peak,
@@ -484,60 +488,32 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
 # Many prompts
 
 
-def generate_in_batches(
+def decoding(
     weights: dict,
     prompts: list[list[int]],
     config,
     mesh: jax.sharding.Mesh,
     *,
+    batch_size: int | None,
     max_new_tokens: int,
     max_seq_len: int | None = None,
     int8_cache: bool = False,
-    stats: dict,
     **options,
 ) -> Iterator[list[Token]]:
-    """What model.py's generate does, for any number of prompts: in several batches if they do not fit in one.
-
-    A batch has rows of similar length, at most BATCH on a device. The longest come first, so that prompts that do not
-    fit are refused at once. If not all rows fit in one batch, all but the last have a power of two of rows, and slots
-    are a power of two, so that few programs have to be compiled. `stats` covers all batches; step_bytes is the mean
-    over steps. All other options are generate's.
-    """
-    dp, memory = mesh.shape["dp"], memory_of(mesh)
-    left = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
-    while left:
-        longest = len(prompts[left[-1]])
-        slots = needed = max_seq_len or longest + max_new_tokens - 1
-
-        def share(count, slots):
-            """Of the memory, what weights and cache take."""
-            rows = ceil_div(count, dp)
-            piece = piece_length(longest, rows, config, mesh)  # prompts are padded to whole ones
-            slots = max(slots, ceil_div(longest, piece) * piece)
-            cache = abstract_cache(config, mesh, rows * dp, slots, weights["norm"].dtype, int8_cache)
-            return stored_bytes((weights, cache)) / memory
-
-        def fits(count, slots):
-            return count <= BATCH * dp and share(count, slots) <= MEMORY_SHARE
-
-        count = len(left)
-        if not fits(count, slots):
-            slots = max_seq_len or max(256, power_of_two(needed))
-            while count > dp and not fits(count, slots):
-                count = max(power_of_two(count) // 2, dp)
-            if not fits(count, slots):  # perhaps only the rounding up does not fit
-                slots = needed
-        if share(count, slots) > 1:
-            what = f"a cache of {count} x {slots} tokens"
-            raise InputError(f"no memory for {what}; lower max_new_tokens or max_seq_len")
-        rows, left = sorted(left[-count:]), left[:-count]
-        measured = {}
-        options |= {"max_new_tokens": max_new_tokens, "max_seq_len": slots, "int8_cache": int8_cache}
-        yield from generate(weights, [prompts[row] for row in rows], config, mesh, rows=rows, stats=measured, **options)
-        steps = stats.get("decode_steps", 0) + measured["decode_steps"]
-        weight = measured["decode_steps"] / steps if steps else 1
-        mean_bytes = round(weight * measured.pop("step_bytes") + (1 - weight) * stats.get("step_bytes", 0))
-        stats |= {key: stats.get(key, 0) + value for key, value in measured.items()} | {"step_bytes": mean_bytes}
+    """What model.py's generate does, with `batch_size` rows at once: by default as many as memory holds, and at most
+    BATCH on a device. All other options are generate's."""
+    dp, longest = mesh.shape["dp"], max(map(len, prompts))
+    max_seq_len = max_seq_len or longest + max_new_tokens - 1
+    slots = max(max_seq_len, piece_lengths(longest, config, mesh)[0])
+    size = stored_bytes(abstract_cache(config, mesh, dp, slots, weights["norm"].dtype, int8_cache))  # of a row for each
+    used, memory = stored_bytes(weights), memory_of(mesh)
+    fitting = max(1, int((MEMORY_SHARE * memory - used) // size))
+    rows = min(len(prompts), batch_size or min(fitting, BATCH) * dp)
+    if used + ceil_div(rows, dp) * size > memory:
+        what = f"a cache of {rows} x {slots} tokens"
+        raise InputError(f"no memory for {what}; lower max_new_tokens, max_seq_len or batch_size")
+    options |= {"max_new_tokens": max_new_tokens, "max_seq_len": max_seq_len, "int8_cache": int8_cache}
+    return generate(weights, prompts, config, mesh, rows=rows, **options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -686,7 +662,8 @@ def main() -> None:
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     options = {"max_new_tokens": args.max_new_tokens, "stop_tokens": inputs.stop_tokens, "sampling": sampling}
     options |= {"seed": args.seed, "int8_cache": args.quantize_cache == "int8", "progress": Progress()}
-    generation = partial(generate_in_batches, weights, config=inputs.checkpoint.config, mesh=inputs.mesh, **options)
+    options["batch_size"] = args.batch_size
+    generation = partial(decoding, weights, config=inputs.checkpoint.config, mesh=inputs.mesh, **options)
     measured = chat(args, inputs, generation) if args.chat else answer(args, inputs, generation)
     if not measured:
         return
@@ -723,15 +700,15 @@ def chat(args, inputs: Inputs, generation) -> dict:
     """A conversation: each line of input is a message, and the model answers it in the light of all before it. `/reset`
     starts anew, end of file ends it, Ctrl-C stops an answer. Returns what was measured of the last answer.
 
-    The number of cache slots is a power of two, so that decoding is compiled again only when the conversation outgrows
-    them. Prefill is compiled for each new length of its pieces (see padded_piece in model.py).
+    The cache is kept, and a message is read from where its conversation differs from what is there. The number of cache
+    slots is a power of two, so that programs are compiled again only when the conversation outgrows them.
     """
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdin.reconfigure(errors="surrogateescape")  # what is not in UTF-8 is refused by encode
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401, input() then edits lines of any length
-    history, measured = (), {}
+    history, measured, kept = (), {}, {}
     while True:
         if sys.stdin.isatty() and not sys.stdout.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
@@ -746,9 +723,9 @@ def chat(args, inputs: Inputs, generation) -> dict:
         try:
             prompt_tokens = encode(inputs.tokenizer, [text], raw=False, history=history)
             check_context(prompt_tokens, inputs.checkpoint.raw_config)
-            slots = power_of_two(len(prompt_tokens[0]) + args.max_new_tokens - 1)
-            measured = {}
-            for tokens in generation(prompt_tokens, max_seq_len=min(slots, args.max_seq_len or slots), stats=measured):
+            slots = max(CHAT_SLOTS, power_of_two(len(prompt_tokens[0]) + args.max_new_tokens - 1))
+            slots, measured = min(slots, args.max_seq_len or slots), {}
+            for tokens in generation(prompt_tokens, max_seq_len=slots, kept=kept, stats=measured):
                 results.add(tokens)
         except InputError as error:
             print(f"error: {users_line(error)}; /reset forgets the conversation", file=sys.stderr)

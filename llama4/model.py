@@ -32,8 +32,7 @@ intermediate dimension (Shoeybi et al. 2019, "Megatron-LM"). All device code run
 exchange nothing except in the collectives that the code spells out. A decode step has one `psum` in the embedding, two
 in each layer (in `summed`), and two `all_gather` for the next token. In prefill the devices along ep divide the tokens
 of the residual stream (see `divide_tokens`). If ep x tp exceeds num_key_value_heads, R devices share each kv head, and
-each caches every R-th token for it. Prefill gathers such a cache in blocks; decoding exchanges queries and outputs (see
-`exchange`).
+each caches every R-th token for it. They exchange queries and outputs (see `exchange`).
 
 Dimension letters, in shapes and einsums. Under shard_map B, N, K, G, F, E and V are the sizes on one device.
 
@@ -226,12 +225,6 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
         raise InputError(f"ep = {mesh.shape['ep']} does not divide num_local_experts {config.num_local_experts}")
     if kv_heads % shards and shards % kv_heads:
         raise InputError(f"ep x tp = {shards} is neither a divisor nor a multiple of num_key_value_heads {kv_heads}")
-    R = cache_sharers(config, shards)
-    if "chunked_attention" in config.layer_types and config.attention_chunk_size % R:
-        raise InputError(
-            f"ep x tp = {shards}: the {R} devices that share a kv head do not divide "
-            f"attention_chunk_size {config.attention_chunk_size}; choose fewer"
-        )
 
 
 def weights_of(config: Config) -> dict:
@@ -352,12 +345,12 @@ def attention_temperature(positions: Array, config: Config) -> Array:
 def attention(
     x: Array, w: dict, cache: LayerCache, positions: Array, attend, config: Config, has_rope: bool, mask: Mask
 ):
-    """The first half of a layer, on the residual stream x, [B, T, D] or a share of it (see divide_tokens), at positions
+    """The first half of a layer, on the residual stream x, [1, B T, D] or a share (see divide_tokens), at positions
     [B, T]. Returns the new x and the new cache.
 
-    `attend(q, k, v, cache, positions, mask)` stores k and v, float32 [B, T, K, H], in `cache`, this layer's keys and
-    values. It returns the attention output [B, T, N H] of q [B, T, N, H], which is scaled, and the cache. Prefill and
-    decode pass different `attend`, and run the same layers otherwise.
+    `attend(q, k, v, cache, positions, mask)` is cached_attention with the rest of its arguments. q [B, T, N, H] is
+    scaled already; k and v are float32 [B, T, K, H]. It returns the attention output [B, T, N H], and this layer's
+    cache with k and v stored.
     """
     h = all_tokens(rms_norm(x, w["attention_norm"], config.rms_norm_eps)).reshape(*positions.shape, -1)
     q, k, v = split_heads(linear(h, w["qkv"], w.get("qkv_bias")), config)
@@ -644,49 +637,84 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = 
 # Decoding
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "sampling"), donate_argnames=("cache",))
-def prefill(weights: dict, cache, tokens, start, lengths, seeds, *, config: Config, mesh: Mesh, sampling: Sampling):
-    """One piece of the prompts: T tokens of each row, at positions start to start + T.
+class Rows(NamedTuple):
+    """The state of a batch, on the devices: a place for each row, which another prompt takes when a row has ended.
 
-    Rows are padded at the end. No real token attends to the padding, and each of its slots is overwritten before a
-    later token could. A row whose prompt ended before this piece stores nothing.
-
-    Args: cache, donated; tokens int32 [B, T]; start int32 [], or None if this is the only piece, which starts at 0;
-    lengths int32 [B], of the prompts; seeds as in next_token. Returns the cache, and for each row a next token, int32
-    [B], and its log-probability, float32 [B], which mean something if the row's prompt ends in this piece.
+    `history` int32 [B, the largest limit or more] holds a row's tokens, the prompt and then the answer. `filled` int32
+    [B] says how many of them are in the cache, `lengths` int32 [B] how many are known: at least one more. A row ends
+    with `limits` int32 [B] tokens. `seeds` uint32 [B, 2] has its number, whatever its place, and the seed of the run.
     """
 
-    def body(weights, cache, tokens, start, lengths, seeds):
-        T, start = tokens.shape[1], 0 if start is None else start
-        positions = jnp.broadcast_to(start + jnp.arange(T), tokens.shape)
+    history: Array
+    filled: Array
+    lengths: Array
+    limits: Array
+    seeds: Array
+
+
+def refill(rows: Rows, is_new: Array, new: Rows) -> Rows:
+    """`rows` with those of `new` at the places where `is_new`, bool [B], says so."""
+    return jax.tree.map(lambda x, old: jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), x, old), new, rows)
+
+
+@partial(jax.jit, static_argnames=("T", "drafts", "config", "mesh", "sampling"), donate_argnames=("cache", "rows"))
+def step(
+    weights: dict,
+    cache: list[LayerCache],
+    rows: Rows,
+    places: Array | None = None,
+    *,
+    T: int,
+    drafts: int = 0,
+    config: Config,
+    mesh: Mesh,
+    sampling: Sampling,
+):
+    """T tokens of every row, from the first that the cache lacks: a piece of prompts, or with T = 1 a step of decoding.
+
+    A token is chosen after the last one that is known, and after each of `drafts` more: guesses that stand behind it in
+    `history`. Those guesses stay that agree with the choices, up to the first that does not (Leviathan et al. 2023,
+    "speculative decoding"; greedy or sampled, the tokens are those of steps of one). A row that still reads its prompt
+    only advances by T, and one at its limit stands still. Nothing is ever taken back: what the cache holds beyond
+    `filled` is overwritten before a token could see it.
+
+    T up to FEW takes all rows. A longer T, a multiple of the devices that share a row's cache, is for the rows at
+    `places` int32 [b], counted on each device of dp; a place that stands there twice is computed twice. By default it
+    takes all rows, too.
+
+    Returns the cache and the rows, both donated. Of the rows taken, on every device: `lengths` int32 [b], and the
+    chosen tokens int32 [b, 1 + drafts] with their log-probabilities, float32. As many are new as `lengths` has grown.
+    """
+
+    def body(weights, cache, rows, places):
+        some = rows if places is None else jax.tree.map(lambda x: x[places], rows)
+        history, filled, lengths, limits, seeds = some
+        positions = filled[:, None] + jnp.arange(T)
+        tokens = jnp.take_along_axis(history, positions, axis=1, mode="clip")
         R = cache_sharers(config, model_shards(mesh))
-        attend = partial(prefill_attention, start=start, is_live=start < lengths, R=R)
+        attend = partial(cached_attention, places=places, batch=len(rows.filled), R=R)
         x, cache = forward(weights, tokens, positions, cache, attend, config)
-        last = jnp.clip(lengths - 1 - start, 0, T - 1)
-        x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
-        return cache, *next_token(output_logits(weights, x, config), lengths - 1, seeds, sampling)
+        newest = lengths[:, None] - 1 + jnp.arange(1 + drafts)
+        if T > 1:
+            x = jnp.take_along_axis(x, jnp.clip(newest - filled[:, None], 0, T - 1)[:, :, None], axis=1)
+        logits = output_logits(weights, x.reshape(-1, x.shape[-1]), config)
+        seeds = jnp.repeat(seeds, 1 + drafts, axis=0)
+        chosen, logprobs = (y.reshape(newest.shape) for y in next_token(logits, newest.reshape(-1), seeds, sampling))
+        guesses = jnp.take_along_axis(history, newest[:, 1:], axis=1, mode="clip")
+        kept = jnp.sum(jnp.cumprod(chosen[:, :drafts] == guesses, axis=1), axis=1, dtype=jnp.int32)
+        filled = jnp.minimum(jnp.minimum(filled + T, lengths + kept), limits - 1)
+        last = jnp.take_along_axis(chosen, jnp.clip(filled - lengths, 0, drafts)[:, None], axis=1)
+        is_last = (jnp.arange(history.shape[1]) == filled[:, None]) & (filled >= lengths)[:, None]
+        lengths = jnp.maximum(lengths, filled + 1)
+        some = Rows(jnp.where(is_last, last, history), filled, lengths, limits, some.seeds)
+        rows = some if places is None else jax.tree.map(lambda x, new: x.at[places].set(new), rows, some)
+        # Every host needs the tokens of all rows, to see which rows have ended.
+        result = jax.lax.all_gather((lengths, chosen, logprobs), "dp", tiled=True)
+        return cache, rows, result
 
-    in_specs = (CACHE_SPEC, P("dp"), P(), P("dp"), P("dp"))
-    program = sharded(body, mesh, weights, config, in_specs, (CACHE_SPEC, P(), P()))
-    return program(weights, cache, tokens, start, lengths, seeds)
-
-
-@partial(jax.jit, static_argnames=("config", "mesh", "sampling"), donate_argnames=("cache",))
-def decode_step(weights: dict, cache, tokens, positions, seeds, *, config: Config, mesh: Mesh, sampling: Sampling):
-    """One token for every row: takes tokens [B] at positions [B], and chooses those that follow.
-
-    Returns the cache (donated), the next tokens int32 [B], their log-probabilities float32 [B] and their positions.
-    """
-
-    def body(weights, cache, tokens, positions, seeds):
-        attend = partial(decode_attention, R=cache_sharers(config, model_shards(mesh)))
-        x, cache = forward(weights, tokens[:, None], positions[:, None], cache, attend, config)
-        tokens, logprobs = next_token(output_logits(weights, x[:, 0], config), positions, seeds, sampling)
-        return cache, tokens, logprobs, positions + 1
-
-    in_specs = (CACHE_SPEC, P("dp"), P("dp"), P("dp"))
-    program = sharded(body, mesh, weights, config, in_specs, (CACHE_SPEC, P(), P(), P("dp")))
-    return program(weights, cache, tokens, positions, seeds)
+    of_rows = Rows(*[P("dp")] * len(Rows._fields))
+    program = sharded(body, mesh, weights, config, (CACHE_SPEC, of_rows, P("dp")), (CACHE_SPEC, of_rows, P()))
+    return program(weights, cache, rows, places)
 
 
 class Sampling(NamedTuple):
@@ -702,7 +730,7 @@ class Sampling(NamedTuple):
 
 
 def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling) -> tuple[Array, Array]:
-    """The next tokens int32 [B] and their log-probabilities float32 [B], of the whole batch, on every device.
+    """The next tokens int32 [B] and their log-probabilities float32 [B], the same on all devices that share the rows.
 
     The log-probability is that of the unmodified softmax. Sampling uses no random key twice: each position of each row
     has its own.
@@ -721,18 +749,13 @@ def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling
         largest, total, ids = jax.lax.all_gather(candidates, MODEL_AXES, axis=1)  # [X, B] each
         winner = jnp.argmax(largest, axis=0)[None]
         logprobs = -jnp.log(jnp.sum(total * jnp.exp(largest - jnp.max(largest, axis=0)), axis=0))
-        tokens = jnp.take_along_axis(ids, winner, axis=0)[0]
-    else:
-        logits = jax.lax.all_gather(logits, MODEL_AXES, axis=1, tiled=True)
-        keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")  # a key of this generator is two numbers
-        keys = jax.vmap(jax.random.fold_in)(keys, positions)
-        kept = keep_probable(logits / sampling.temperature, sampling.top_k, sampling.top_p)
-        tokens = jax.vmap(jax.random.categorical)(keys, kept)
-        logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)[:, 0]
-    # Every host needs the tokens of all rows, to see which rows have ended.
-    chosen = jnp.stack([tokens.astype(jnp.float32), logprobs])
-    tokens, logprobs = jax.lax.all_gather(chosen, "dp", axis=1, tiled=True)
-    return tokens.astype(jnp.int32), logprobs
+        return jnp.take_along_axis(ids, winner, axis=0)[0].astype(jnp.int32), logprobs
+    logits = jax.lax.all_gather(logits, MODEL_AXES, axis=1, tiled=True)
+    keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")  # a key of this generator is two numbers
+    keys = jax.vmap(jax.random.fold_in)(keys, positions)
+    kept = keep_probable(logits / sampling.temperature, sampling.top_k, sampling.top_p)
+    tokens = jax.vmap(jax.random.categorical)(keys, kept)
+    return tokens, jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)[:, 0]
 
 
 def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
@@ -752,7 +775,8 @@ def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
 
 PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
 PREFILL_PIECE = 1024  # of one row: enough for each weight that is read to serve many tokens; not yet tuned on hardware
-LOOKAHEAD = 2  # decode steps started beyond the one whose tokens the host reads
+SHORT_PIECE = 64  # for what is left of a prompt, or new in a conversation
+LOOKAHEAD = 2  # steps started beyond the one whose tokens the host reads
 
 
 class Token(NamedTuple):
@@ -764,145 +788,256 @@ class Token(NamedTuple):
     finish_reason: str | None
 
 
+@dataclasses.dataclass
+class Place:
+    """What the host knows of a place in Rows: the `row` that has it, None if it is free; the `tokens` of the row that
+    the host has read, of which `prompt_length` are the prompt; and, as they will be after all steps that are started,
+    `filled` and `length`, and how many positions of the cache were ever `stored`."""
+
+    row: int | None = None
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    prompt_length: int = 0
+    filled: int = 0
+    length: int = 1
+    limit: int = 1
+    stored: int = 0
+
+    def unread(self) -> int:
+        """How many tokens of the prompt no step has taken."""
+        return 0 if self.row is None else max(self.prompt_length - self.filled, 0)
+
+    def advance(self, T: int) -> None:
+        """Notes that a step of T tokens was started."""
+        self.stored = max(self.stored, self.filled + T)
+        self.filled = min(self.filled + T, self.length, self.limit - 1)
+        self.length = max(self.length, self.filled + 1)
+
+    def shared(self, prompt: list[int], slots: int) -> int:
+        """How many tokens at the beginning of `prompt` the cache has. One at least is left, to compute what follows.
+        A layer of fewer `slots` than were stored is a ring, and has forgotten what it needs if too much came after."""
+        most = min(len(prompt) - 1, len(self.tokens) - 1, self.filled)
+        n = next((i for i in range(most) if prompt[i] != self.tokens[i]), max(most, 0))
+        return n if self.stored <= slots or self.stored - n <= PREFILL_PIECE else 0
+
+
 def generate(
     weights: dict,
     prompts: list[list[int]],
     config: Config,
     mesh: Mesh,
     *,
-    rows: list[int] | None = None,
+    rows: int | None = None,
     max_new_tokens: int,
     max_seq_len: int | None = None,
     stop_tokens: tuple[int, ...] = (),
     sampling: Sampling = Sampling(),
     seed: int = 0,
     int8_cache: bool = False,
+    kept: dict | None = None,
     stats: dict | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Iterator[list[Token]]:
-    """Decodes all prompts as one batch and yields, step by step, the new tokens of the rows that are not finished. The
-    first `next` raises InputError for prompts that check_prompts refuses.
+    """Decodes the prompts, `rows` of them at a time (by default all), and yields the new tokens of each step. When a
+    row ends, the next prompt takes its place: it is read in pieces, while the other rows keep their caches. The first
+    `next` raises InputError for prompts that check_prompts refuses.
 
     A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
     `max_seq_len` slots (by default as many as the longest row needs). What a row generates does not depend on the
-    others: sampling uses the seed and the row's number, `Token.row`. `rows` gives these numbers, by default the indices
-    in `prompts`.
+    others: sampling uses the seed and the row's number in `prompts`, `Token.row`.
+
+    A prompt that begins like the row before it in its place is read from where they differ, so what all prompts begin
+    with is read once for each place. `kept`, a dict that is empty at first, takes the places to the next call: so a
+    conversation reads only what is new. It is right too after a call that was broken off.
 
     The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
     reads them LOOKAHEAD steps later. On machines whose attention reads the whole cache, the cache doubles as it fills,
     at one compilation for each size.
 
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
-    and at the end step_bytes of a decode step of mean length. No other time includes compilation or growing the cache.
-    `progress(stage, done, total)` is called before and after a compilation, and with the tokens of each prefill piece.
+    row_steps, the places in all these steps, and at the end step_bytes of a mean decode step. The time from one result
+    to the next is prefill's if the step behind it read a prompt, else decoding's. No time but the first includes
+    compilation, or growing the cache. `progress(stage, done, total)` is called before and after a compilation, and with
+    the tokens that were read of the first prompts.
     """
-    stats = {} if stats is None else stats
-    stats |= {"compile_s": 0.0, "decode_s": 0.0, "decode_steps": 0, "decode_tokens": 0}
+    stats, names = {} if stats is None else stats, ("prefill_tokens", "decode_steps", "decode_tokens", "row_steps")
+    stats |= dict.fromkeys(("compile_s", "prefill_s", "decode_s"), 0.0) | dict.fromkeys(names, 0)
     check_prompts(prompts, config, max_seq_len)
-    lengths = [len(prompt) for prompt in prompts]
-    max_seq_len = max_seq_len or max(lengths) + max_new_tokens - 1  # the last token needs no slot
-    limits = [min(max_new_tokens, max_seq_len - length + 1) for length in lengths]
+    longest, dp, dtype = max(map(len, prompts)), mesh.shape["dp"], weights["norm"].dtype
+    max_seq_len = max_seq_len or longest + max_new_tokens - 1  # the last token needs no slot
+    count = min(rows or len(prompts), len(prompts))
+    batch = ceil_div(count, dp) * dp  # those beyond `count` stay free
+    pieces = piece_lengths(longest if kept is None else max_seq_len, config, mesh)
+    most_slots = max(max_seq_len, pieces[0])
+    first_slots = max(longest + 1, pieces[0]) if kept is None else most_slots  # a conversation compiles less often
+    own = batch // dp  # places of a device
+    waiting, programs = list(range(len(prompts))), {}
+    in_flight = []  # of steps that the host has not read: tokens of prompts, places with their rows, results
+    lengths, clock = np.zeros(count), 0.0  # lengths: tokens in the cache, summed over all steps of decoding
 
-    # The prompts as one array, padded at the end of each row, plus one-token rows so that dp divides the batch.
-    dp, dtype = mesh.shape["dp"], weights["norm"].dtype
-    batch = ceil_div(len(prompts), dp) * dp
-    piece = piece_length(max(lengths), batch // dp, config, mesh)
-    starts = range(0, max(lengths), piece)
-    prompt_tokens = np.zeros((batch, len(starts) * piece), np.int32)
-    for row, prompt in enumerate(prompts):
-        prompt_tokens[row, : len(prompt)] = prompt
-    padding = batch - len(prompts)
-    prompt_lengths = np.array(lengths + [1] * padding, np.int32)
-    rows = list(range(len(prompts))) if rows is None else rows
-
-    def on_mesh(array, spec=P()):
+    def on_mesh(array, spec=P("dp")):
         return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
-
-    positions = on_mesh(prompt_lengths, P("dp"))  # of the next token of each row, which is at first its prompt's length
-    seeds = on_mesh(np.array([(row, seed) for row in rows + [0] * padding], np.uint32), P("dp"))
-
-    most_slots = max(max_seq_len, prompt_tokens.shape[1])
 
     def cache_of(slots):
         return abstract_cache(config, mesh, batch, slots, dtype, int8_cache)
 
-    def compiled(stage, program, *arguments):
-        begin, options = time.perf_counter(), {"config": config, "mesh": mesh, "sampling": sampling}
-        executable = compile_once(program, arguments, options, partial(progress, f"compiling {stage}"))
-        stats["compile_s"] += time.perf_counter() - begin
-        return executable
+    def empty_state():  # free places stand still at their limit
+        history, ones = np.zeros((batch, max_seq_len + 1), np.int32), np.ones((2, batch), np.int32)
+        return Rows(history, np.zeros(batch, np.int32), *ones, np.zeros((batch, 2), np.uint32))
 
-    slots = slots_until(max(*lengths, prompt_tokens.shape[1] - 1), most_slots, mesh)
-    cache = zeros(cache_of(slots))
+    kept = {} if kept is None else kept
+    places, cache, slots = (kept.pop(name, None) for name in ("places", "cache", "slots"))
+    is_whole = cache and len(cache) == config.num_hidden_layers  # perhaps it was broken off while it grew, or in a step
+    if not is_whole or any(x.is_deleted() for x in jax.tree.leaves(cache)):
+        places, slots = [Place() for _ in range(batch)], slots_until(first_slots - 1, most_slots, mesh)
+        cache = zeros(cache_of(slots))
+    for place in places:
+        place.row = None
+    state = jax.tree.map(on_mesh, empty_state())
 
-    def traced(start):  # None for an only piece: its program knows that it starts at 0
-        return on_mesh(np.int32(start)) if len(starts) > 1 else None
+    def fill():
+        """Gives the free places to prompts that wait, in their order: to each the one that shares most with it."""
+        nonlocal state
+        is_new, new = np.zeros(batch, bool), empty_state()
+        ring = cache_sharers(config, model_shards(mesh)) * min(layer[0].shape[2] for layer in cache)
+        free = [p for p in range(count) if places[p].row is None]
+        while free and waiting:
+            row = waiting.pop(0)
+            prompt = prompts[row]
+            shared = {p: places[p].shared(prompt, ring) for p in free}
+            p = max(free, key=shared.get)
+            free.remove(p)
+            length, limit = len(prompt), min(len(prompt) + max_new_tokens, max_seq_len + 1)
+            stored = places[p].stored if shared[p] else 0
+            places[p] = Place(row, list(prompt), length, shared[p], length, limit, stored)
+            is_new[p], new.history[p, :length], new.seeds[p] = True, prompt, (row, seed)
+            new.filled[p], new.lengths[p], new.limits[p] = shared[p], length, limit
+        program = jax.jit(refill, out_shardings=jax.tree.map(lambda x: x.sharding, state), donate_argnums=0)
+        state = program(state, on_mesh(is_new), jax.tree.map(on_mesh, new))
 
-    # Prefill. All that it and the first decode step need is compiled before the clock starts.
-    tokens = on_mesh(prompt_tokens[:, :piece])
-    prefill_piece = compiled("prefill", prefill, weights, cache, tokens, traced(0), positions, seeds)
-    step = compiled("decoding", decode_step, weights, cache, on_mesh(prompt_tokens[:, 0]), positions, seeds)
-    multihost_utils.sync_global_devices("compiled")  # or the clock would count other processes' compilation
-    begin = time.perf_counter()
-    chosen = []  # in each piece: tokens and their log-probabilities
-    for start in starts:
-        tokens = on_mesh(prompt_tokens[:, start : start + piece])
-        cache, *new = prefill_piece(weights, cache, tokens, traced(start), positions, seeds)
-        jax.block_until_ready(chosen[-1:])  # the piece before this one, so that the device always has work
-        progress("prefill", sum(min(length, start) for length in lengths), sum(lengths))
-        chosen.append(new)
-    last_pieces = (prompt_lengths - 1) // piece
-    tokens, logprobs = (np.stack(each)[last_pieces, np.arange(batch)] for each in zip(*chosen, strict=True))
-    progress("prefill", sum(lengths), sum(lengths))
-    stats |= {"prefill_s": time.perf_counter() - begin, "prefill_tokens": sum(lengths)}
+    def choose():
+        """The next step: its T, and the places that it takes on each device of dp. A prompt is read in the longest
+        pieces of which it fills at least half."""
+        wanted = {}  # places by the length of their next piece
+        for p in range(count):
+            if unread := places[p].unread():
+                T = next((T for T in pieces if 2 * unread > T), pieces[-1])
+                wanted.setdefault(T, []).append(p)
+        if not wanted:
+            return 1, [range(own)] * dp
+        T = max(wanted)
+        by_device = [[p % own for p in wanted[T] if p // own == device] for device in range(dp)]
+        most = min(own, max(1, PREFILL_TOKENS // T))
+        b = most if 2 * max(map(len, by_device)) > most else 1  # two programs for each T
+        # A device with fewer rows to read takes one twice, or its first place one step further.
+        return T, [((some or [0]) * b)[:b] for some in by_device]
 
-    live = set(range(len(prompts)))  # the rows that are not finished
-    tokens_read = 0  # tokens of a row that the host has read
+    def tick(part=None):
+        """Adds the time since the last tick to a part of `stats`."""
+        nonlocal clock
+        now = time.perf_counter()
+        if part:
+            stats[part] += now - clock
+        clock = now
 
-    def read_tokens(tokens, logprobs):
-        """Fetches the tokens of a step, and takes the rows that end with them out of `live`."""
-        nonlocal tokens_read
-        tokens_read += 1
-        ids, logs = np.asarray(tokens), np.asarray(logprobs)
+    def pause():
+        """Waits until no step runs."""
+        jax.block_until_ready(state)
+        tick(("prefill_s" if in_flight[-1][0] else "decode_s") if in_flight else None)
+
+    def grow(last):
+        """Makes room in the cache for position `last`."""
+        nonlocal cache, slots
+        if last >= slots:
+            before, slots = cache_of(slots), slots_until(last, most_slots, mesh)
+            if (larger := cache_of(slots)) != before:
+                pause()
+                cache = grow_cache(cache, larger)
+                tick()
+
+    def compiled(T, b):
+        """The program of steps of T tokens, of b rows on each device of dp."""
+
+        def announce(done, total):
+            if done:
+                multihost_utils.sync_global_devices("compiled")  # the clock should not count others' compilation
+                tick("compile_s")
+            else:
+                pause()
+            progress("compiling decoding" if T == 1 else "compiling prefill", done, total)
+
+        if (T, b, slots) not in programs:
+            taken = None if T == 1 else on_mesh(np.zeros(b * dp, np.int32))
+            options = {"T": T, "config": config, "mesh": mesh, "sampling": sampling}
+            programs[T, b, slots] = compile_once(step, (weights, cache_of(slots), state, taken), options, announce)
+        return programs[T, b, slots]
+
+    def start(T, taken):
+        """Starts a step of T tokens for the places `taken` on each device of dp."""
+        nonlocal cache, state
+        of_step = [device * own + p for device, some in enumerate(taken) for p in some]
+        live = [place for p in of_step if (place := places[p]).row is not None]
+        grow(max(T, *(min(place.filled + T, place.length, place.limit - 1) for place in live)) - 1)
+        program = compiled(T, len(taken[0]))
+        arguments = None if T == 1 else on_mesh(np.array(taken, np.int32).reshape(-1))
+        cache, state, result = program(weights, cache, state, arguments)
+        result[1].copy_to_host_async()
+        prompt_tokens = sum(min(places[p].unread(), T) for p in set(of_step))
+        in_flight.append((prompt_tokens, [(p, places[p].row) for p in of_step], result))
+        for p in set(of_step):
+            places[p].advance(T)
+
+    def read():
+        """The tokens of the oldest step that was started; places of rows that end with them become free."""
+        nonlocal lengths
+        prompt_tokens, of_step, result = in_flight.pop(0)
+        known, chosen, logprobs = map(np.asarray, result)
+        tick("prefill_s" if prompt_tokens else "decode_s")
         new = []
-        for row in sorted(live):
-            is_stop = int(ids[row]) in stop_tokens
-            reason = "stop" if is_stop else "length" if tokens_read == limits[row] else None
-            new.append(Token(rows[row], int(ids[row]), float(logs[row]), reason))
-            if reason:
-                live.remove(row)
+        for i, (p, row) in enumerate(of_step):
+            place = places[p]
+            if row is None or place.row != row:  # the row has ended
+                continue
+            for j in range(known[i] - len(place.tokens)):
+                place.tokens.append(int(chosen[i, j]))
+                is_last = len(place.tokens) == place.limit
+                reason = "stop" if place.tokens[-1] in stop_tokens else "length" if is_last else None
+                new.append(Token(row, place.tokens[-1], float(logprobs[i, j]), reason))
+                if reason:
+                    place.row = None
+                    break
+        stats["prefill_tokens"] += prompt_tokens
+        if not prompt_tokens:
+            stats["decode_steps"] += 1
+            stats["decode_tokens"] += len(new)
+            stats["row_steps"] += count
+            lengths += known[:count] - 1
         return new
 
-    yield read_tokens(tokens, logprobs)
-
-    # Decode.
-    tokens = on_mesh(tokens)
-    in_flight = []  # the tokens of steps that the host has not read
-    tokens_started = 1  # tokens of a row, in flight or read
-    begin = time.perf_counter()
-    while live:
-        while tokens_started < max(limits[row] for row in live) and len(in_flight) <= LOOKAHEAD:
-            # A row at its limit is live until the host has read its last token, and needs no more slots.
-            position = max(lengths[row] + min(tokens_started, limits[row] - 1) for row in live) - 1
-            if position >= slots:
-                before, slots = cache_of(slots), slots_until(position, most_slots, mesh)
-                if (larger := cache_of(slots)) != before:
-                    jax.block_until_ready(tokens)  # no step runs while the clock stands still
-                    pause = time.perf_counter()
-                    cache = grow_cache(cache, larger)
-                    step = compiled("decoding", decode_step, weights, cache, tokens, positions, seeds)
-                    begin += time.perf_counter() - pause
-            cache, tokens, logprobs, positions = step(weights, cache, tokens, positions, seeds)
-            tokens.copy_to_host_async()
-            in_flight.append((tokens, logprobs))
-            tokens_started += 1
-        new = read_tokens(*in_flight.pop(0))
-        stats["decode_s"] = time.perf_counter() - begin
-        stats["decode_steps"] += 1
-        stats["decode_tokens"] += len(new)
-        yield new
-    jax.block_until_ready(cache)  # steps in flight: no process may leave while others wait for it in a collective
-    stats["step_bytes"] = step_bytes(weights, cache, [length + tokens_read / 2 for length in lengths], config)
+    try:
+        fill()
+        places = [Place() if place.row is None else place for place in places]  # their first slots will be overwritten
+        first_tokens = sum(place.unread() for place in places)
+        T, taken = choose()
+        grow(first_slots - 1)
+        compiled(T, len(taken[0])), compiled(1, own)
+        tick()
+        progress("prefill", 0, first_tokens)
+        while live := [place for place in places if place.row is not None]:
+            can_start = any(place.unread() or place.length < place.limit for place in live)
+            if can_start and len(in_flight) <= LOOKAHEAD:
+                start(*choose())
+                continue
+            before = stats["prefill_tokens"]
+            new = read()
+            if before < first_tokens:
+                progress("prefill", min(stats["prefill_tokens"], first_tokens), first_tokens)
+            yield new
+            if waiting and any(place.row is None for place in places[:count]):
+                fill()
+        jax.block_until_ready(cache)  # steps in flight: no process may leave while others wait for it in a collective
+        stats["step_bytes"] = step_bytes(weights, cache, list(lengths / max(stats["decode_steps"], 1)), config)
+    finally:
+        kept |= {"places": places, "cache": cache, "slots": slots}
 
 
 def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None) -> None:
@@ -1030,160 +1165,7 @@ def mask_padding(logits: Array, config: Config) -> Array:
 MASKED = -1e30
 
 CACHE_SPEC = P("dp", MODEL_AXES)  # rows over dp; kv heads, or what devices share of a cache, over ep x tp
-
-
-def is_attended(keys: Array, queries: Array, window: int | None) -> Array:
-    """Whether the queries at positions `queries` see the keys at positions `keys`, in shapes that broadcast: no later
-    key, and none before the last `window` ones (None: all)."""
-    seen = keys <= queries
-    return seen if window is None else seen & (keys > queries - window)
-
-
-def attention_scores(q: Array, k: Array | Int8, mask: Array) -> Array:
-    """q [B, K, G, T, H], k [B, K, S, H], mask [.., T, S]: float32 [B, K, G, T, S]."""
-    keys, scale = values_and_scale(k, q.dtype)
-    scores = query_key_product(q.astype(keys.dtype), keys)
-    scores = scores if scale is None else scores * scale[:, :, None, None]
-    return jnp.where(mask, scores, MASKED)
-
-
-def attention_with_sum(scores: Array, v: Array | Int8, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """The softmax of scores [B, K, G, T, S] times values v [B, K, S, W], float32 [B, K, G, T, W], and the log-sum-exp
-    of the scores, float32 [B, K, G, T, 1]. `dtype` is for the product with int8 values."""
-    values, scale = values_and_scale(v, dtype)
-    m = jnp.max(scores, axis=-1, keepdims=True)
-    p = jnp.exp(scores - m)
-    l = jnp.sum(p, axis=-1, keepdims=True)
-    p = p / l if scale is None else p / l * scale[:, :, None, None]
-    return einsum("bkgts,bksw->bkgtw", p.astype(values.dtype), values), m + jnp.log(l)
-
-
-def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Softmax outputs over two sets of keys as one over both: pairs of an output and the log-sum-exp of its scores."""
-    log_sum_exp = jnp.logaddexp(a[1], b[1])
-    return sum(out * jnp.exp(each - log_sum_exp) for out, each in (a, b)), log_sum_exp
-
-
-def joined(parts: Array, axis: int) -> tuple[Array, Array]:
-    """What `merged` gives for many sets of keys: `parts` [.., W + 1] has their outputs and, in the last column,
-    log-sum-exps, along `axis`."""
-    m = jnp.max(parts[..., -1:], axis, keepdims=True)
-    weights = jnp.exp(parts[..., -1:] - m)
-    l = jnp.sum(weights, axis)
-    return jnp.sum(weights * parts[..., :-1], axis) / l, jnp.squeeze(m, axis) + jnp.log(l)
-
-
-def over_blocks(attend, first: Array, last: Array, window: int | None, block: int, shape) -> tuple[Array, Array]:
-    """attend(i), an output of this shape and the log-sum-exp of its scores, merged over all blocks i of `block` keys
-    that queries at positions `first` to `last` see."""
-    begin = 0 if window is None else jnp.maximum(first - window + 1, 0) // block
-    nothing = jnp.zeros(shape), jnp.full((*shape[:-1], 1), MASKED)  # adds nothing to what it is merged with
-    return jax.lax.fori_loop(begin, last // block + 1, lambda i, state: merged(state, attend(i)), nothing)
-
-
-def plain_piece_attention(q, k, v, start, window: int | None, rows: int, tile: int, block: int):
-    """Causal attention of queries q [B, K, G, T, H] at positions start to start + T, over keys [B, K, S, H] and values
-    [B, K, S, W] at positions 0 to S. Returns float32 [B, K, G, T, W], and the log-sum-exp of the scores, [B, K, G, T,
-    1]: MASKED or little more for a query that sees no key, and then its output means nothing.
-
-    It takes tiles of `rows` rows and at most `tile` positions and, for each, the blocks of at most `block` keys that
-    its queries see. If all is one tile and one block, there is no loop.
-    """
-    (B, K, G, T, H), W = q.shape, v.shape[-1]
-    S = min(k.shape[2], start + T) if isinstance(start, int) else k.shape[2]
-    tile, block = (max(n for n in range(1, most + 1) if size % n == 0) for most, size in ((tile, T), (block, S)))
-
-    def attend(row, t, i):  # the tile that begins at (row, t), to the i-th block
-        def cut(x):
-            return jax.lax.dynamic_slice(x, (row, 0, i * block) + (0,) * (x.ndim - 3), (rows, K, block, *x.shape[3:]))
-
-        queries = jax.lax.dynamic_slice(q, (row, 0, 0, t, 0), (rows, K, G, tile, H))
-        keys, values = jax.tree.map(cut, (k, v))
-        seen = is_attended(i * block + jnp.arange(block), start + t + jnp.arange(tile)[:, None], window)
-        return attention_with_sum(attention_scores(queries, keys, seen), values, q.dtype)
-
-    if (rows, tile, block) == (B, T, S):
-        return attend(0, 0, 0)
-
-    def of_tile(n):
-        row, t = n // (T // tile) * rows, n % (T // tile) * tile
-        last = jnp.minimum(start + t + tile, S) - 1
-        return over_blocks(partial(attend, row, t), start + t, last, window, block, shape=(rows, K, G, tile, W))
-
-    def in_order(x):  # [tiles, rows, K, G, tile, ..]
-        x = x.reshape(B // rows, T // tile, rows, K, G, tile, -1)
-        return x.transpose(0, 2, 3, 4, 1, 5, 6).reshape(B, K, G, T, -1)
-
-    return jax.tree.map(in_order, jax.lax.map(of_tile, jnp.arange(B // rows * (T // tile))))
-
-
-BLOCK_TOKENS = 1024  # of a cache that has to be gathered or expanded: few, so that memory is bounded
-
-
-def attend_to_blocks(q, load, slots: int, start, window: int | None, R: int, in_place: bool):
-    """Causal attention of q [B, K, G, T, H] at positions start to start + T over a cache of `slots` slots on
-    each of R devices: float32 [B, K, G, T, W], and the log-sum-exp of the scores, [B, K, G, T, 1].
-
-    load(i, n) gives the keys and values of the i-th n slots. If it takes them `in_place`, n is all slots. If it has to
-    gather or expand them, blocks are of about BLOCK_TOKENS tokens, and as many as are filled. `start` is traced, so
-    that one program serves all pieces of a prompt, or the number 0 if there is only one piece, which is one block.
-    """
-    (B, K, G, T, _), is_only_piece = q.shape, isinstance(start, int)
-    if in_place:
-        n = slots
-    elif is_only_piece:
-        n = min(slots, power_of_two(max(ceil_div(128, R), T // R)))  # the kernel takes no fewer than 128 keys
-    else:
-        n = math.gcd(slots, power_of_two(BLOCK_TOKENS // R))
-
-    def attend(i, start):
-        plain = partial(plain_piece_attention, start=start, window=window, rows=B, tile=T, block=512)
-        on_cpu = partial(plain, rows=1, tile=256, block=256)
-        on_tpu = partial(piece_attention_kernel, start=start, window=window)
-        return jax.lax.platform_dependent(q, *load(i, n), cpu=on_cpu, tpu=on_tpu, default=plain)
-
-    if n == slots or is_only_piece:
-        return attend(0, start)
-    shape = B, K, G, T, jax.eval_shape(partial(load, n=n), 0)[1].shape[-1]
-    return over_blocks(lambda i: attend(i, start - i * n * R), start, start + T - 1, window, n * R, shape)
-
-
-def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
-    """New tokens, which are as wide as the cache already, in its dtype."""
-    pairs = zip(new, cache, strict=True)
-    return LayerCache(*(quantize(x) if isinstance(side, Int8) else x.astype(side.dtype) for x, side in pairs))
-
-
-def plain_slot_attention(q, new: LayerCache, cache: LayerCache, positions, window: int | None, R: int):
-    """The queries q [B, K, G, 1, H] at positions [B] over this device's slots, once the tokens `new` are stored there.
-    Of the R devices that share the tokens of a row, device r has position p in slot p // R if p % R == r.
-
-    The cache is keys and values. Or, if queries are wider than its first side, both sides are keys: the first columns
-    of a query are for the first side, the rest for the second. The first side is the values too.
-
-    Returns float32 [B, K, G, 1, W], the log-sum-exp of the scores, [B, K, G, 1, 1], and the cache.
-    """
-    rows, S = jnp.arange(len(positions)), cache[0].shape[2]
-    # If another device stores the token, the slot is S: out of bounds, dropped.
-    slots = positions if R == 1 else jnp.where(positions % R == shard_index(R), positions // R, S)
-    new = as_stored(new, cache)
-    cache = jax.tree.map(lambda c, n: keep_layout(c.at[rows, :, slots].set(n[:, :, 0], mode="drop")), cache, new)
-    seen = is_attended(jnp.arange(S) * R + shard_index(R), positions[:, None], window)[:, None, None, None]
-    (first, second), width = cache, cache[0].shape[-1]
-    scores = attention_scores(q[..., :width], first, seen)
-    if q.shape[-1] > width:
-        scores, second = scores + attention_scores(q[..., width:], second, seen), first
-    return *attention_with_sum(scores, second, q.dtype), cache
-
-
-def attend_to_slots(q, new: LayerCache, cache: LayerCache, positions, window: int | None, R: int):
-    """plain_slot_attention, or on TPUs the kernel, which reads no more slots than it needs."""
-    plain, kernel = (partial(f, window=window, R=R) for f in (plain_slot_attention, attention_kernel))
-    return jax.lax.platform_dependent(q, new, cache, positions, tpu=kernel, default=plain)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention over heads in plain JAX
+FEW = 8  # tokens of a row that a step takes as decoding does: with all rows, and all queries of a kv head together
 
 
 class Mask(NamedTuple):
@@ -1192,13 +1174,231 @@ class Mask(NamedTuple):
     window: int | None = None
     chunk: int | None = None
 
+    def first_seen(self, positions: Array) -> Array:
+        """The first position that tokens at `positions` attend to."""
+        if self.chunk:
+            return positions - jnp.fmod(positions, self.chunk)
+        return jnp.maximum(positions - (self.window - 1), 0) if self.window else jnp.zeros_like(positions)
+
+    def is_attended(self, keys: Array, queries: Array) -> Array:
+        """Whether queries at some positions see keys at others, in shapes that broadcast."""
+        seen = keys <= queries
+        return seen & (keys >= self.first_seen(queries)) if self.window or self.chunk else seen
+
+    def wraps(self, slots: int, T: int) -> bool:
+        """Whether a cache is a ring, in which position p of a row is in slot p % slots: it has so many slots that none
+        of T new tokens overwrites one that another of them sees. Else a position beyond the slots is not stored."""
+        span = self.window or self.chunk
+        return bool(span) and slots >= span + T - 1
+
+
+def attention_scores(q: Array, k: Array | Int8, mask: Array) -> Array:
+    """q [B, K, A, M, H], k [B, K, S, H], mask [.., M, S]: float32 [B, K, A, M, S]."""
+    keys, scale = values_and_scale(k, q.dtype)
+    scores = query_key_product(q.astype(keys.dtype), keys)
+    scores = scores if scale is None else scores * scale[:, :, None, None]
+    return jnp.where(mask, scores, MASKED)
+
+
+def attention_with_sum(scores: Array, v: Array | Int8, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """The softmax of scores [B, K, A, M, S] times values v [B, K, S, W], float32 [B, K, A, M, W], and the log-sum-exp
+    of the scores, float32 [B, K, A, M, 1]. `dtype` is for the product with int8 values."""
+    values, scale = values_and_scale(v, dtype)
+    m = jnp.max(scores, axis=-1, keepdims=True)
+    p = jnp.exp(scores - m)
+    l = jnp.sum(p, axis=-1, keepdims=True)
+    p = p / l if scale is None else p / l * scale[:, :, None, None]
+    return einsum("bkams,bksw->bkamw", p.astype(values.dtype), values), m + jnp.log(l)
+
+
+def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Softmax outputs over two sets of keys as one over both: pairs of an output and the log-sum-exp of its scores."""
+    log_sum_exp = jnp.logaddexp(a[1], b[1])
+    return sum(out * jnp.exp(each - log_sum_exp) for out, each in (a, b)), log_sum_exp
+
+
+def joined(out: Array, log_sum_exp: Array, axis: int) -> tuple[Array, Array]:
+    """What `merged` gives for many sets of keys, along `axis`."""
+    m = jnp.max(log_sum_exp, axis, keepdims=True)
+    weights = jnp.exp(log_sum_exp - m)
+    l = jnp.sum(weights, axis)
+    return jnp.sum(weights * out, axis) / l, jnp.squeeze(m, axis) + jnp.log(l)
+
+
+def over_blocks(attend, first: Array, last: Array, shape) -> tuple[Array, Array]:
+    """attend(i), an output of this shape and the log-sum-exp of its scores, merged over the blocks i from `first` to
+    `last`."""
+    nothing = jnp.zeros(shape), jnp.full((*shape[:-1], 1), MASKED)  # adds nothing to what it is merged with
+    return jax.lax.fori_loop(first, last + 1, lambda i, state: merged(state, attend(i)), nothing)
+
+
+def plain_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None, rows=None, tile=None, block=None):
+    """Causal attention of T tokens a row over this device's slots, where they are stored already.
+
+    Queries are [B, K, A, M, H]. Of each M, the first `run` (by default M / T) are of the token at position starts [B],
+    the next ones of the token after it, and so on; after T runs it begins anew. Position p of a row is in slot p // R
+    of device p % R of the R that share its tokens; if the cache is a ring, modulo its slots. The rows are those at
+    `places` [B] of the cache, or all (None).
+
+    The cache is keys [.., K, S, H] and values [.., K, S, W]. Or, if queries are wider than its first side, both sides
+    are keys: the first columns of a query are for the first side, the rest for the second. The first side is the values
+    too.
+
+    Returns float32 [B, K, A, M, W], and the log-sum-exp of the scores, [B, K, A, M, 1]: MASKED or little more for a
+    query that sees no key, and then its output means nothing.
+
+    It takes tiles of `rows` rows and at most `tile` queries and, for each, the blocks of at most `block` slots that its
+    queries see. By default all is one tile and one block, and there is no loop.
+    """
+    (B, K, A, M, H), (*_, S, width) = q.shape, cache[0].shape
+    W = width if width < H else cache[1].shape[-1]
+    sizes = (rows, B), (tile, M), (block, S)
+    rows, tile, block = (max(n for n in range(1, (most or size) + 1) if size % n == 0) for most, size in sizes)
+    wraps, offsets = mask.wraps(R * S, T), jnp.arange(M) // (run or M // T) % T
+    taken = jnp.arange(B) if places is None else places
+
+    def attend(row, m, i):  # the tile that begins at (row, m), to the i-th block of positions
+        of_rows = partial(jax.lax.dynamic_slice_in_dim, start_index=row, slice_size=rows)
+
+        def some_slots(x):
+            def of_place(place):
+                return jax.lax.dynamic_slice(x, (place, 0, begin, 0)[: x.ndim], (1, K, block, *x.shape[3:]))[0]
+
+            begin = i % (S // block) * block if wraps else i * block
+            return x if places is None and (rows, block) == (B, S) else jax.vmap(of_place)(of_rows(taken))
+
+        queries = jax.lax.dynamic_slice(q, (row, 0, 0, m, 0), (rows, K, A, tile, H))
+        first, second = jax.tree.map(some_slots, tuple(cache))
+        at = of_rows(starts)[:, None] + jax.lax.dynamic_slice_in_dim(offsets, m, tile)
+        keys = (i * block + jnp.arange(block)[None]) * R + shard_index(R)
+        if wraps and block == S:  # behind the slot of the last token, a ring holds what was stored a round before
+            last = of_rows(starts)[:, None] + T - 1
+            keys += last - last % (R * S)
+            keys = jnp.where(keys > last, keys - R * S, keys)
+        seen = mask.is_attended(keys[:, None], at[:, :, None])[:, None, None]
+        scores = attention_scores(queries[..., :width], first, seen)
+        if width < H:
+            scores, second = scores + attention_scores(queries[..., width:], second, seen), first
+        return attention_with_sum(scores, second, q.dtype)
+
+    def of_tile(n):
+        row, m = n // (M // tile) * rows, n % (M // tile) * tile
+        if block == S:
+            return attend(row, m, 0)
+        begin = jax.lax.dynamic_slice_in_dim(starts, row, rows)
+        last = jnp.max(begin) + offsets[m + tile - 1]
+        last = last if wraps else jnp.minimum(last, R * S - 1)
+        first = jnp.min(mask.first_seen(begin + offsets[m]))
+        return over_blocks(partial(attend, row, m), first // (R * block), last // (R * block), (rows, K, A, tile, W))
+
+    def in_order(x):  # [tiles, rows, K, A, tile, ..]
+        x = x.reshape(B // rows, M // tile, rows, K, A, tile, -1)
+        return x.transpose(0, 2, 3, 4, 1, 5, 6).reshape(B, K, A, M, -1)
+
+    if (rows, tile) == (B, M):
+        return of_tile(0)
+    return jax.tree.map(in_order, jax.lax.map(of_tile, jnp.arange(B // rows * (M // tile))))
+
+
+def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
+    """New tokens, which are as wide as the cache already, in its dtype."""
+    pairs = zip(new, cache, strict=True)
+    return LayerCache(*(quantize(x) if isinstance(side, Int8) else x.astype(side.dtype) for x, side in pairs))
+
+
+def store_few(cache: LayerCache, new: LayerCache, starts, mask: Mask, R: int) -> LayerCache:
+    """`cache` with this device's share of the tokens `new` [B, K, T, ..], at positions starts [B] and after it."""
+    S, T = cache[0].shape[2], new[0].shape[2]
+    positions = starts[:, None] + jnp.arange(T)
+    slots = positions // R % S if mask.wraps(R * S, T) else positions // R
+    if R > 1:  # what another device stores has a slot beyond the last one, and is dropped
+        slots = jnp.where(positions % R == shard_index(R), slots, S)
+    rows = jnp.arange(len(starts))[:, None]
+
+    def store(x, n):
+        return keep_layout(x.at[rows, :, slots].set(n.swapaxes(1, 2), mode="drop"))
+
+    return jax.tree.map(store, cache, as_stored(new, cache))
+
+
+def store_many(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R: int, is_own=None) -> LayerCache:
+    """store_few for T tokens, a multiple of R, of the rows at `places` [B] of the cache, a row at a time.
+
+    Slots that are not new are written again as they are: where a piece ends beyond the last slot and, in a ring, begins
+    again at the first. `is_own` bool [B] says which rows this device holds (None: all).
+    """
+    S, T = cache[0].shape[2], new[0].shape[2]
+    size, wraps = T // R, mask.wraps(R * S, T)
+
+    def store_row(b, cache):
+        first = (shard_index(R) - starts[b]) % R  # this device's first token among the new ones
+        slot = (starts[b] + first) // R
+        slot = slot % S if wraps else slot
+        begin = jnp.minimum(slot, S - size)
+        shift = slot - begin
+
+        def store(x, n):
+            n = n[b].reshape(n.shape[1], size, R, *n.shape[3:])
+            n = jax.lax.dynamic_index_in_dim(n, first, axis=2, keepdims=False)
+            n = jnp.roll(n, shift, axis=1)[None]
+
+            def write(x, begin, is_new):
+                at = (places[b], 0, begin, 0)[: x.ndim]
+                is_new = is_new if is_own is None else is_new & is_own[b]
+                old = jax.lax.dynamic_slice(x, at, n.shape)
+                new = jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 3)), n, old)
+                return jax.lax.dynamic_update_slice(x, new, at)
+
+            is_late = jnp.arange(size) >= shift
+            x = write(x, begin, is_late)
+            return write(x, 0, ~is_late) if wraps else x
+
+        return jax.tree.map(store, cache, new)
+
+    new = as_stored(new, cache)
+    return jax.lax.fori_loop(0, len(starts), store_row, cache)
+
+
+def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask: Mask, T: int, R: int, run=None):
+    """Stores the tokens `new` [B, K, T, ..] and attends to all up to each. Args as in plain_attention, whose two
+    results stand side by side here: float32 [B, K, A, M, W + 1]. Returns the cache too."""
+    if T > FEW:
+        places = jnp.arange(len(q)) if places is None else places
+        cache = store_many(cache, new, starts, places, mask, R)
+        return attend_to_stored(q, cache, starts, places, mask, T, R), cache
+
+    def plain(q, new, cache, starts):
+        cache = store_few(cache, new, starts, mask, R)
+        return jnp.concatenate(plain_attention(q, cache, starts, None, mask, T, R, run), axis=-1), cache
+
+    kernel = partial(attention_kernel, mask=mask, T=T, R=R, run=run)
+    return jax.lax.platform_dependent(q, new, cache, starts, tpu=kernel, default=plain)
+
+
+def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -> Array:
+    """store_and_attend of many tokens, which are in the cache, as each machine does it best."""
+
+    def plain(*arguments, **sizes):
+        return jnp.concatenate(plain_attention(*arguments, mask, T, R, **sizes), axis=-1)
+
+    def kernel(q, cache, starts, places):
+        return attention_kernel(q, (), cache, starts, places, mask=mask, T=T, R=R)[0]
+
+    on_cpu = partial(plain, rows=1, tile=256, block=128 if T <= 128 else 256)
+    return jax.lax.platform_dependent(
+        q, cache, starts, places, cpu=on_cpu, tpu=kernel, default=partial(plain, block=512)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention over heads in plain JAX
+
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, [B, K, S, H] each, position p of a row in its slot p.
+    """Keys and values of one layer, [B, K, S, H] each, position p of a row in its slot p, or p % S if it is a ring.
 
-    Where attention is chunked, positions count from the beginning of a chunk: the next chunk overwrites it. If R
-    devices share a kv head, device r of them holds the positions p with p % R == r, in slot p // R. (K is then 1 on a
-    device, and X in the whole array.)
+    If R devices share a kv head, device r of them holds the positions p with p % R == r, in slot p // R. (K is then 1
+    on a device, and X in the whole array.)
     """
 
     k: Array | Int8
@@ -1207,12 +1407,15 @@ class LayerCache(NamedTuple):
 
 def abstract_cache(config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, int8: bool = False):
     """The KV cache as a list of LayerCache of jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens, rounded up. A
-    chunked layer holds no more than a chunk. Dtype and width are as cache_layout has them."""
+    layer with a window or chunks holds no more than that and a piece of prefill: it is a ring then. Dtype and width are
+    as cache_layout has them."""
     X, sharding = model_shards(mesh), NamedSharding(mesh, CACHE_SPEC)
     H, dtype = cache_layout(config.head_dim, dtype, mesh)
 
     def layer_cache(i):
-        tokens = min(max_seq_len, config.mask(i).chunk or max_seq_len)
+        mask = config.mask(i)
+        span = mask.window or mask.chunk
+        tokens = min(max_seq_len, span + PREFILL_PIECE) if span else max_seq_len
         slots = cache_slots(ceil_div(tokens, cache_sharers(config, X)))
         shape = (batch, max(config.num_key_value_heads, X), slots, H)
         side = jax.ShapeDtypeStruct(shape, jnp.int8 if int8 else dtype, sharding=sharding)
@@ -1239,15 +1442,6 @@ def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Conf
     return read
 
 
-def piece_length(longest: int, rows: int, config: Config, mesh: Mesh) -> int:
-    """Tokens of a row that prefill takes at once, if a device has `rows` rows: a multiple of the devices that share a
-    cache, and a divisor of the chunk of chunked layers."""
-    R = cache_sharers(config, model_shards(mesh))
-    piece = ceil_div(padded_piece(longest, rows, mesh), R) * R
-    chunks = {chunk for i in range(config.num_hidden_layers) if (chunk := config.mask(i).chunk)}
-    return next(n for n in range(piece, 0, -R) if all(chunk % n == 0 for chunk in chunks))
-
-
 def split_heads(qkv: Array, config: Config) -> tuple[Array, Array, Array]:
     """This device's queries [B, T, N, H], keys and values [B, T, K, H] of the product with `qkv`. Devices that share a
     kv head divide its query heads. If R does not divide them, some devices have heads of zeros."""
@@ -1257,79 +1451,45 @@ def split_heads(qkv: Array, config: Config) -> tuple[Array, Array, Array]:
     return jnp.split(qkv.reshape(*qkv.shape[:2], N + 2 * K, config.head_dim), [N, N + K], axis=2)
 
 
-def in_cache_layout(q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
-    """q [B, T, N, H] as [B, K, G, T, H], and k and v [B, T, K, H] as a LayerCache of T slots. All are as wide as the
-    cache, with zeros, which change neither scores nor values."""
-    (B, T, N, H), K = q.shape, k.shape[2]
-    q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, cache.k.shape[-1] - H))) for a in (q, k, v))
-    new = LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
-    return q.reshape(B, T, K, N // K, -1).transpose(0, 2, 3, 1, 4), new
-
-
 def with_sinks(out: Array, log_sum_exp: Array, sinks: Array | None) -> Array:
-    """Attention's output `out` [B, K, G, T, H] as if each softmax had one more logit, without a value, so that a head
+    """Attention's output `out` [B, T, K, G, H] as if each softmax had one more logit, without a value, so that a head
     can attend to nothing (as in Xiao et al. 2023, "attention sinks"). `sinks` float32 [N] has that logit for each query
     head, or is None; `log_sum_exp` is that of the scores."""
-    return out if sinks is None else out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(1, *out.shape[1:3], 1, 1))
+    return out if sinks is None else out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(*out.shape[2:4], 1))
 
 
-def prefill_attention(q, k, v, cache: LayerCache, positions, mask: Mask, sinks=None, *, start, is_live, R: int):
-    """Causal attention of T tokens of every row, at the same positions in each, over all positions up to theirs. Where
-    R devices share a kv head, they gather each block of keys from all of them.
-
-    Args and results as in `attention`, but positions are `start` to start + T in each row, with start (0 or int32 [])
-    and T multiples of R; is_live bool [B], the rows to store: the others have ended before; sinks as in with_sinks.
-    """
-    B, T, N, H = q.shape
-    q, new = in_cache_layout(q, k, v, cache)
-    start = start % mask.chunk if mask.chunk else start
-
-    def store(cache, new):
-        if R > 1:  # this device's share of the new tokens
-            new = new.reshape(*new.shape[:2], T // R, R, *new.shape[3:])
-            new = jax.lax.dynamic_index_in_dim(new, shard_index(R), axis=3, keepdims=False)
-        old = jax.lax.dynamic_slice_in_dim(cache, start // R, T // R, axis=2)
-        new = jnp.where(is_live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-        return jax.lax.dynamic_update_slice_in_dim(cache, new, start // R, axis=2)
-
-    cache = jax.tree.map(store, cache, as_stored(new, cache))
-
-    def load(i, n):
-        def of_side(x):
-            slots = jax.lax.dynamic_slice_in_dim(x, i * n, n, axis=2)
-            if R > 1:
-                slots = jax.lax.all_gather(slots, MODEL_AXES, axis=3, axis_index_groups=sharer_groups(R))
-                slots = slots.reshape(*x.shape[:2], R * n, *x.shape[3:])
-            return slots
-
-        return jax.tree.map(of_side, cache)
-
-    attended = attend_to_blocks(q, load, cache.k.shape[2], start, mask.window, R, in_place=R == 1)
-    out = with_sinks(*attended, sinks).astype(q.dtype)
-    return out.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, T, N * H), cache
-
-
-def decode_attention(q, k, v, cache: LayerCache, positions, mask: Mask, sinks=None, *, R: int):
-    """Attention of one token a row, at positions [B, 1], over the positions up to its own. Args: as prefill_attention.
+def cached_attention(q, k, v, cache: LayerCache, positions, mask: Mask, sinks=None, *, places=None, batch=None, R: int):
+    """Causal attention of T tokens of each row, over all positions up to theirs: stores their keys and values, then
+    attends. Args and results as in `attention`; sinks as in with_sinks; places as in `step`. A model whose cache has no
+    heads to split needs `batch`, the rows of a device, to find them.
 
     Where R devices share a kv head, each attends to its own slots, with the query heads of all R. They exchange the
     queries before, and afterwards the outputs with the log-sum-exp of their scores, by which partial softmaxes merge
     (as in Dao et al. 2023, "Flash-Decoding"). So no part of the cache is read, or held, twice.
     """
-    B, _, N, H = q.shape
-    q, new = in_cache_layout(q, k, v, cache)
-    G, width = q.shape[2], q.shape[4]
-    positions = positions[:, 0] % mask.chunk if mask.chunk else positions[:, 0]
-    positions = jnp.minimum(positions, R * cache.k.shape[2] - 1)  # a finished row goes on in the last slot
-    if R > 1:  # K is 1 then; every device sends all the same block: an all-gather
-        q = exchange(q.reshape(1, B, G, width), R).swapaxes(0, 1).reshape(B, 1, R * G, 1, width)
-    *attended, cache = attend_to_slots(q, new, cache, positions, mask.window, R)
+    (B, T, N, H), K, width = q.shape, k.shape[2], cache.k.shape[-1]
+    # As wide as the cache, with zeros, which change neither scores nor values.
+    q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, width - H))) for a in (q, k, v))
+    new = LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
+    q = q.reshape(1, B, T, K, N // K, width)
+    q = exchange(q, R) if R > 1 else q  # every device sends all the same block: an all-gather
+    # [B, K, A, M, H]: of few tokens, all queries of a kv head along M; of many, one of each token.
+    order, folded, run = (1, 3, 0, 4, 2, 5), (B, K, -1, T, width), 1
+    if T <= FEW:
+        order, folded, run = (1, 3, 0, 2, 4, 5), (B, K, 1, -1, width), N // K
+    q = q.transpose(order)
+    out, cache = store_and_attend(q.reshape(folded), new, cache, positions[:, 0], places, mask, T, R, run)
+
+    def unfolded(x):  # [R, B, T, K, G, ..]
+        return x.reshape(*q.shape[:5], -1).transpose(np.argsort(order))
+
     if R > 1:
-        parts = jnp.concatenate(attended, axis=-1).reshape(B, R, G, width + 1)
-        parts = exchange(parts.swapaxes(0, 1), R)
-        attended = [x.reshape(B, 1, G, 1, -1) for x in joined(parts, axis=0)]
-    out = with_sinks(*attended, sinks).astype(q.dtype)
-    return out.transpose(0, 3, 1, 2, 4)[..., :H].reshape(B, 1, N * H), cache
+        out = exchange(unfolded(out), R)
+        out, log_sum_exp = joined(out[..., :-1], out[..., -1:], axis=0)
+    else:
+        out, log_sum_exp = (unfolded(x)[0] for x in (out[..., :-1], out[..., -1:]))
+    out = with_sinks(out, log_sum_exp, sinks).astype(q.dtype)
+    return out[..., :H].reshape(B, T, N * H), cache
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1387,27 +1547,27 @@ def scores_by_expert(ids: Array, scores: Array, E: int) -> Array:
 def divide_tokens(x: Array) -> Array:
     """This device's share [B T / ep, D] of the residual stream x [B, T, D], so that devices along ep do not all compute
     the same norms and residuals (as in Korthikanti et al. 2022, "sequence parallelism"). In decoding, or if ep does not
-    divide the tokens, it is x itself. Along tp nothing is divided: XLA for TPUs turns a reduce-scatter among many chips
-    into an all-reduce."""
+    divide the tokens, it is all of it, [1, B T, D]. Along tp nothing is divided: XLA for TPUs turns a reduce-scatter
+    among many chips into an all-reduce."""
     (B, T, D), ep = x.shape, jax.lax.axis_size("ep")
-    if ep == 1 or T == 1 or B * T % ep:
-        return x
+    if ep == 1 or T <= FEW or B * T % ep:
+        return x.reshape(1, -1, D)
     share = B * T // ep
     return jax.lax.dynamic_slice_in_dim(x.reshape(-1, D), jax.lax.axis_index("ep") * share, share)
 
 
 def all_tokens(x: Array) -> Array:
-    """All tokens [B T, D] of a residual stream that is divided, or x [B, T, D] that is not."""
+    """All tokens [B T, D] of a residual stream that is divided, or x [1, B T, D] that is not."""
     return x if x.ndim == 3 else jax.lax.all_gather(x, "ep", tiled=True)
 
 
 def summed(parts: Array, x: Array) -> Array:
     """The sums over ep x tp of `parts`, which have all tokens: those of this device's tokens, in the shape and dtype of
     x, the residual stream to which they are to be added."""
-    parts = parts.astype(x.dtype)
+    parts = parts.astype(x.dtype).reshape(-1, x.shape[-1])
     if x.ndim == 3:
-        return jax.lax.psum(parts, MODEL_AXES)
-    return jax.lax.psum(jax.lax.psum_scatter(parts.reshape(-1, x.shape[-1]), "ep", tiled=True), "tp")
+        return jax.lax.psum(parts, MODEL_AXES)[None]
+    return jax.lax.psum(jax.lax.psum_scatter(parts, "ep", tiled=True), "tp")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1574,16 +1734,17 @@ def slots_until(position: int, most: int, mesh: Mesh) -> int:
     return most if mesh.devices.flat[0].platform == "tpu" else min(most, max(256, power_of_two(position + 1)))
 
 
-def padded_piece(longest: int, rows: int, mesh: Mesh) -> int:
-    """The length of the pieces in which prefill takes prompts of up to `longest` tokens, with `rows` rows on a device.
-    It is a power of two, so that few programs are compiled; on CPUs, where padding costs more, a multiple of an eighth
-    of one."""
-    most = min(PREFILL_PIECE, max(1, PREFILL_TOKENS // power_of_two(rows)))
-    tokens = ceil_div(longest, ceil_div(longest, most))
-    unit = power_of_two(tokens)
+def piece_lengths(longest: int, config: Config, mesh: Mesh) -> list[int]:
+    """The lengths of the pieces in which prefill takes prompts of up to `longest` tokens: a long one, and a short one
+    for what is left or new. Both are multiples of the devices that share a cache. The long one is a power of two; on
+    CPUs, where padding costs more, a multiple of an eighth of one."""
+    R = cache_sharers(config, model_shards(mesh))
+    tokens = ceil_div(longest, ceil_div(longest, PREFILL_PIECE))
+    unit = power_of_two(max(tokens, 16))
     if mesh.devices.flat[0].platform == "cpu":
-        unit = max(ceil_div(16, rows), unit // 8)  # a product takes as long for fewer than 16 rows more
-    return min(most, ceil_div(tokens, unit) * unit)
+        unit = max(16, unit // 8)  # a product takes as long for fewer than 16 rows more
+    long = min(ceil_div(ceil_div(tokens, unit) * unit, R) * R, PREFILL_PIECE // R * R)
+    return sorted({long, min(long, ceil_div(SHORT_PIECE, R) * R)}, reverse=True)
 
 
 def keep_layout(x: Array) -> Array:
@@ -1724,15 +1885,16 @@ def weights_first(x: Array, w: Array, dtype: jnp.dtype) -> Array:
 
 
 def query_key_product(q: Array, k: Array) -> Array:
-    """q [B, K, G, T, H] times k [B, K, S, H]: float32 [B, K, G, T, S]."""
-    plain = partial(einsum, "bkgth,bksh->bkgts")
-    return jax.lax.platform_dependent(q, k, cpu=plain if q.shape[3] > 1 else keys_first, default=plain)
+    """q [B, K, A, M, H] times k [B, K, S, H]: float32 [B, K, A, M, S]."""
+    plain = partial(einsum, "bkamh,bksh->bkams")
+    has_few = math.prod(q.shape[2:4]) <= 64
+    return jax.lax.platform_dependent(q, k, cpu=keys_first if has_few else plain, default=plain)
 
 
 def keys_first(q: Array, k: Array) -> Array:
-    """query_key_product for CPUs and one query a row. XLA rearranges the second operand of a product there, which
-    should not be the keys; the barrier keeps XLA from exchanging the two."""
-    return jax.lax.optimization_barrier(einsum("bksh,bkgth->bksgt", k, q)).transpose(0, 1, 3, 4, 2)
+    """query_key_product for CPUs and few queries. XLA rearranges the second operand of a product there, which should
+    not be the keys; the barrier keeps XLA from exchanging the two."""
+    return jax.lax.optimization_barrier(einsum("bksh,bkamh->bksam", k, q)).transpose(0, 1, 3, 4, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2071,67 +2233,65 @@ def unpacked(x: Array, dtype: jnp.dtype) -> Array:
 # Attention on TPUs
 
 
-def piece_attention_kernel(q, k, v, start, window: int | None):
-    """plain_piece_attention for TPUs."""
-    return attention_kernel(q, (), (k, v), jnp.broadcast_to(start, len(q)), window)[:2]
-
-
-def attention_kernel(q, new, cache, starts, window, R=1, queries=1024, block=None, interpret=False):
-    """Causal attention as one Pallas kernel for TPUs; scores stay in VMEM (as in Dao et al. 2022, "FlashAttention").
-
-    In decoding, arguments and results are those of plain_slot_attention. In prefill they are those of
-    plain_piece_attention: `new` is (), `cache` keys and values, and q [B, K, G, T, H] is at positions starts [B] to
-    starts + T.
+def attention_kernel(
+    q, new, cache, starts, places=None, *, mask: Mask, T: int, R=1, run=None, queries=1024, block=None, interpret=False
+):
+    """store_and_attend as one Pallas kernel for TPUs; scores stay in VMEM (as in Dao et al. 2022, "FlashAttention").
+    Few tokens are `new`, and it stores them; for many `new` is (), as they are in the cache already.
 
     The grid is (rows of the batch, kv heads, tiles of queries, blocks of keys). A tile is about `queries` of them: some
-    positions, with all G heads of each. A block that a tile does not see is neither fetched nor computed: its index is
-    mapped to a block that is there already. In prefill only blocks at the edge of what a tile sees are masked. In
-    decoding all kv heads of a block are fetched at once, since one is too few bytes.
+    of M, with all A of each. A block that a tile does not see is neither fetched nor computed: its index is mapped to a
+    block that is there already. Only blocks at the edge of what a tile sees are masked. Blocks are those of a row's
+    positions; if the cache is a ring, they lie there modulo its blocks. Of few tokens all kv heads of a block are
+    fetched at once, since one is too few bytes.
 
-    The running softmax of decoding starts with the new token, which is at hand, so the cache is read only for the
-    tokens before it. Where R devices share the tokens of a row, the new one counts 1 / R on each, and one stores it.
-    That the kernel stores it saves launches and, for the scales, a change of layout. A single slot of a packed dtype
-    cannot be written, so the tile around it is patched in VMEM and written back. The cache goes out in the memory that
-    it came in: a row's tile is written after the last block of the row was read, and other rows never read it.
+    That the kernel stores the new tokens saves launches and, for the scales, a change of layout. A single slot of a
+    packed dtype cannot be written, so the tile around it is patched in VMEM, before queries attend to it, and written
+    back. If there are several tokens, one more step of the grid writes the second tile that they may reach. The cache
+    goes out in the memory that it came in: a row's tile is written after the block that holds it was read, and other
+    rows never read it.
 
-    `block` is by default 1,024 slots; in decoding a power of two that makes at most half a MiB of keys, or 128. It is
+    `block` is by default 1,024 slots; of few tokens a power of two that makes at most half a MiB of keys, or 128. It is
     cut to a divisor of the slots.
     """
-    if new:  # the query heads of the one position lie along T
-        q = q.swapaxes(2, 3)
-    (B, K, G, T, width), S = q.shape, cache[0].shape[2]
+    (B, K, A, M, width), S = q.shape, cache[0].shape[2]
     split = cache[0].shape[-1]
     W = cache[1].shape[-1] if width == split else split
-    # kv heads of a grid step; rows of a tile for each of G, whole registers of them; and the positions that they span
-    heads, tile, span = K, ceil_div(T, 8) * 8, 1
-    if not new:
-        heads, tile = 1, min(max(queries // power_of_two(G), 16), max(power_of_two(T), 16))
-        span = tile
     fitting = 2**19 // (K * split * jax.tree.leaves(cache)[0].dtype.itemsize)
     block = math.gcd(S, block or (max(128, power_of_two(fitting + 1) // 2) if new else 1024))
-    lanes = min(block, 128)  # of m and l, and as many slots in the tile that is written back
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, -T % tile), (0, 0)))
-    tiles, M = q.shape[3] // tile, G * tile
+    lanes = min(block, 128)  # of m and l, and as many slots in a tile that is written back
+    # kv heads of a grid step; queries of a tile for each of A; and the positions that they span
+    heads, tile = (K, M) if new else (1, min(M, max(queries // power_of_two(A), 16)))
+    span, blocks = T if new else tile, S // block
+    wraps, span_seen = mask.wraps(R * S, T), mask.window or mask.chunk
 
     # No dividend here is negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
+    def stored(position):  # the last position with a slot that is not beyond this one
+        return position if wraps else jnp.clip(position, 0, R * S - 1)
+
     def last_block(start, t):
-        return jax.lax.div(jnp.clip(start + (t + 1) * span, 1, R * S) - 1, R * block)
+        return jax.lax.div(stored(start + (t + 1) * span - 1), R * block)
 
     def first_block(start, t):
-        if window is None:
-            return 0
-        first = jax.lax.div(jnp.maximum(start + t * span - window + 1, 0), R * block)
-        return jnp.minimum(first, last_block(start, t))
+        return jnp.minimum(jax.lax.div(mask.first_seen(start + t * span), R * block), last_block(start, t))
 
-    steps = S // block if window is None else min(S // block, (window + span - 2) // (R * block) + 2)
+    def tile_of(position):  # the tile of `lanes` slots to patch and write for a new token
+        return jax.lax.div(stored(position), R * lanes)
+
+    steps = blocks
+    if span_seen:
+        steps = (span_seen + span - 2) // (R * block) + 2
+        steps = steps if wraps else min(steps, blocks)
     if not new:
-        steps = jnp.minimum(steps, last_block(jnp.max(starts), tiles - 1) + 1)
+        steps = jnp.minimum(steps, last_block(jnp.max(starts), pl.cdiv(M, tile) - 1) + 1)
+    steps += bool(new) and T > 1
 
-    def kernel(starts, q, new, cache, out, log_sum_exp, new_cache, m, l, acc):
+    def kernel(starts, places, q, new, cache, out, new_cache, m, l, acc):
         # m and l are as wide as scores are, up to 128 lanes. m repeats one number, and l has sums of some keys each: to
         # add up lanes is slow, and is done once, at the end.
-        t, step, start, r = pl.program_id(2), pl.program_id(3), starts[pl.program_id(0)], shard_index(R)
-        first_query, i, last = start + t * span, first_block(start, t) + step, last_block(start, t)
+        t, n, start, r = pl.program_id(2), pl.program_id(3), starts[pl.program_id(0)], shard_index(R)
+        first, last = first_block(start, t), last_block(start, t)
+        i = jnp.minimum(first + n, last)
 
         def side(x, h):  # [slots, ..] of a kv head, and the scale of each slot [1, slots]
             if isinstance(x, Int8):
@@ -2139,116 +2299,121 @@ def attention_kernel(q, new, cache, starts, window, R=1, queries=1024, block=Non
                 return x.values[0, h].astype(q.dtype), x.scale[0, scales]
             return x[0, h].astype(q.dtype), 1.0
 
-        def attended(cache, h, product):
-            """The scores of a kv head's queries by `product`, and the values with their scale."""
-            first, second = (side(x, h) for x in cache)
-            q_tile = q[0, h].reshape(M, width)
-            scores = product(q_tile[:, :split], first[0]) * first[1]
-            if width == split:
-                return scores, second
-            return scores + product(q_tile[:, split:], second[0]) * second[1], first
-
-        def product_with_one(q, key):
-            return jnp.sum(q.astype(jnp.float32) * key.astype(jnp.float32), axis=-1, keepdims=True)
-
-        def new_token():
-            return as_stored(jax.tree.map(lambda x: x[...], new), cache)
-
-        @pl.when(step == 0)
+        @pl.when(n == 0)
         def begin():
             m[...] = jnp.full(m.shape, MASKED)
             l[...] = jnp.zeros(l.shape)
             acc[...] = jnp.zeros(acc.shape)
-            for h in range(heads) if new else ():
-                scores, (value, scale) = attended(new_token(), h, product_with_one)
-                m[h] = jnp.broadcast_to(scores, m.shape[1:])
-                l[h] = jnp.full(l.shape[1:], 1 / (R * lanes))
-                acc[h] = jnp.broadcast_to(value.astype(jnp.float32) * (scale / R), acc.shape[1:])
 
-        def fold(mask):
+        def slots_of(tile):
+            return pl.ds(0 if lanes == block else pl.multiple_of(tile * lanes - i * block, lanes), lanes)
+
+        def is_here(tile):
+            return jax.lax.div(tile, block // lanes) == i
+
+        def patch(tile):
+            def patch_side(x, token):
+                slots = tile * lanes + jax.lax.broadcasted_iota(jnp.int32, (1, K, lanes) + (1,) * (x.ndim - 3), 2)
+                patched = x[:, :, slots_of(tile)]
+                for j in range(T):
+                    patched = jnp.where(slots * R + r == start + j, token[:, :, j : j + 1], patched)
+                x[:, :, slots_of(tile)] = patched
+
+            @pl.when(is_here(tile))
+            def patch_here():
+                jax.tree.map(patch_side, cache, as_stored(jax.tree.map(lambda x: x[...], new), cache))
+
+        def write_back(tile):
+            def write_side(x, y):
+                y[...] = x[:, :, slots_of(tile)]
+
+            jax.tree.map(write_side, cache, new_cache)
+
+        def fold(seen):
             for h in range(heads):
-                scores, (value, scale) = attended(cache, h, partial(einsum, "th,sh->ts"))
-                if mask is not None:
-                    scores = jnp.where(mask, scores.reshape(G, tile, block), MASKED).reshape(scores.shape)
+                (first, first_scale), (second, second_scale) = (side(x, h) for x in cache)
+                queries = q[0, h].reshape(A * tile, width)
+                scores = einsum("th,sh->ts", queries[:, :split], first) * first_scale
+                if width > split:
+                    scores += einsum("th,sh->ts", queries[:, split:], second) * second_scale
+                    second, second_scale = first, first_scale
+                if seen is not None:
+                    scores = jnp.where(seen, scores.reshape(A, tile, block), MASKED).reshape(scores.shape)
                 new_m = jnp.maximum(m[h], jnp.max(scores, axis=-1, keepdims=True))
                 alpha, p = jnp.exp(m[h] - new_m), jnp.exp(scores - jnp.tile(new_m, (1, block // lanes)))
                 m[h] = new_m
                 l[h] = l[h] * alpha + sum(jnp.split(p, block // lanes, axis=1))
-                acc[h] = acc[h] * alpha[:, :1] + einsum("ts,sw->tw", (p * scale).astype(q.dtype), value)
+                acc[h] = acc[h] * alpha[:, :1] + einsum("ts,sw->tw", (p * second_scale).astype(q.dtype), second)
 
-        @pl.when(i <= last)
-        def fold_block():
-            keys = (i * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)) * R + r
+        @pl.when(first + n <= last)
+        def visit():
             if new:
-                fold((is_attended(keys, start, window) & (keys != start))[None])
-                return
-            is_whole = (i + 1) * block <= first_query + 1
-            if window is not None:
-                is_whole &= i * block > first_query + span - 1 - window
-            positions = first_query + jax.lax.broadcasted_iota(jnp.int32, (tile, block), 0)
+                patch(tile_of(start))
+                if T > 1:
+                    patch(tile_of(start + T - 1))
+                pl.when(is_here(tile_of(start)))(lambda: write_back(tile_of(start)))
+            keys = (i * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)) * R + r
+            first_query, offsets = start + t * span, 0
+            if span > 1:
+                offsets = jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
+                offsets = jnp.fmod(jax.lax.div(offsets, run or M // T), T) if new else offsets
+            is_whole = (i + 1) * block * R <= first_query + 1
+            if span_seen:
+                is_whole &= i * block * R >= mask.first_seen(first_query + span - 1)
             pl.when(is_whole)(lambda: fold(None))
-            pl.when(~is_whole)(lambda: fold(is_attended(keys, positions, window)[None]))
+            pl.when(~is_whole)(lambda: fold(mask.is_attended(keys, first_query + offsets)[None]))
 
-        if new:
-
-            @pl.when(i == last)
-            def store():
-                first = jax.lax.div(start, R * lanes) * lanes
-                here = pl.ds(0 if lanes == block else pl.multiple_of(first - i * block, lanes), lanes)
-
-                def patch(old, new, patched):
-                    slots = first + jax.lax.broadcasted_iota(jnp.int32, (1, K, lanes) + (1,) * (old.ndim - 3), 2)
-                    patched[...] = jnp.where(slots * R + r == start, new, old[:, :, here])
-
-                jax.tree.map(patch, cache, new_token(), new_cache)
-
-        @pl.when(step == pl.num_programs(3) - 1)
+        @pl.when(n == pl.num_programs(3) - 1)
         def finish():
+            if new and T > 1:
+                write_back(tile_of(start + T - 1))
             total = jnp.sum(l[...], axis=-1, keepdims=True)
-            out[0] = (acc[...] / total).reshape(heads, G, tile, W)
-            log_sum_exp[0] = (m[...] + jnp.log(total)).reshape(heads, G, tile, lanes)
+            out[0, :, :, :, :W] = (acc[...] / total).reshape(heads, A, tile, W)
+            out[0, :, :, :, W:] = (m[:, :, :1] + jnp.log(total)).reshape(heads, A, tile, 1)
 
     def of_tile(width):
-        return pl.BlockSpec((1, heads, G, tile, width), lambda b, n, t, step, starts: (b, n, 0, t, 0))
+        return pl.BlockSpec((1, heads, A, tile, width), lambda b, h, t, n, *_: (b, h, 0, t, 0))
 
-    def slots(x, size, index):  # `size` slots: the index(start, t, step)-th of the row, with the scales of all heads
-        def at(b, n, t, step, starts):
-            i = index(starts[b], t, step)
-            return (b, n, i, 0) if x.ndim == 4 else (b, 0, i)
+    def of_tokens(x):
+        return pl.BlockSpec((1, *x.shape[1:]), lambda b, *_: (b,) + (0,) * (x.ndim - 1))
+
+    def slots(x, size, index):  # `size` slots: the index(start, t, n)-th of the row, with the scales of all heads
+        def at(b, h, t, n, starts, places):
+            i = jax.lax.rem(index(starts[b], t, n), S // size) if wraps else index(starts[b], t, n)
+            row = b if new else places[b]
+            return (row, h, i, 0) if x.ndim == 4 else (row, 0, i)
 
         return pl.BlockSpec((1, heads, size, x.shape[3]) if x.ndim == 4 else (1, K, size), at)
 
     def read(x):  # the block to attend to
-        return slots(x, block, lambda start, t, step: jnp.minimum(first_block(start, t) + step, last_block(start, t)))
+        return slots(x, block, lambda start, t, n: jnp.minimum(first_block(start, t) + n, last_block(start, t)))
 
-    def of_token(x):
-        return slots(x, 1, lambda start, t, step: 0)
-
-    def write(x):  # the tile with the new token's slot
-        return slots(x, lanes, lambda start, t, step: jax.lax.div(start, R * lanes))
+    def write(x):  # the tile of the first new token, at last that of the last one
+        return slots(x, lanes, lambda start, t, n: tile_of(start + jnp.where(n == steps - 1, T - 1, 0)))
 
     written = ()
     if new:  # otherwise XLA moves the whole cache to VMEM and back if it fits
         written = cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
-    out, log_sum_exp = (jax.ShapeDtypeStruct((*q.shape[:4], n), jnp.float32) for n in (W, lanes))
-    out, log_sum_exp, cache = pl.pallas_call(
+    out, cache = pl.pallas_call(
         kernel,
-        out_shape=(out, log_sum_exp, jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), written)),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(B, K // heads, tiles, steps),
-            in_specs=[of_tile(width), jax.tree.map(of_token, new), jax.tree.map(read, cache)],
-            out_specs=(of_tile(W), of_tile(lanes), jax.tree.map(write, written)),
-            scratch_shapes=[pltpu.VMEM((heads, M, width), jnp.float32) for width in (lanes, lanes, W)],
+        out_shape=(
+            jax.ShapeDtypeStruct((*q.shape[:4], W + 1), jnp.float32),
+            jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), written),
         ),
-        input_output_aliases={4 + i: 2 + i for i in range(len(jax.tree.leaves(written)))},
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(B, K // heads, pl.cdiv(M, tile), steps),
+            in_specs=[of_tile(width), jax.tree.map(of_tokens, new), jax.tree.map(read, cache)],
+            out_specs=(of_tile(W + 1), jax.tree.map(write, written)),
+            scratch_shapes=[pltpu.VMEM((heads, A * tile, width), jnp.float32) for width in (lanes, lanes, W)],
+        ),
+        input_output_aliases={5 + i: 1 + i for i in range(len(jax.tree.leaves(written)))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
-        cost_estimate=kernel_cost(B * K * T * G * S * (width + W), cache),
+        cost_estimate=kernel_cost(2 * B * K * A * M * S * (width + W), cache),
         interpret=interpret,
         name="ragged_attention",
-    )(starts, q, new, cache)
-    out, log_sum_exp = out[:, :, :, :T], log_sum_exp[:, :, :, :T, :1]
-    return (out.swapaxes(2, 3), log_sum_exp.swapaxes(2, 3), cache) if new else (out, log_sum_exp, cache)
+    )(starts, starts if places is None else places, q, new, cache)
+    return out, cache
 
 
 # ---------------------------------------------------------------------------------------------------------------------

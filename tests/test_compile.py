@@ -29,21 +29,19 @@ def full_size(name, folder="llama3", **changes):
     return FOLDERS[folder].model.Config.from_dict(config)
 
 
-def compile_step(config, mesh, batch, slots, int8, folder="llama3", int8_cache=None):
+def compile_step(config, mesh, batch, slots, int8, folder="llama3", int8_cache=None, T=1):
     """The compiled decode step, with the cache in int8 if the weights are, unless `int8_cache` says."""
     model = FOLDERS[folder].model
-    replicated = NamedSharding(mesh, P())
-    vector = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=replicated)
-    seeds = jax.ShapeDtypeStruct((batch, 2), jnp.uint32, sharding=replicated)
-    arguments = (
-        model.abstract_weights(config, mesh, jnp.bfloat16, int8),
-        model.abstract_cache(config, mesh, batch, slots, jnp.bfloat16, int8 if int8_cache is None else int8_cache),
-        vector,
-        vector,
-        seeds,
-    )
-    options = {"config": config, "mesh": mesh, "sampling": model.Sampling()}
-    return model.decode_step.lower(*arguments, **options).compile()
+
+    def array(*shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P("dp")))
+
+    rows = model.Rows(array(batch, slots + 1), *[array(batch)] * 3, array(batch, 2, dtype=jnp.uint32))
+    weights = model.abstract_weights(config, mesh, jnp.bfloat16, int8)
+    int8_cache = int8 if int8_cache is None else int8_cache
+    cache = model.abstract_cache(config, mesh, batch, slots, jnp.bfloat16, int8_cache)
+    options = {"T": T, "drafts": T - 1, "config": config, "mesh": mesh, "sampling": model.Sampling()}
+    return model.step.lower(weights, cache, rows, **options).compile()
 
 
 def tpu_mesh(topology, tp, ep=1):
@@ -52,21 +50,22 @@ def tpu_mesh(topology, tp, ep=1):
 
 
 @pytest.mark.parametrize(
-    ("folder", "name", "topology", "ep", "tp", "int8", "slots"),
+    ("folder", "name", "topology", "ep", "tp", "int8", "slots", "T"),
     [
-        ("llama3", "llama-3.1-8b", "v5e:2x4", 1, 8, False, 2048),
-        ("llama3", "llama-3.1-70b", "v5e:4x4", 1, 16, True, 2048),
-        ("glm4", "glm-4-9b-0414", "v5e:4x4", 1, 16, False, 2048),
-        ("llama4", "llama-4-scout-17b-16e", "v5e:4x4", 1, 16, True, 4096),
-        ("qwen3", "qwen3-30b-a3b", "v5e:2x4", 4, 2, False, 2048),
-        ("gpt_oss", "gpt-oss-120b", "v5e:4x4", 2, 8, True, 2048),
+        ("llama3", "llama-3.1-8b", "v5e:2x4", 1, 8, False, 2048, 1),
+        ("llama3", "llama-3.1-70b", "v5e:4x4", 1, 16, True, 2048, 1),
+        ("llama3", "llama-3.1-70b", "v5e:4x4", 1, 16, True, 2048, 4),
+        ("glm4", "glm-4-9b-0414", "v5e:4x4", 1, 16, False, 2048, 1),
+        ("llama4", "llama-4-scout-17b-16e", "v5e:4x4", 1, 16, True, 4096, 1),
+        ("qwen3", "qwen3-30b-a3b", "v5e:2x4", 4, 2, False, 2048, 1),
+        ("gpt_oss", "gpt-oss-120b", "v5e:4x4", 2, 8, True, 2048, 1),
     ],
 )
-def test_full_size_on_tpus(folder, name, topology, ep, tp, int8, slots):
-    """Two all-reduces a layer, one for the embedding, one all-gather for the next token, and no other collective. Eight
+def test_full_size_on_tpus(folder, name, topology, ep, tp, int8, slots, T):
+    """Two all-reduces a layer, one for the embedding, one all-gather for new tokens, and no other collective. Eight
     layers stand for all; test_plan.py compiles a whole model."""
     config = full_size(name, folder, num_hidden_layers=8)
-    text = compile_step(config, tpu_mesh(topology, tp, ep), 8, slots, int8, folder).as_text()
+    text = compile_step(config, tpu_mesh(topology, tp, ep), 8, slots, int8, folder, T=T).as_text()
     counts, layers = Counter(COLLECTIVE.findall(text)), config.num_hidden_layers
     assert counts == {"all-reduce": 2 * layers + 1, "all-gather": 1}
     kernels = Counter(KERNEL.findall(text))
@@ -77,21 +76,22 @@ def test_full_size_on_tpus(folder, name, topology, ep, tp, int8, slots):
 
 
 @pytest.mark.parametrize(
-    ("folder", "name", "topology", "ep_tp", "batch", "slots", "int8"),
+    ("folder", "name", "topology", "ep_tp", "batch", "slots", "int8", "T"),
     [
-        ("deepseek", "deepseek-r1", "v5e:8x8", (4, 16), 8, 512, True),
-        ("deepseek", "moonlight-16b-a3b", "v5e:2x2", (4, 1), 3, 4096, False),
-        ("glm4_flash", "glm-4.7-flash", "v5p:1x1x2", (1, 2), 1, 2048, False),
+        ("deepseek", "deepseek-r1", "v5e:8x8", (4, 16), 8, 512, True, 1),
+        ("deepseek", "deepseek-r1", "v5e:8x8", (4, 16), 8, 512, True, 4),
+        ("deepseek", "moonlight-16b-a3b", "v5e:2x2", (4, 1), 3, 4096, False, 1),
+        ("glm4_flash", "glm-4.7-flash", "v5p:1x1x2", (1, 2), 1, 2048, False, 1),
     ],
 )
-def test_latent_attention_on_tpus(folder, name, topology, ep_tp, batch, slots, int8):
+def test_latent_attention_on_tpus(folder, name, topology, ep_tp, batch, slots, int8, T):
     """Three collectives a layer: the gather of what all heads need, after attention, after the feed-forward. Six layers
     stand for all."""
     config = full_size(name, folder, num_hidden_layers=6)
     model = FOLDERS[folder].model
     options = {"chips_per_host_bounds": [1, 1, 2]} if topology == "v5p:1x1x2" else {}
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
-    program = compile_step(config, model.make_mesh(1, *ep_tp, devices=devices), batch, slots, int8, folder)
+    program = compile_step(config, model.make_mesh(1, *ep_tp, devices=devices), batch, slots, int8, folder, T=T)
     text = program.as_text()
     counts, layers = Counter(COLLECTIVE.findall(text)), config.num_hidden_layers
     # A small gather may be turned into a sum of zeros; to embed and to choose the token take one each.

@@ -62,91 +62,83 @@ def exact(x):
     return np.asarray(x, np.float64)
 
 
-def exact_attention(q, k, v, first, last):
-    """Softmax attention in float64 of q [B, K, G, T, H] to the keys from first to last [B, T] of k [B, K, S, H], and
-    the log-sum-exp of the scores."""
-    scores, slots = np.einsum("bkgth,bksh->bkgts", q, k), np.arange(k.shape[2])
-    seen = (first[..., None] <= slots) & (slots <= last[..., None])
-    scores = np.where(seen[:, None, None], scores, -np.inf)
+def exact_attention(q, k, v, at, first, last):
+    """Softmax attention in float64 of q [B, K, A, M, H] to those keys k [B, K, S, H] whose positions `at` [B, S] are
+    from first to last [B, M], and beside it the log-sum-exp of the scores."""
+    seen = (first[..., None] <= at[:, None]) & (at[:, None] <= last[..., None])
+    scores = np.where(seen[:, None, None], np.einsum("bkamh,bksh->bkams", q, k), -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     total = p.sum(-1, keepdims=True)
-    return np.einsum("bkgts,bksh->bkgth", p / total, v), scores.max(-1, keepdims=True) + np.log(total)
+    sums = scores.max(-1, keepdims=True) + np.log(total)
+    return np.concatenate([np.einsum("bkams,bksh->bkamh", p / total, v), sums], axis=-1)
 
 
-def assert_close(found, wanted):
-    """Attention's output and log-sum-exp, of bfloat16 operands."""
-    for each, exactly in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(np.asarray(each, np.float64), exactly, atol=3e-2)
-
-
-def decoded(run, model, q, new, cache, positions, window, int8):
-    """attend_to_slots: its output and log-sum-exp, and the cache in float64. The new token is in its slot, rounded
-    rightly, and nothing else has changed. Slots that no query may see hold large numbers: a wrong mask lets them in."""
-    slots, last = np.arange(cache[0].shape[2]), positions[:, None]
-    seen = (slots < last) & (slots > last - (window or len(slots)))
-    cache = model.LayerCache(*(x * np.where(seen, 1, 20).astype(x.dtype)[:, None, :, None] for x in cache))
+def check_attention(run, model, q, widths, S, T, starts, window, int8):
+    """store_and_attend of T tokens: they are in their slots, rounded rightly, nothing else has changed, and queries
+    attend to what is stored. Slots that no query may see hold large numbers: a wrong mask lets them in. The rows of a
+    piece are in the cache in another order."""
+    (B, K, _, M, width), positions = q.shape, starts[:, None] + np.arange(T)
+    cache, new = (model.LayerCache(*(numbers(n + i, B, K, n, w) for i, w in enumerate(widths, 1))) for n in (S, T))
+    at = positions[:, -1:] - (positions[:, -1:] - np.arange(S)) % S  # the last position in each slot, or a negative one
+    first, is_new = np.maximum(positions - (window or S) + 1, 0), at >= starts[:, None]
+    factors = np.where((at >= first[:, :1]) & ~is_new, 1, 20).astype(bfloat16)
+    cache = model.LayerCache(*(x * factors[:, None, :, None] for x in cache))
     cache = model.LayerCache(*map(model.quantize, cache)) if int8 else cache
-    *attended, after = run(lambda *args: model.attend_to_slots(*args, window, 1), q, new, cache, positions)
+    places, arguments = (np.arange(B), None) if T <= model.FEW else (np.arange(B)[::-1], np.arange(B)[::-1])
+
+    def attend(*arguments):
+        return model.store_and_attend(*arguments, model.Mask(window), T, 1)
 
     def other_slots(x):
-        is_new = (slots == last).reshape(len(last), 1, len(slots), *[1] * (x.ndim - 3))
-        return np.where(is_new, 0, np.asarray(x, np.float32))
+        return np.where(is_new.reshape(B, 1, S, *[1] * (x.ndim - 3)), 0, np.asarray(x, np.float32))
 
+    out, after = run(attend, q, new, jax.tree.map(lambda x: x[places], cache), starts, arguments)
+    after = jax.tree.map(lambda x: x[places], after)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(*map(other_slots, (x, y))), cache, after)
-    for token, side in zip(new, map(exact, after), strict=True):
-        stored = side[np.arange(len(positions)), :, positions]
-        step = np.abs(exact(token)).max(-1, keepdims=True) / 127 if int8 else 0
-        assert (np.abs(stored[:, :, None] - exact(token)) <= 0.51 * step).all()
-    return attended, [exact(x) for x in after]
+    keys, values = map(exact, after)
+    for token, side in zip(map(exact, new), (keys, values), strict=True):
+        stored = side[np.arange(B)[:, None], :, positions % S].swapaxes(1, 2)
+        step = np.abs(token).max(-1, keepdims=True) / 127 if int8 else 0
+        assert (np.abs(stored - token) <= 0.51 * step).all()
+    if width > widths[0]:
+        keys, values = np.concatenate([keys, values], axis=-1), keys
+    wanted = exact_attention(exact(q), keys, values, at, *(np.repeat(x, M // T, axis=1) for x in (first, positions)))
+    np.testing.assert_allclose(np.asarray(out, np.float64), wanted, atol=3e-2)
 
 
 @INT8
+@pytest.mark.parametrize("T", [1, 4])
 @pytest.mark.parametrize(
-    ("B", "K", "G", "window"),
-    [(4, 8, 4, None), (4, 8, 8, 128), (1, 2, 16, None)],
+    ("B", "K", "G", "S", "window"),
+    [(4, 8, 4, 2048, None), (4, 8, 8, 1280, 128), (1, 2, 16, 2048, None)],
     ids=["llama-3.1-8b", "gpt-oss-20b", "glm-4-9b"],
 )
-def test_attention_of_a_decode_step(run, B, K, G, window, int8):
-    """2,048 slots, rows of all lengths."""
-    model, S, H = test_kernel.model, 2048, 128
-    q, positions = numbers(0, B, K, G, 1, H, scale=3 * H**-0.5), np.linspace(S - 2, 0, B).astype(np.int32)
-    cache, new = (model.LayerCache(*(numbers(n + i, B, K, n, H) for i in (1, 2))) for n in (S, 1))
-    out, (k, v) = decoded(run, model, q, new, cache, positions, window, int8)
-    assert_close(out, exact_attention(exact(q), k, v, positions[:, None] - (window or S) + 1, positions[:, None]))
+def test_attention_of_a_decode_step(run, B, K, G, S, window, T, int8):
+    """Rows of all lengths. With a window the cache is a ring, and one of them has begun it anew."""
+    q = numbers(0, B, K, 1, T * G, 128, scale=3 * 128**-0.5)
+    starts = np.int32([3 * S - 2 if window else S - T, 1278, 255, 0])[:B]
+    check_attention(run, test_kernel.model, q, (128, 128), S, T, starts, window, int8)
 
 
 @INT8
 @pytest.mark.parametrize(
-    ("K", "G", "window"), [(2, 4, None), (1, 8, 128)], ids=["llama-3.1-8b on four devices", "gpt-oss-20b on eight"]
+    ("K", "G", "S", "start", "window"),
+    [(2, 4, 2048, 1024, None), (1, 8, 1280, 3000, 128)],
+    ids=["llama-3.1-8b on four devices", "gpt-oss-20b on eight"],
 )
-def test_attention_of_a_piece_of_prefill(run, K, G, window, int8):
-    """The second 1,024 tokens of a prompt."""
-    model, T, S, H = test_kernel.model, 1024, 2048, 128
-    q, k, v = numbers(0, 1, K, G, T, H, scale=3 * H**-0.5), numbers(1, 1, K, S, H), numbers(2, 1, K, S, H)
-    k, v = (model.quantize(x) if int8 else x for x in (k, v))
-
-    def attend(q, *cache):
-        return model.attend_to_blocks(q, lambda i, n: cache, S, jnp.int32(S - T), window, 1, in_place=True)
-
-    positions = np.arange(S - T, S)[None]
-    wanted = exact_attention(*map(exact, (q, k, v)), positions - (window or S) + 1, positions)
-    assert_close(run(attend, q, k, v), wanted)
+def test_attention_of_a_piece_of_prefill(run, K, G, S, start, window, int8):
+    """1,024 tokens of two rows, of which one is further on."""
+    q, starts = numbers(0, 2, K, G, 1024, 128, scale=3 * 128**-0.5), np.int32([77, start])
+    check_attention(run, test_kernel.model, q, (128, 128), S, 1024, starts, window, int8)
 
 
 @INT8
+@pytest.mark.parametrize("T", [1, 4])
 @pytest.mark.parametrize("B", [1, 8])
-def test_attention_to_latents(run, B, int8):
+def test_attention_to_latents(run, B, T, int8):
     """A decode step of GLM-4.7-Flash on one device: 20 heads, latents of 512 and rope keys of 64, in whole lanes."""
-    model, S = test_latent.model, 2048
-    q, cache, new = (
-        numbers(0, B, 1, 20, 1, 640, scale=0.1),
-        model.LayerCache(numbers(1, B, 1, S, 512), numbers(2, B, 1, S, 128)),
-        model.LayerCache(numbers(3, B, 1, 1, 512), numbers(4, B, 1, 1, 128)),
-    )
-    positions = np.linspace(S - 2, 700, B).astype(np.int32)
-    out, (latents, rope_keys) = decoded(run, model, q, new, cache, positions, None, int8)
-    keys, last = np.concatenate([latents, rope_keys], axis=-1), positions[:, None]
-    assert_close(out, exact_attention(exact(q), keys, latents, 0 * last, last))
+    q, starts = numbers(0, B, 1, 1, T * 20, 640, scale=0.1), np.linspace(2048 - T, 510, B).astype(np.int32)
+    check_attention(run, test_latent.model, q, (512, 128), 2048, T, starts, None, int8)
 
 
 def test_rounding():
@@ -283,15 +275,16 @@ def golden(folder):
 @pytest.fixture
 def assert_near(record_property):
     """Asserts that answers have the same tokens, and log-probabilities at most `atol` away. Of the last prompt, which
-    is unknown, and rounded numbers it asks for the first token alone: others may be nearly as probable."""
+    is unknown, and rounded numbers it asks for the first token alone, at most `unknown` away: others may be nearly as
+    probable."""
 
-    def near(found, wanted, atol, is_rounded=False):
+    def near(found, wanted, atol, is_rounded=False, unknown=None):
         ends = [None] * (len(wanted[0]) - 1) + [1 if is_rounded else None]
         pairs = [[(x[:end], y[:end]) for x, y, end in zip(*each, ends, strict=True)] for each in zip(found, wanted)]
-        largest = max(np.abs(np.subtract(x, y)).max() for x, y in pairs[1])
-        record_property("largest difference", f"{largest:.1e}")
+        *known, last = [np.abs(np.subtract(x, y)).max() for x, y in pairs[1]]
+        record_property("largest difference", f"{max(*known, last):.1e}")
         assert [x for x, _ in pairs[0]] == [y for _, y in pairs[0]]
-        assert largest <= atol
+        assert max(known) <= atol and last <= (unknown or atol)
 
     return near
 
@@ -309,8 +302,11 @@ def test_demos_in_float32(folder, assert_near):
 def test_demos_in_bfloat16(folder, assert_near):
     """As main.py runs them: on all devices and, on an accelerator, on one."""
     meshes = {all_devices(folder), *[(1, 1, 1)] * (jax.default_backend() != "cpu")}
+    # In gpt_oss the unknown prompt has a near-tied choice of an expert (margin 0.0016), which bfloat16 may turn: 0.13
+    # on one device, 0.002 to 0.13 on several, 0.04 to 0.06 if the choice is given; the same before steps took T tokens.
+    unknown = 0.15 if folder == "gpt_oss" else None
     for mesh in meshes:
-        assert_near(answers(folder, mesh, dtype="bfloat16"), golden(folder), 6e-2, is_rounded=True)
+        assert_near(answers(folder, mesh, dtype="bfloat16"), golden(folder), 6e-2, is_rounded=True, unknown=unknown)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -1,4 +1,4 @@
-"""The Pallas ragged decode kernel: numbers under the TPU interpreter, and the real compiler for TPUs."""
+"""The Pallas ragged attention kernel: numbers under the TPU interpreter, and the real compiler for TPUs."""
 
 from functools import partial
 
@@ -15,198 +15,162 @@ llama3 = import_folder("llama3")
 model = llama3.model
 
 
-def random_arguments(B, K, G, S, H, dtype, int8):
-    keys = jax.random.split(jax.random.key(0), 5)
-    q = (jax.random.normal(keys[0], (B, K, G, 1, H)) * 3 / H**0.5).astype(dtype)
-    new, cache = (
-        model.LayerCache(*(jax.random.normal(key, (B, K, slots, H)).astype(dtype) for key in pair))
-        for slots, pair in ((1, keys[1:3]), (S, keys[3:5]))
-    )
-    if int8:
-        cache = model.LayerCache(*map(model.quantize, cache))
-    return q, new, cache
+def random_rows(B, K, N, T, starts, H, dtype, int8):
+    """Queries [B, T, N, H], keys and values [B, K, P, H] of all positions up to the last new one, as the cache has
+    them, and of the T new ones, as they come."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = (jax.random.normal(keys[0], (B, T, N, H)) * 3 / H**0.5).astype(dtype)
+    history = [jax.random.normal(key, (B, K, max(starts) + T, H)).astype(dtype) for key in keys[1:]]
+    new = model.LayerCache(*(jnp.stack([x[b, :, s : s + T] for b, s in enumerate(starts)]) for x in history))
+    return q, model.LayerCache(*(model.quantize(x) if int8 else x for x in history)), new
 
 
 def floats(x):
-    return x.values * x.scale[..., None] if isinstance(x, model.Int8) else x
+    return np.asarray(x.values * x.scale[..., None] if isinstance(x, model.Int8) else x, np.float64)
 
 
-def reference(q, new, cache, positions, window):
-    """In numpy and float64, a row at a time."""
-    q = np.asarray(q, np.float64)[:, :, :, 0]
-    k, v = (np.array(floats(x), np.float64) for x in cache)
-    new = model.as_stored(new, cache)
-    out = np.zeros(q.shape)
-    for b, position in enumerate(positions):
-        k[b, :, position], v[b, :, position] = floats(new.k)[b, :, 0], floats(new.v)[b, :, 0]
-        first = max(0, position - window + 1) if window else 0
-        seen = slice(first, position + 1)
-        scores = np.einsum("kgh,ksh->kgs", q[b], k[b, :, seen])
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        out[b] = np.einsum("kgs,ksh->kgh", weights / weights.sum(-1, keepdims=True), v[b, :, seen])
-    return out[:, :, :, None]
+def reference(q, history, starts, mask):
+    """In numpy and float64, a query at a time: [B, T, N, H], and the log-sum-exp of its scores, [B, T, N]."""
+    q, k, v = (floats(x) for x in (q, *history))
+    G, out, sums = q.shape[2] // k.shape[1], np.zeros((*q.shape[:3], v.shape[-1])), np.zeros(q.shape[:3])
+    for b, t, n in np.ndindex(sums.shape):
+        position = starts[b] + t
+        first = position - position % mask.chunk if mask.chunk else max(0, position + 1 - (mask.window or position + 1))
+        scores = k[b, n // G, first : position + 1] @ q[b, t, n]
+        weights = np.exp(scores - scores.max())
+        out[b, t, n], sums[b, t, n] = weights @ v[b, n // G, first : position + 1] / weights.sum(), scores.max()
+        sums[b, t, n] += np.log(weights.sum())
+    return out, sums
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+def cache_with(history, lengths, S, R, ring):
+    """What R devices hold of so many tokens of each row: [B, R K, S, ..], the last ones of a ring."""
+
+    def side(x):
+        x = np.asarray(x)
+        out = np.random.default_rng(0).integers(1, 9, (x.shape[0], x.shape[1], R, S, *x.shape[3:])).astype(x.dtype)
+        for b, length in enumerate(lengths):
+            for p in range(max(0, length - R * S) if ring else 0, min(length, R * S) if not ring else length):
+                out[b, :, p % R, p // R % S] = x[b, :, p]
+        return jnp.asarray(out.reshape(x.shape[0], -1, S, *x.shape[3:]))
+
+    return jax.tree.map(side, history)
+
+
+@pytest.mark.parametrize(("dtype", "int8"), [(jnp.float32, False), (jnp.bfloat16, True)], ids=["float32", "int8"])
 @pytest.mark.parametrize(
-    ("shape", "positions", "window", "block", "dtype"),
+    ("shape", "T", "starts", "mask", "block"),
     [
-        ((4, 2, 4, 1024, 64), (0, 255, 256, 1023), None, 256, jnp.float32),
-        ((4, 2, 4, 1024, 64), (0, 255, 256, 1023), 100, 256, jnp.bfloat16),
-        ((2, 8, 1, 512, 128), (511, 77), 300, 128, jnp.float32),  # no groups, a window wider than a block
-        ((3, 1, 9, 768, 96), (3, 700, 127), None, None, jnp.bfloat16),  # more query heads than sublanes
+        ((2, 4, 1024, 64), 1, (0, 255, 256, 1023), {}, 256),
+        ((2, 4, 1024, 64), 1, (0, 255, 256, 1023), {"window": 100}, 256),
+        ((8, 1, 512, 128), 1, (511, 77), {"window": 300}, 128),  # no groups, a window wider than a block
+        ((1, 9, 768, 96), 1, (3, 700, 127), {}, None),  # more query heads than sublanes
+        ((2, 3, 512, 64), 3, (0, 126, 254, 509), {}, 256),  # two tiles, two blocks
+        ((1, 2, 512, 64), 8, (120, 252, 376, 0), {}, 128),
+        ((1, 1, 256, 64), 4, (254, 5, 600), {"window": 90}, 128),  # a ring; a row that has begun it anew
+        ((2, 1, 256, 64), 8, (249, 1003, 511), {"window": 249}, 128),  # the shortest ring there may be
+        ((1, 2, 256, 64), 2, (255, 300, 95), {"chunk": 96}, 128),  # a chunk ends between the tokens
+        ((2, 4, 512, 64), 64, (0, 448, 77), {}, 128),  # several tiles
+        ((2, 3, 768, 128), 128, (384, 1), {}, 128),  # no power of two of heads
+        ((1, 2, 512, 96), 40, (300, 0), {"window": 70}, 128),
+        ((2, 1, 256, 64), 130, (77, 126), {}, 256),  # tiles that are not full
+        ((1, 2, 256, 64), 64, (1000, 3, 230), {"window": 100}, 64),  # rings
+        ((1, 2, 256, 64), 64, (990, 30), {"chunk": 100}, 128),  # chunks end in a piece, the ring too
     ],
-)
-def test_against_float64(monkeypatch, shape, positions, window, block, dtype, int8):
-    q, new, cache = random_arguments(*shape, dtype, int8)
-    at = jnp.array(positions, jnp.int32)
-    monkeypatch.setattr(model, "attention_kernel", partial(model.attention_kernel, block=block, interpret=STRICT))
+)  # fmt: skip
+def test_against_float64(monkeypatch, shape, T, starts, mask, block, dtype, int8):
+    """Kernel, plain JAX, and its tiles for CPUs: outputs, log-sum-exps, and the cache, where nothing else changes. The
+    rows are some of a larger cache if there are many tokens."""
+    (K, G, S, H), B, mask = shape, len(starts), model.Mask(**mask)
+    q, history, new = random_rows(B, K, K * G, T, starts, H, dtype, int8)
+    wanted, wanted_sum = reference(q, history, starts, mask)
+    ring, at = mask.wraps(S, T), jnp.array(starts, jnp.int32)
+    places = None if T <= model.FEW else jnp.arange(B)[::-1]
+    order = slice(None) if places is None else slice(None, None, -1)
+    before, after = (
+        jax.tree.map(lambda x: x[order], cache_with(history, [s + n for s in starts], S, 1, ring)) for n in (0, T)
+    )
+    few = T <= model.FEW
+    folded = q.reshape(B, T, K, G, H).transpose((0, 2, 1, 3, 4) if few else (0, 2, 3, 1, 4))
+    folded = folded.reshape((B, K, 1, T * G, H) if few else (B, K, G, T, H))
 
-    def attend(by, *arguments):
-        out, _, cache = by(*arguments, window, 1)
-        return out, cache
+    def attend():
+        return jax.jit(lambda *args: model.store_and_attend(*args, places, mask, T, 1))(folded, new, before, at)
 
-    out, updated = jax.jit(partial(attend, model.attention_kernel))(q, new, cache, at)
-    out_plain, updated_plain = jax.jit(partial(attend, model.plain_slot_attention))(q, new, cache, at)
+    results = [attend()]
+    options = {"block": block} if few else {"block": block, "queries": 128}
+    interpret_kernels(monkeypatch, model, **options)
+    results.append(attend())
+    if not few:
+        tiled = model.plain_attention(folded, after, at, places, mask, T, rows=1, tile=24, block=64)
+        results.append((jnp.concatenate(tiled, axis=-1), after))
     tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
-    wanted = reference(q, new, cache, positions, window)
-    np.testing.assert_allclose(np.asarray(out, np.float64), wanted, atol=tolerance)
-    np.testing.assert_allclose(np.asarray(out_plain, np.float64), wanted, atol=tolerance)
-    jax.tree.map(np.testing.assert_array_equal, updated, updated_plain)
-    jax.tree.map(
-        lambda after, before, n: np.testing.assert_array_equal(after, np_set(before, n, positions)),
-        updated, cache, model.as_stored(new, cache),
-    )  # fmt: skip
+    for out, cache in results:
+        out = np.asarray(out, np.float64).reshape((B, K, T, G, -1) if few else (B, K, G, T, -1))
+        out = out.transpose((0, 2, 1, 3, 4) if few else (0, 3, 1, 2, 4)).reshape(B, T, K * G, -1)
+        np.testing.assert_allclose(out[..., :-1], wanted, atol=tolerance)
+        np.testing.assert_allclose(out[..., -1], wanted_sum, atol=tolerance)
+        jax.tree.map(np.testing.assert_array_equal, cache, after)
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
 @pytest.mark.parametrize(
-    ("shape", "T", "start", "window", "rows", "block", "dtype"),
+    ("mesh", "kv_heads", "G", "T", "starts", "mask"),
     [
-        ((2, 2, 4, 512, 64), 64, 0, None, 64, 128, jnp.float32),  # from the beginning; several tiles
-        ((1, 2, 3, 768, 128), 128, 384, None, 1024, 128, jnp.bfloat16),  # one tile, no power of two of heads
-        ((1, 1, 1, 512, 96), 40, 300, 70, 32, 128, jnp.float32),  # a window; a tile that is not full
-        ((1, 2, 2, 1024, 64), 64, 900, 10, 64, 256, jnp.float32),  # blocks that no query sees
-        ((2, 1, 2, 256, 64), 1, 77, None, 1024, 1024, jnp.float32),  # one token
-        ((1, 1, 2, 256, 64), 64, -32, None, 1024, 64, jnp.float32),  # keys that begin after the first queries
-        ((1, 1, 2, 256, 64), 64, 300, 50, 64, 64, jnp.float32),  # keys that end before the window of some queries
-        ((1, 1, 3, 128, 64), 64, 192, 100, 1024, 32, jnp.float32),  # keys that end, and a window of several blocks
+        ((1, 1, 4), 2, 4, 1, (0, 255, 511), {}),
+        ((1, 2, 2), 1, 3, 1, (1, 130, 400, 1023), {}),  # devices along both axes
+        ((2, 1, 2), 1, 2, 1, (7, 256), {"window": 100}),
+        ((1, 1, 3), 1, 1, 5, (765, 2), {}),  # tokens beyond the last slot are not stored
+        ((1, 1, 8), 1, 2, 8, (1023, 77), {"chunk": 100}),
+        ((1, 1, 4), 2, 3, 64, (0, 77, 400), {"window": 70}),
+        ((1, 1, 8), 1, 1, 32, (5, 4001), {"window": 1000}),  # a ring of 2,048
+        ((1, 2, 2), 2, 2, 48, (464, 11), {}),
     ],
 )
-def test_piece_against_float64(monkeypatch, shape, T, start, window, rows, block, dtype, int8):
-    """Attention of prefill: kernel, plain JAX, and its tiles for CPUs. Queries that see nothing must only say so."""
-    B, K, G, S, H = shape
-    options = {"queries": rows, "block": block, "interpret": STRICT}
-    monkeypatch.setattr(model, "attention_kernel", partial(model.attention_kernel, **options))
-    keys = jax.random.split(jax.random.key(1), 3)
-    q = (jax.random.normal(keys[0], (B, K, G, T, H)) * 3 / H**0.5).astype(dtype)
-    k, v = (jax.random.normal(key, (B, K, S, H)).astype(dtype) for key in keys[1:])
-    k, v = (model.quantize(x) if int8 else x for x in (k, v))
-    scores = np.einsum("bkgth,bksh->bkgts", *(np.asarray(floats(x), np.float64) for x in (q, k)))
-    at, queries = np.arange(S), start + np.arange(T)[:, None]
-    seen = (at <= queries) & (at > queries - (window or 2 * S))
-    sees = seen.any(-1)
-    p = np.exp(scores - scores.max(-1, keepdims=True)) * seen
-    total = np.maximum(p.sum(-1), 1e-300)
-    wanted = np.einsum("bkgts,bksh->bkgth", p, np.asarray(floats(v), np.float64)) / total[..., None]
-    wanted_sum = np.log(total) + scores.max(-1)
-    plain = partial(model.plain_piece_attention, rows=B, tile=T, block=S)
-    tiled = partial(model.plain_piece_attention, rows=1, tile=24, block=block)
-    tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
-    for attend in (model.piece_attention_kernel, plain, tiled):
-        out, log_sum_exp = map(np.asarray, jax.jit(partial(attend, window=window))(q, k, v, jnp.int32(start)))
-        np.testing.assert_allclose(out[..., sees, :], wanted[..., sees, :], atol=tolerance)
-        np.testing.assert_allclose(log_sum_exp[..., sees, 0], wanted_sum[..., sees], atol=tolerance)
-        assert np.isfinite(out).all() and (log_sum_exp[..., ~sees, 0] < -1e29).all()
-
-
-@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
-@pytest.mark.parametrize(
-    ("mesh", "kv_heads", "G", "positions", "window"),
-    [
-        ((1, 1, 4), 2, 4, (0, 255, 511), None),
-        ((1, 2, 2), 1, 3, (1, 130, 400, 1023), None),  # devices along both axes
-        ((2, 1, 2), 1, 2, (7, 256), 100),
-    ],
-)
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_devices_that_share_a_head(monkeypatch, platform, mesh, kv_heads, G, positions, window, int8):
+@pytest.mark.parametrize(("platform", "int8"), [("cpu", False), ("tpu", True)])
+def test_devices_that_share_a_head(monkeypatch, platform, mesh, kv_heads, G, T, starts, mask, int8):
     """Each has a part of the sequence, and they exchange queries and outputs, on TPUs by a kernel."""
-    mesh = model.make_mesh(*mesh, devices=jax.devices()[: np.prod(mesh)])
-    X, R, B, S, H = model.model_shards(mesh), model.model_shards(mesh) // kv_heads, len(positions), 256, 64
-    q, new, cache = random_arguments(B, kv_heads, R * G, R * S, H, jnp.float32, int8)
-    wanted = reference(q, new, cache, positions, window)
-
-    def dealt(x):  # [B, K, R S, ..] -> [B, X, S, ..]
-        return jnp.moveaxis(x.reshape(B, kv_heads, S, R, *x.shape[3:]), 3, 2).reshape(B, X, S, *x.shape[3:])
-
+    mesh, mask = model.make_mesh(*mesh, devices=jax.devices()[: np.prod(mesh)]), model.Mask(**mask)
+    X, B, S, H = model.model_shards(mesh), len(starts), 256, 64
+    R = X // kv_heads
+    q, history, new = random_rows(B, kv_heads, X * G, T, starts, H, jnp.float32, int8)
+    wanted, _ = reference(q, history, starts, mask)
+    ring = mask.wraps(R * S, T)
+    before, after = (cache_with(history, [s + n for s in starts], S, R, ring) for n in (0, T))
     if platform == "tpu":
         interpret_kernels(monkeypatch, model)
-    attend = partial(model.decode_attention, mask=model.Mask(window=window), R=R)
-    heads = jax.sharding.PartitionSpec("dp", None, model.MODEL_AXES)
-    specs = heads, heads, heads, model.CACHE_SPEC, jax.sharding.PartitionSpec("dp")
+    heads, rows = jax.sharding.PartitionSpec("dp", None, model.MODEL_AXES), jax.sharding.PartitionSpec("dp")
+
+    def attend(q, k, v, cache, positions):
+        return model.cached_attention(q, k, v, cache, positions, mask, R=R)
+
+    specs = heads, heads, heads, model.CACHE_SPEC, rows
     program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(heads, model.CACHE_SPEC), check_vma=False)
     new_k, new_v = (jnp.repeat(x, R, 1).swapaxes(1, 2) for x in new)
-    arguments = q.reshape(B, 1, X * G, H), new_k, new_v, jax.tree.map(dealt, cache)
-    out, updated = jax.jit(program)(*arguments, jnp.array(positions, jnp.int32)[:, None])
-    np.testing.assert_allclose(np.asarray(out, np.float64).reshape(wanted.shape), wanted, atol=1e-5)
-    after = jax.tree.map(lambda x, n: dealt(jnp.asarray(np_set(x, n, positions))), cache, model.as_stored(new, cache))
-    jax.tree.map(np.testing.assert_array_equal, updated, after)
+    out, cache = jax.jit(program)(q, new_k, new_v, before, jnp.array(starts)[:, None] + jnp.arange(T))
+    out = np.asarray(out, np.float64).reshape(wanted.shape)
+    stored = R * S if not ring else 10**9  # what comes after has nothing to attend to but what is there
+    for b, start in enumerate(starts):
+        seen = max(0, min(T, stored - start))
+        np.testing.assert_allclose(out[b, :seen], wanted[b, :seen], atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, cache, after)
 
 
-@pytest.mark.parametrize("R", [1, 3, 5, 6, 8])
+@pytest.mark.parametrize("R", [1, 8])
 def test_short_prompts_lower_for_tpus(R):
-    """However many devices share a head, the keys that they gather are enough for a block of the kernel."""
+    """However many devices share a head, and however few tokens there are."""
     mesh = model.make_mesh(tp=R, devices=jax.devices()[:R])
     heads = jax.sharding.PartitionSpec("dp", None, model.MODEL_AXES)
 
     def attend(q, k, v, cache, positions):
-        options = {"start": 0, "is_live": jnp.ones(1, bool), "R": R}
-        return model.prefill_attention(q, k, v, cache, positions, model.Mask(), **options)
+        return model.cached_attention(q, k, v, cache, positions, model.Mask(), R=R)
 
     specs = heads, heads, heads, model.CACHE_SPEC, jax.sharding.PartitionSpec("dp")
     program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(heads, specs[3]), check_vma=False)
-    x, side = (jnp.ones((1, *shape, 128), jnp.bfloat16) for shape in ((2 * R, R), (R, 256)))
-    cache = model.LayerCache(side, side)
-    jax.jit(program).trace(x, x, x, cache, jnp.arange(2 * R)[None]).lower(lowering_platforms=("tpu",))
-
-
-@pytest.mark.parametrize(("window", "int8"), [(None, True), (100, False)])
-def test_prefill_of_devices_that_share_a_head(monkeypatch, window, int8):
-    """Pieces of a prompt by the kernel, in several blocks gathered from two devices, as by plain JAX."""
-    mesh, R, B, T = model.make_mesh(1, 2, 2, devices=jax.devices()[:4]), 2, 2, 64
-    heads = jax.sharding.PartitionSpec("dp", None, model.MODEL_AXES)
-
-    def attend(q, k, v, cache, positions):
-        options = {"start": positions[0, 0], "is_live": jnp.ones(B, bool), "R": R}
-        return model.prefill_attention(q, k, v, cache, positions, model.Mask(window=window), **options)
-
-    specs = heads, heads, heads, model.CACHE_SPEC, jax.sharding.PartitionSpec("dp")
-
-    def prefilled():
-        program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(heads, specs[3]), check_vma=False)
-        q, _, cache = random_arguments(B, 4, 3, 256, 64, jnp.float32, int8)
-        outs, program = [], jax.jit(program)
-        for i in range(4):
-            q, k, v = (jax.random.normal(jax.random.key(10 * i + n), (B, T, N, 64)) for n, N in enumerate((12, 4, 4)))
-            out, cache = program(q / 8, k, v, cache, jnp.broadcast_to(i * T + jnp.arange(T), (B, T)))
-            outs.append(out)
-        return outs, cache
-
-    (wanted, wanted_cache) = prefilled()
-    interpret_kernels(monkeypatch, model, block=32)
-    monkeypatch.setattr(model, "BLOCK_TOKENS", 128)
-    outs, cache = prefilled()
-    np.testing.assert_allclose(outs, wanted, atol=1e-5)
-    jax.tree.map(np.testing.assert_array_equal, cache, wanted_cache)
-
-
-def np_set(cache, new, positions):
-    """cache with the new token's slot set, and nothing else changed."""
-    cache = np.array(cache)
-    for b, position in enumerate(positions):
-        cache[b, :, position] = np.asarray(new)[b, :, 0]
-    return cache
+    side = jnp.ones((1, R, 256, 128), jnp.bfloat16)
+    for T in (1, 2, 8, 24 // R * R + R):
+        x = jnp.ones((1, T, R, 128), jnp.bfloat16)
+        cache = model.LayerCache(side, side)
+        jax.jit(program).trace(x, x, x, cache, jnp.arange(T)[None]).lower(lowering_platforms=("tpu",))
 
 
 @pytest.mark.parametrize(("rows", "O", "C"), [(1, 333, 256), (8, 1001, 128), (33, 512, 384), (3, 1, 128)])
@@ -224,55 +188,69 @@ def test_streamed_product(rows, O, C, dtype, int8):
     np.testing.assert_allclose(np.asarray(y, np.float64), wanted, atol=2e-6 * np.abs(wanted).max())
 
 
-@pytest.mark.optimized
-@pytest.mark.parametrize(("topology", "int8"), [("v5e:2x2", True), ("v6e:2x2", False)])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (8, 1, 4, 2048, 128),  # 70B on 16 chips
-        (1, 8, 3, 256, 128),  # 3.2 3B on one chip, one row
-        (2, 32, 1, 4096, 128),  # Llama 2 7B, no groups
-        (2, 3, 5, 1280, 256),  # nothing a power of two
-    ],
-)
-def test_compiles_for_tpus(topology, int8, shape):
+def array_on(topology):
+    """A function that makes ShapeDtypeStructs on a device of a TPU that is not at hand."""
     topology = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    arguments = *random_arguments(*shape, jnp.bfloat16, int8), jnp.zeros(shape[0], jnp.int32)
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), arguments)
-    kernel = partial(model.attention_kernel, window=None, R=1)
-    program = jax.jit(kernel, donate_argnums=2).lower(*abstract).compile()
-    cache_bytes = sum(x.nbytes for x in jax.tree.leaves(arguments[2]))
+    return lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+
+
+def abstract_side(array, shape, int8):
+    if int8:
+        return model.Int8(array(*shape, dtype=jnp.int8), array(*shape[:-1], dtype=jnp.float32))
+    return array(*shape)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(("topology", "int8"), [("v5e:2x2", True), ("v6e:2x2", False), ("v5p:2x2x1", True)])
+@pytest.mark.parametrize(
+    ("shape", "T", "mask"),
+    [
+        ((8, 1, 4, 2048, 128), 1, {}),  # 70B on 16 chips
+        ((8, 1, 8, 2048, 128), 4, {}),
+        ((1, 8, 3, 256, 128), 1, {}),  # 3.2 3B on one chip, one row
+        ((2, 32, 1, 4096, 128), 2, {}),  # Llama 2 7B, no groups
+        ((2, 3, 5, 1280, 256), 3, {"window": 1000}),  # nothing a power of two
+        ((1, 8, 8, 1280, 128), 8, {"window": 128}),  # gpt-oss
+        ((1, 1, 5, 10240, 128), 5, {"chunk": 8192}),  # Scout
+    ],
+)
+def test_compiles_for_tpus(topology, int8, shape, T, mask):
+    (B, K, G, S, H), array = shape, array_on(topology)
+    side, new = abstract_side(array, (B, K, S, H), int8), array(B, K, T, H)
+    arguments = array(B, K, 1, T * G, H), model.LayerCache(new, new), model.LayerCache(side, side)
+
+    def attend(*arguments):  # as the models do; XLA 0.10.2 fails if what the kernel returns leaves the program as it is
+        out, cache = model.attention_kernel(*arguments, mask=model.Mask(**mask), T=T)
+        return out[..., :-1], out[..., -1:], cache
+
+    program = jax.jit(attend, donate_argnums=2).lower(*arguments, array(B, dtype=jnp.int32)).compile()
+    cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[2]))
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes
-    assert memory.temp_size_in_bytes < cache_bytes / 8  # no copy of the cache
+    # No copy of the cache. The output is there, 129 columns as 256; on a v5p 256 KiB are always taken.
+    expected = 4 * B * K * T * G * (H + 128) + 2**18 * topology.startswith("v5p")
+    assert memory.temp_size_in_bytes < expected + cache_bytes / 8
 
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
 @pytest.mark.parametrize(
-    ("shape", "T", "window", "int8"),
+    ("shape", "T", "mask", "int8"),
     [
-        ((1, 2, 4, 2048, 128), 1024, None, True),  # 8B on four chips
-        ((1, 2, 16, 1280, 128), 256, 300, False),  # GLM-4-9B on one
-        ((2, 3, 1, 512, 192), 512, None, False),  # heads of a latent model, which are wider than their values
+        ((1, 2, 4, 2048, 128), 1024, {}, True),  # 8B on four chips
+        ((1, 2, 16, 1280, 128), 256, {"window": 300}, False),
+        ((2, 1, 5, 2560, 128), 512, {"chunk": 2000}, True),
+        ((2, 3, 1, 512, 192), 512, {}, False),  # heads of a latent model, which are wider than their values
     ],
 )
-def test_piece_compiles_for_tpus(topology, shape, T, window, int8):
-    (B, K, G, S, H), W = shape, min(shape[-1], 128)
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    device = jax.sharding.SingleDeviceSharding(topology.devices[0])
-
-    def array(*shape, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
-
-    k, v = array(B, K, S, H), array(B, K, S, W)
-    if int8:
-        scale = array(B, K, S, dtype=jnp.float32)
-        k, v = (model.Int8(array(*x.shape, dtype=jnp.int8), scale) for x in (k, v))
-    kernel = partial(model.piece_attention_kernel, window=window)
-    program = jax.jit(kernel).lower(array(B, K, G, T, H), k, v, array(dtype=jnp.int32)).compile()
-    assert program.memory_analysis().temp_size_in_bytes < 3 * 4 * B * K * G * T * 128  # no scores: output, padding
+def test_piece_compiles_for_tpus(topology, shape, T, mask, int8):
+    (B, K, G, S, H), W, array = shape, min(shape[-1], 128), array_on(topology)
+    cache = tuple(abstract_side(array, (B + 1, K, S, width), int8) for width in (H, W))
+    at = array(B, dtype=jnp.int32)
+    kernel = partial(model.attention_kernel, mask=model.Mask(**mask), T=T)
+    program = jax.jit(kernel).lower(array(B, K, G, T, H), (), cache, at, at).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 4 * 4 * B * K * G * T * 128  # no scores: 129 columns as 256
 
 
 @pytest.mark.parametrize("is_broken", [False, True], ids=["", "broken"])

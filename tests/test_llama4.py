@@ -125,7 +125,6 @@ def test_a_config_without_its_text_model():
         ({"num_local_experts": 6}, (1, 4, 2), "ep = 4 does not divide num_local_experts 6"),
         ({"intermediate_size": 12}, (1, 2, 4), "does not divide intermediate_size 12"),
         ({"moe_layers": [1], "intermediate_size_mlp": 36}, (1, 2, 4), "does not divide intermediate_size_mlp 36"),
-        ({"attention_chunk_size": 18}, (1, 1, 8), "do not divide attention_chunk_size 18"),
     ],
 )
 def test_meshes_that_cannot_be(options, mesh, words):

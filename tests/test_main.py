@@ -115,6 +115,7 @@ def test_json(main, tmp_path, folder):
     assert all(stats[name] > 0 for name in [*positive, "step_bytes", "bandwidth_gb_per_s", "peak_memory_gb"])
     tokens_a_step = sum(len(row["tokens"]) - 1 for row in rows) / max(len(row["tokens"]) - 1 for row in rows)
     assert stats["decode_tokens_per_s"] / stats["decode_steps_per_s"] == pytest.approx(tokens_a_step)
+    assert stats["rows_busy"] == pytest.approx(tokens_a_step / len(rows)) and stats["tokens_per_step"] == 1
     assert stats["bandwidth_gb_per_s"] == pytest.approx(stats["step_bytes"] * stats["decode_steps_per_s"] / 1e9)
 
 
@@ -385,9 +386,7 @@ def test_more_than_memory_holds(main, monkeypatch):
         assert_refused(main("--prompt", "Hello!"), "the weights take 0.0 GB and the devices have 0.0")
     for allocate in (np.empty, jnp.empty):
         with monkeypatch.context() as patch:
-            patch.setattr(
-                FOLDERS["llama3"].main, "generate_in_batches", lambda *_, f=allocate, **__: f(2**50, np.uint8)
-            )
+            patch.setattr(FOLDERS["llama3"].main, "decoding", lambda *_, f=allocate, **__: f(2**50, np.uint8))
             assert_refused(main("--prompt", "Hello!"), "out of memory")
 
 
@@ -492,7 +491,7 @@ def test_compiled_programs_are_kept(tmp_path):
     for options in (["--no_compilation_cache"], [], []):
         subprocess.run([*command, *options], env=environment, capture_output=True, check=True)
         kept.append({file.name for file in tmp_path.glob("*/*-cache")})
-    assert not kept[0] and kept[1] == kept[2] and any("decode_step" in name for name in kept[1])
+    assert not kept[0] and kept[1] == kept[2] and any("jit_step" in name for name in kept[1])
 
 
 def test_peaks_are_of_devices_of_that_name():

@@ -4,13 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import ROOT, environment_of_users, import_folder
+from helpers import ROOT, environment_of_users, import_folder, interpret_kernels
 from jax.sharding import PartitionSpec as P
 
 PLAN = [sys.executable, ROOT / "benchmarks" / "plan.py"]
@@ -94,45 +94,44 @@ def test_devices_along_ep_divide_the_tokens_of_a_piece():
     command += ["--prefill", "1024", "--json"]
     report = json.loads(subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=True).stdout)
     assert report["mesh"] == {"dp": 1, "ep": 4, "tp": 2}
-    # All-reduces: the embedding, and each sum along tp. Other all-gathers: keys and values of layers, the end, a token.
-    assert report["collectives"] == {"reduce-scatter": 4, "all-reduce": 1 + 4, "all-gather": 4 + 4 + 2}
+    # All-reduces: the embedding, and each sum along tp. Other all-gathers: the end, a token.
+    assert report["collectives"] == {"reduce-scatter": 4, "all-reduce": 1 + 4, "all-gather": 4 + 2}
+    assert report["exchanges"] == 4  # two devices share each kv head
 
 
-@pytest.mark.parametrize("window", [None, 100])
-def test_loops_run_as_often_as_counted(monkeypatch, window):
-    """Those over blocks of a cache that two devices share, by the real loop."""
+@pytest.mark.parametrize("rows", [1, 2])
+def test_loops_run_as_often_as_counted(monkeypatch, rows):
+    """Over rows, and over blocks of latents, whose tokens, or rows, two devices share: by the real loops."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.setattr(os, "environ", dict(os.environ))  # plan sets that of its process
     import plan
 
-    model = import_folder("llama3").model
-    count, T = [], 64
+    model, count, T = import_folder("deepseek").model, Counter(), 64
 
-    def counted(a, b, merged=model.merged):
-        jax.debug.callback(lambda: count.append(1))
-        return merged(a, b)
+    def counted(first, last, body, state, loop=jax.lax.fori_loop):
+        def counts(i, state):
+            jax.debug.callback(lambda: count.update([body]))
+            return body(i, state)
 
-    monkeypatch.setattr(model, "merged", counted)
-    monkeypatch.setattr(model, "BLOCK_TOKENS", 64)
-    plain = partial(model.plain_piece_attention, rows=1, tile=T, block=64)
-    monkeypatch.setattr(model, "piece_attention_kernel", plain)
-    monkeypatch.setattr(
-        jax.lax, "platform_dependent", lambda *args, default, tpu=None, cpu=None: (tpu or default)(*args)
-    )
+        return loop(first, last, body if isinstance(last, int) and last == 1 else counts, state)  # XLA has no such loop
+
+    def kernel(q, new, *arguments, **options):
+        return (jnp.concatenate(model.plain_attention(q, *arguments, **options), axis=-1),)
+
+    monkeypatch.setattr(jax.lax, "fori_loop", counted)
+    interpret_kernels(monkeypatch, model)
+    monkeypatch.setattr(model, "attention_kernel", kernel)
     mesh, heads = model.make_mesh(1, 1, 2, devices=jax.devices()[:2]), P("dp", None, model.MODEL_AXES)
-    mask = model.Mask(window=window)
-
-    def attend(q, k, v, cache, positions):
-        options = {"start": positions[0, 0], "is_live": jnp.ones(1, bool), "R": 2}
-        return model.prefill_attention(q, k, v, cache, positions, mask, **options)
-
-    specs = heads, heads, heads, model.CACHE_SPEC, P("dp")
+    specs = heads, heads, P("dp"), model.CACHE_SPEC, P("dp"), P(model.MODEL_AXES)
+    attend = partial(model.cached_attention, batch=rows, R=2)
     program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(heads, specs[3]), check_vma=False)
-    program = jax.jit(program)
-    x, cache = jnp.ones((1, T, 2, 16)), model.LayerCache(*[jnp.zeros((1, 2, 256, 16))] * 2)
-    config = SimpleNamespace(mask=lambda layer: mask)
+    program, R = jax.jit(program), model.row_groups(rows, 2)[1]
+    x, new, w = jnp.ones((rows, T, 2, 16)), jnp.ones((rows, T, 16)), jnp.ones((2 * 16, 16))
+    cache = model.LayerCache(*[jnp.zeros((1, 2, 512 // R, 16))] * 2)
     for start in (0, 64, 192, 448):
         count.clear()
-        jax.block_until_ready(program(x, x, x, cache, start + jnp.arange(T)[None]))
+        positions = start + jnp.tile(jnp.arange(T), (rows, 1))
+        arguments = x, x, model.LayerCache(new, new), cache, positions, {"k_b": w, "v_b": w}
+        jax.block_until_ready(program(*arguments))
         jax.effects_barrier()
-        assert plan.loop_trips(model, config, [cache], 2, start, T) == (len(count) / 2,)
+        assert plan.loop_trips(model, [cache], R, rows, start, T) == tuple(n / 2 for n in count.values())

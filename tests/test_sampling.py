@@ -49,7 +49,7 @@ def test_drawn_frequencies(mesh):
         lambda y, positions, seeds: model.next_token(y, positions, seeds, sampling),
         mesh=devices,
         in_specs=(P("dp", model.MODEL_AXES), P("dp"), P("dp")),
-        out_specs=P(),
+        out_specs=P("dp"),
         check_vma=False,
     )
     rows = jnp.tile(y, (draws, 1))

@@ -38,7 +38,7 @@ def test_below_the_model_are_blocks_alone():
         second = {node.name for node in ast.parse("".join(halves[1:])).body if hasattr(node, "name")}
         assert not first & second
         assert {"Config", "weights_of", "attention", "feed_forward", "forward", "output_logits"} <= first
-        assert {"generate", "prefill", "decode_step", "linear"} <= second
+        assert {"generate", "step", "linear"} <= second
 
 
 def test_a_changed_block_is_found_and_mended(tmp_path, monkeypatch):

@@ -1,0 +1,208 @@
+"""Rows that go at their own pace: more prompts than rows, steps of several tokens, conversations that keep their
+cache."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import ROOT, decode, import_folder, save_random
+from transformers import Llama4ForCausalLM, Llama4TextConfig, MistralConfig, MistralForCausalLM
+
+LENGTHS = [3, 40, 300, 7, 2, 90, 1, 12, 33, 5, 8, 4, 6]
+
+
+def demo(name: str, mesh, dtype="float32"):
+    """A folder's modules, and the demo's config, mesh and weights."""
+    folder = import_folder(name)
+    checkpoint = folder.convert.open_checkpoint(ROOT / name / "demo")
+    mesh = folder.model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
+    return folder, checkpoint.config, mesh, folder.convert.load(checkpoint, mesh, dtype)
+
+
+def random_prompts(lengths, vocab_size=250, seed=0):
+    chance = random.Random(seed)
+    return [[chance.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def collected(steps, count: int):
+    """The tokens of each row."""
+    rows = [[] for _ in range(count)]
+    for tokens in steps:
+        for token in tokens:
+            rows[token.row].append(token)
+    return rows
+
+
+def assert_equal(rows, others, atol=1e-4):
+    """The same tokens for the same reasons, and nearly the same log-probabilities."""
+    for row, other in zip(rows, others, strict=True):
+        assert [(t.id, t.finish_reason) for t in row] == [(t.id, t.finish_reason) for t in other]
+        np.testing.assert_allclose([t.logprob for t in row], [t.logprob for t in other], atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "rows", "temperature"),
+    [
+        ("llama3", (1, 1, 1), 4, 0.0),
+        ("llama3", (2, 1, 2), 3, 2.0),
+        ("deepseek", (2, 1, 2), 6, 2.0),
+        ("gpt_oss", (1, 1, 4), 4, 0.0),
+    ],
+)
+def test_more_prompts_than_rows(monkeypatch, name, mesh, rows, temperature):
+    """A row's tokens are those of all prompts at once, whatever place it takes and when. Some rows end early."""
+    folder, config, mesh, weights = demo(name, mesh)
+    model, prompts = folder.model, random_prompts(LENGTHS)
+    options = {"max_new_tokens": 20, "sampling": model.Sampling(temperature), "seed": 5}
+    whole = collected(model.generate(weights, prompts, config, mesh, **options), len(prompts))
+    options["stop_tokens"] = tuple({row[n].id for row, n in zip(whole, (3, 0, 9, 12), strict=False)})
+    whole = collected(model.generate(weights, prompts, config, mesh, **options), len(prompts))
+    assert "stop" in {row[-1].finish_reason for row in whole}
+    monkeypatch.setattr(model, "PREFILL_PIECE", 64)
+    stats = {}
+    some = collected(model.generate(weights, prompts, config, mesh, rows=rows, stats=stats, **options), len(prompts))
+    assert_equal(some, whole)
+    assert stats["prefill_tokens"] == sum(LENGTHS)
+    wanted = sum(len(row) - 1 for row in whole)  # the first token is prefill's, but for rows that go on meanwhile
+    assert 0.9 * wanted <= stats["decode_tokens"] <= min(wanted, stats["row_steps"])
+    assert stats["row_steps"] == rows * stats["decode_steps"]
+    if mesh.shape["dp"] == 1:
+        assert stats["decode_tokens"] == wanted and stats["decode_tokens"] > 0.5 * stats["row_steps"]
+
+
+def test_what_prompts_share_is_read_once():
+    """The first prompts of two places read it, and those after them only what differs. The last one is all shared."""
+    folder, config, mesh, weights = demo("llama3", (1, 1, 1))
+    model, beginning = folder.model, random_prompts([100])[0]
+    prompts = [beginning + end for end in random_prompts([7, 9, 20, 3, 5], seed=1)] + [beginning]
+    alone = [collected(model.generate(weights, [p], config, mesh, max_new_tokens=8), 1)[0] for p in prompts]
+    stats = {}
+    rows = collected(model.generate(weights, prompts, config, mesh, rows=2, max_new_tokens=8, stats=stats), 6)
+    assert_equal(rows, alone)
+    assert stats["prefill_tokens"] == 107 + 109 + 20 + 3 + 5 + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "temperature", "int8_cache", "T"),
+    [
+        ("llama3", (1, 1, 1), 0.0, True, 2),
+        ("llama3", (2, 1, 2), 2.0, False, 4),
+        ("llama3", (1, 1, 1), 0.0, False, 8),
+        ("deepseek", (1, 1, 4), 0.0, False, 4),
+        ("llama4", (1, 1, 8), 2.0, False, 8),
+        ("gpt_oss", (1, 1, 2), 0.0, False, 3),
+    ],
+)
+def test_steps_that_verify(name, mesh, temperature, int8_cache, T):
+    """Drafts that are right, wrong, half right or left to chance: the tokens of steps of one, and a row advances past
+    those that agree. Rows read prompts, decode, and end, each at its own pace."""
+    folder, config, mesh, weights = demo(name, mesh)
+    model, (prompts, new) = folder.model, (random_prompts([3, 30, 11, 1]), 18)
+    options = {"sampling": model.Sampling(temperature), "seed": 5}
+    wanted = model.generate(weights, prompts, config, mesh, max_new_tokens=new, int8_cache=int8_cache, **options)
+    wanted = collected(wanted, 4)
+    history, limits = np.zeros((4, 64), np.int32), np.array([len(prompt) + new for prompt in prompts], np.int32)
+    for b, prompt in enumerate(prompts):
+        answer = np.array([token.id for token in wanted[b]])
+        history[b, : limits[b]] = [*prompt, *answer]  # the drafts: what stands behind `lengths`
+        if b == 1:
+            history[b, len(prompt) : limits[b]] = (answer + 1) % config.vocab_size
+        if b == 2:
+            history[b, len(prompt) : limits[b] : 3] = (answer[::3] + 1) % config.vocab_size
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    numbers = history, np.zeros(4, np.int32), lengths, limits, np.array([(b, 5) for b in range(4)], np.uint32)
+    by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("dp"))
+    rows = model.Rows(*jax.device_put(numbers, by_rows))
+    cache = model.zeros(model.abstract_cache(config, mesh, 4, 64, jnp.float32, int8_cache))
+    given, steps = [[] for _ in prompts], np.zeros(4, int)
+    fixed = {"config": config, "mesh": mesh, "sampling": options["sampling"]}
+    while min(map(len, given)) < new:
+        cache, rows, (after, chosen, logprobs) = model.step(weights, cache, rows, T=T, drafts=T - 1, **fixed)
+        for b in range(4):
+            grown = int(after[b] - lengths[b])
+            given[b] += zip(np.asarray(chosen)[b, :grown].tolist(), np.asarray(logprobs)[b, :grown], strict=True)
+            steps[b] += bool(grown)
+        lengths = np.asarray(after)
+    for b, row in enumerate(wanted):
+        assert [token for token, _ in given[b]] == [token.id for token in row]
+        np.testing.assert_allclose([p for _, p in given[b]], [token.logprob for token in row], atol=1e-4)
+        assert np.asarray(rows.history)[b, : limits[b]].tolist() == prompts[b] + [token.id for token in row]
+    fewest = -(-new // T)
+    assert fewest <= steps[0] <= fewest + 1 and steps[1] == new and fewest < steps[2] < new
+
+
+SMALL = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 3, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["full", "window", "chunks"])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 1, 4)])
+def test_a_conversation_keeps_its_cache(tmp_path, monkeypatch, kind, mesh):
+    """Each call continues what is there, goes back a little or far, or is broken off. With windows and chunks much
+    shorter than the conversation, the caches are rings that have gone round several times."""
+    name, config = "llama3", MistralConfig(**SMALL, sliding_window=50 if kind == "window" else None, head_dim=16)
+    if kind == "chunks":
+        moe = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 96}
+        name, config = "llama4", Llama4TextConfig(**SMALL, **moe, head_dim=16, attention_chunk_size=44)
+    folder = import_folder(name)
+    save_random(tmp_path, Llama4ForCausalLM if kind == "chunks" else MistralForCausalLM, config)
+    model, convert = folder.model, folder.convert
+    monkeypatch.setattr(model, "PREFILL_PIECE", 32)
+    checkpoint = convert.open_checkpoint(tmp_path)
+    grid = model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
+    weights, options = convert.load(checkpoint, grid, "float32"), {"max_new_tokens": 9, "max_seq_len": 1024}
+    kept, tokens, read = {}, [], []
+    # The tokens that are new, and the beginning that stays: of all, of a little less, of next to nothing.
+    for new, staying in ((300, 0), (40, 308), (70, 345), (33, 423), (5, 20), (500, 25), (60, 520), (1, 570)):
+        prompt = tokens[:staying] + random_prompts([new], seed=new)[0]
+        stats = {}
+        steps = model.generate(weights, [prompt], checkpoint.config, grid, kept=kept, stats=stats, **options)
+        (row,) = collected(steps, 1)
+        assert_equal(decode(folder, tmp_path, [prompt], mesh, **options), [row])
+        tokens = prompt + [token.id for token in row]
+        read.append(stats["prefill_tokens"])
+        steps = model.generate(weights, [[*tokens, 1, 2, 3]], checkpoint.config, grid, kept=kept, **options)
+        for _ in range(new % 4):
+            next(steps)
+        steps.close()
+    # A ring forgets what is further back than a piece, and then all is read again.
+    assert read == [300, 40, 70, 33, 5 if kind == "full" or mesh != (1, 1, 1) else 25, 500, 60, 1]
+
+
+def test_pieces_divide_a_prompt_evenly():
+    """As few long pieces as there may be, with little padding, and what is left in short ones."""
+    model = import_folder("llama3").model
+    config = model.Config.from_dict(import_folder("llama3").convert.read_json(ROOT / "llama3" / "demo" / "config.json"))
+    for R in (1, 4):
+        mesh = model.make_mesh(
+            tp=config.num_key_value_heads * R, devices=jax.devices()[: config.num_key_value_heads * R]
+        )
+        for longest in range(1, 3000, 7):
+            long, *short = model.piece_lengths(longest, config, mesh)
+            pieces = -(-longest // model.PREFILL_PIECE)
+            assert long <= model.PREFILL_PIECE and longest <= pieces * long <= 1.25 * longest + pieces * 16
+            assert short in ([], [model.SHORT_PIECE]) and all(n % R == 0 and n > model.FEW for n in (long, *short))
+
+
+def test_how_many_rows_memory_holds(monkeypatch):
+    """As many as fit beside the weights, or as asked. A row that does not fit is refused before anything is decoded."""
+    folder, config, mesh, weights = demo("llama3", (2, 1, 2))
+    main, model, prompts = folder.main, folder.model, [[7] * 512] * 9
+    cache = model.stored_bytes(model.abstract_cache(config, mesh, 2, 512 + 99, weights["norm"].dtype))
+    options, given = {"batch_size": None, "max_new_tokens": 100}, []
+    monkeypatch.setattr(main, "generate", lambda *_, rows, max_seq_len, **__: given.append((rows, max_seq_len)))
+    for share, rows in ((1, 2), (2, 2), (2.5, 4), (4, 6), (40, 9)):
+        memory = model.stored_bytes(weights) + share * 1.001 * cache
+        monkeypatch.setattr(main, "memory_of", lambda mesh, memory=memory: memory)
+        monkeypatch.setattr(main, "MEMORY_SHARE", 0.99)
+        main.decoding(weights, prompts, config, mesh, **options)
+        assert given.pop() == (rows, 611), share
+    main.decoding(weights, prompts, config, mesh, **options | {"batch_size": 5})
+    assert given.pop() == (5, 611)
+    monkeypatch.setattr(main, "memory_of", lambda mesh: model.stored_bytes(weights) + 0.9 * cache)
+    with pytest.raises(model.InputError, match="no memory for a cache of 2 x 611 tokens"):
+        main.decoding(weights, prompts, config, mesh, **options)
