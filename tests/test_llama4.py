@@ -81,13 +81,13 @@ def test_fp8_without_the_scales_of_its_rows(fp8, tmp_path, change):
         llama4.convert.open_checkpoint(tmp_path)
 
 
-def test_a_chunked_layer_holds_a_chunk():
+def test_a_chunked_layer_holds_a_chunk_and_a_piece():
     _, _, config = llama_4(attention_chunk_size=1024)
     config = llama4.model.Config.from_dict(config.to_dict())
     mesh = llama4.model.make_mesh(1, 1, 4, devices=jax.devices()[:4])  # two devices share a kv head
     cache = llama4.model.abstract_cache(config, mesh, 2, 5000, jnp.float32)
     slots = [2 * layer.k.shape[2] for layer in cache]
-    assert slots[:3] == [1024] * 3 and slots[4] == 1024 and 5000 <= slots[3] < 6300
+    assert slots[:3] == [2048] * 3 and slots[4] == 2048 and 5000 <= slots[3] < 6300
 
 
 @pytest.mark.parametrize(
