@@ -821,38 +821,6 @@ class Token(NamedTuple):
     finish_reason: str | None
 
 
-@dataclasses.dataclass
-class Place:
-    """What the host knows of a place in Rows: the `row` that has it, None if it is free; the `tokens` of the row that
-    the host has read, of which `prompt_length` are the prompt; and, as they will be after all steps that are started,
-    `filled` and `length`, and how many positions of the cache were ever `stored`."""
-
-    row: int | None = None
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    prompt_length: int = 0
-    filled: int = 0
-    length: int = 1
-    limit: int = 1
-    stored: int = 0
-
-    def unread(self) -> int:
-        """How many tokens of the prompt no step has taken."""
-        return 0 if self.row is None else max(self.prompt_length - self.filled, 0)
-
-    def advance(self, T: int) -> None:
-        """Notes that a step of T tokens was started."""
-        self.stored = max(self.stored, self.filled + T)
-        self.filled = min(self.filled + T, self.length, self.limit - 1)
-        self.length = max(self.length, self.filled + 1)
-
-    def shared(self, prompt: list[int], slots: int) -> int:
-        """How many tokens at the beginning of `prompt` the cache has. One at least is left, to compute what follows.
-        A layer of fewer `slots` than were stored is a ring, and has forgotten what it needs if too much came after."""
-        most = min(len(prompt) - 1, len(self.tokens) - 1, self.filled)
-        n = next((i for i in range(most) if prompt[i] != self.tokens[i]), max(most, 0))
-        return n if self.stored <= slots or self.stored - n <= PREFILL_PIECE else 0
-
-
 def generate(
     weights: dict,
     prompts: list[list[int]],
@@ -892,85 +860,83 @@ def generate(
     compilation, or growing the cache. `progress(stage, done, total)` is called before and after a compilation, and with
     the tokens that were read of the first prompts.
     """
-    stats, names = {} if stats is None else stats, ("prefill_tokens", "decode_steps", "decode_tokens", "row_steps")
-    stats |= dict.fromkeys(("compile_s", "prefill_s", "decode_s"), 0.0) | dict.fromkeys(names, 0)
+    stats = {} if stats is None else stats
+    stats |= dict.fromkeys(("compile_s", "prefill_s", "decode_s"), 0.0)
+    stats |= dict.fromkeys(("prefill_tokens", "decode_steps", "decode_tokens", "row_steps"), 0)
     check_prompts(prompts, config, max_seq_len)
     longest, dp, dtype = max(map(len, prompts)), mesh.shape["dp"], weights["norm"].dtype
     max_seq_len = max_seq_len or longest + max_new_tokens - 1  # the last token needs no slot
     count = min(rows or len(prompts), len(prompts))
-    batch = ceil_div(count, dp) * dp  # those beyond `count` stay free
+    batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
+    own = batch // dp  # places of a device
     pieces = piece_lengths(longest if kept is None else max_seq_len, config, mesh)
     most_slots = max(max_seq_len, pieces[0])
     first_slots = max(longest + 1, pieces[0]) if kept is None else most_slots  # a conversation compiles less often
-    own = batch // dp  # places of a device
     waiting, programs = list(range(len(prompts))), {}
-    in_flight = []  # of steps that the host has not read: tokens of prompts, places with their rows, results
+    in_flight = []  # of steps that the host has not read: tokens of prompts, places, the rows there, results
     lengths, clock = np.zeros(count), 0.0  # lengths: tokens in the cache, summed over all steps of decoding
 
-    def on_mesh(array, spec=P("dp")):
-        return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
+    # What the host knows: `host` is the state after all steps that are started, with the tokens that were read. A free
+    # place stands still at its limit. Of each place, `numbers` has its row, -1 if it is free; `prompt_lengths` that of
+    # the prompt; `known` how many tokens were read, with the prompt; `stored` how many slots were ever written.
+    zeros_and_ones = np.zeros(batch, np.int32), *np.ones((2, batch), np.int32), np.zeros((batch, 2), np.uint32)
+    host = Rows(np.zeros((batch, max_seq_len + 1), np.int32), *zeros_and_ones)
+    numbers, prompt_lengths, known, stored = np.full(batch, -1), *np.zeros((3, batch), np.int32)
+
+    def on_mesh(array):  # copied, since the host goes on writing in its own
+        sharding = NamedSharding(mesh, P("dp"))
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index].copy())
 
     def cache_of(slots):
         return abstract_cache(config, mesh, batch, slots, dtype, int8_cache)
 
-    def empty_state():  # free places stand still at their limit
-        history, ones = np.zeros((batch, max_seq_len + 1), np.int32), np.ones((2, batch), np.int32)
-        return Rows(history, np.zeros(batch, np.int32), *ones, np.zeros((batch, 2), np.uint32))
-
-    kept = {} if kept is None else kept
-    places, cache, slots = (kept.pop(name, None) for name in ("places", "cache", "slots"))
-    is_whole = cache and len(cache) == config.num_hidden_layers  # perhaps it was broken off while it grew, or in a step
-    if not is_whole or any(x.is_deleted() for x in jax.tree.leaves(cache)):
-        places, slots = [Place() for _ in range(batch)], slots_until(first_slots - 1, most_slots, mesh)
-        cache = zeros(cache_of(slots))
-    for place in places:
-        place.row = None
-    state = jax.tree.map(on_mesh, empty_state())
-
     def fill():
-        """Gives the free places to prompts that wait, in their order: to each the one that shares most with it."""
-        nonlocal state
-        is_new, new = np.zeros(batch, bool), empty_state()
+        """Gives the free places to prompts that wait, in their order: to each the one that shares most with it. Returns
+        which places have a new row, bool [B]."""
         ring = cache_sharers(config, model_shards(mesh)) * min(layer[0].shape[2] for layer in cache)
-        free = [p for p in range(count) if places[p].row is None]
+
+        def shared(p):
+            """How many tokens at the beginning of `prompt` the cache has. One at least is left, to compute what
+            follows. A ring, with fewer slots than were stored, has forgotten what it needs if too much came after."""
+            most = max(min(len(prompt), known[p], host.filled[p] + 1) - 1, 0)
+            n = np.argmin(np.append(host.history[p, :most] == prompt[:most], False))
+            return n if stored[p] <= ring or stored[p] - n <= PREFILL_PIECE else 0
+
+        is_new, free = np.zeros(batch, bool), np.flatnonzero(numbers[:count] < 0).tolist()
         while free and waiting:
-            row = waiting.pop(0)
-            prompt = prompts[row]
-            shared = {p: places[p].shared(prompt, ring) for p in free}
-            p = max(free, key=shared.get)
+            prompt = prompts[row := waiting.pop(0)]
+            p, length = max(free, key=shared), len(prompt)
             free.remove(p)
-            length, limit = len(prompt), min(len(prompt) + max_new_tokens, max_seq_len + 1)
-            stored = places[p].stored if shared[p] else 0
-            places[p] = Place(row, list(prompt), length, shared[p], length, limit, stored)
-            is_new[p], new.history[p, :length], new.seeds[p] = True, prompt, (row, seed)
-            new.filled[p], new.lengths[p], new.limits[p] = shared[p], length, limit
-        program = jax.jit(refill, out_shardings=jax.tree.map(lambda x: x.sharding, state), donate_argnums=0)
-        state = program(state, on_mesh(is_new), jax.tree.map(on_mesh, new))
+            host.filled[p] = shared(p)
+            stored[p] *= host.filled[p] > 0
+            is_new[p], numbers[p], host.history[p, :length], host.seeds[p] = True, row, prompt, (row, seed)
+            prompt_lengths[p] = known[p] = host.lengths[p] = length
+            host.limits[p] = min(length + max_new_tokens, max_seq_len + 1)
+        return is_new
+
+    def unread():
+        """How many tokens of its prompt no step has taken, for each place."""
+        return np.where(numbers < 0, 0, np.maximum(prompt_lengths - host.filled, 0))
 
     def choose():
-        """The next step: its T, and the places that it takes on each device of dp. A prompt is read in the longest
-        pieces of which it fills at least half."""
-        wanted = {}  # places by the length of their next piece
-        for p in range(count):
-            if unread := places[p].unread():
-                T = next((T for T in pieces if 2 * unread > T), pieces[-1])
-                wanted.setdefault(T, []).append(p)
-        if not wanted:
-            return 1, [range(own)] * dp
-        T = max(wanted)
-        by_device = [[p % own for p in wanted[T] if p // own == device] for device in range(dp)]
+        """The next step: its T, and the places [dp, b] that it takes on each device of dp. A prompt is read in the
+        longest pieces of which it fills at least half."""
+        left = unread()
+        if not left.any():
+            return 1, np.tile(np.arange(own), (dp, 1))
+        T = next((T for T in pieces if 2 * left.max() > T), pieces[-1])
+        reads = (left > (T // 2 if pieces[-1] < T else 0)).reshape(dp, own)
         most = min(own, max(1, PREFILL_TOKENS // T))
-        b = most if 2 * max(map(len, by_device)) > most else 1  # two programs for each T
-        # A device with fewer rows to read takes one twice, or its first place one step further.
-        return T, [((some or [0]) * b)[:b] for some in by_device]
+        b = most if 2 * reads.sum(axis=1).max() > most else 1  # two programs for each T
+        # A device with fewer rows to read takes some twice, or its first place one step further.
+        return T, np.array([np.resize(np.flatnonzero(row) if row.any() else 0, b) for row in reads])
 
     def tick(part=None):
         """Adds the time since the last tick to a part of `stats`."""
         nonlocal clock
-        now = time.perf_counter()
+        begin, clock = clock, time.perf_counter()
         if part:
-            stats[part] += now - clock
-        clock = now
+            stats[part] += clock - begin
 
     def pause():
         """Waits until no step runs."""
@@ -989,75 +955,77 @@ def generate(
 
     def compiled(T, b):
         """The program of steps of T tokens, of b rows on each device of dp."""
-
-        def announce(done, total):
-            if done:
-                multihost_utils.sync_global_devices("compiled")  # the clock should not count others' compilation
-                tick("compile_s")
-            else:
-                pause()
-            progress("compiling decoding" if T == 1 else "compiling prefill", done, total)
-
         if (T, b, slots) not in programs:
+            pause()
             taken = None if T == 1 else on_mesh(np.zeros(b * dp, np.int32))
             options = {"T": T, "config": config, "mesh": mesh, "sampling": sampling}
+            announce = partial(progress, "compiling decoding" if T == 1 else "compiling prefill")
             programs[T, b, slots] = compile_once(step, (weights, cache_of(slots), state, taken), options, announce)
+            multihost_utils.sync_global_devices("compiled")  # the clock should not count others' compilation
+            tick("compile_s")
         return programs[T, b, slots]
 
     def start(T, taken):
         """Starts a step of T tokens for the places `taken` on each device of dp."""
         nonlocal cache, state
-        of_step = [device * own + p for device, some in enumerate(taken) for p in some]
-        live = [place for p in of_step if (place := places[p]).row is not None]
-        grow(max(T, *(min(place.filled + T, place.length, place.limit - 1) for place in live)) - 1)
-        program = compiled(T, len(taken[0]))
-        arguments = None if T == 1 else on_mesh(np.array(taken, np.int32).reshape(-1))
+        of_step = (taken + own * np.arange(dp)[:, None]).reshape(-1)
+        prompt_tokens = np.minimum(unread(), T)[np.unique(of_step)].sum()
+        stored[of_step] = np.maximum(stored, host.filled + T)[of_step]
+        host.filled[of_step] = np.minimum(host.filled + T, np.minimum(host.lengths, host.limits - 1))[of_step]
+        host.lengths[of_step] = np.maximum(host.lengths, host.filled + 1)[of_step]
+        grow(max(T - 1, *host.filled[of_step][numbers[of_step] >= 0] - 1))
+        program = compiled(T, taken.shape[1])
+        arguments = None if T == 1 else on_mesh(taken.astype(np.int32).reshape(-1))
         cache, state, result = program(weights, cache, state, arguments)
         result[1].copy_to_host_async()
-        prompt_tokens = sum(min(places[p].unread(), T) for p in set(of_step))
-        in_flight.append((prompt_tokens, [(p, places[p].row) for p in of_step], result))
-        for p in set(of_step):
-            places[p].advance(T)
+        in_flight.append((prompt_tokens, of_step, numbers[of_step], result))
 
     def read():
         """The tokens of the oldest step that was started; places of rows that end with them become free."""
         nonlocal lengths
-        prompt_tokens, of_step, result = in_flight.pop(0)
-        known, chosen, logprobs = map(np.asarray, result)
+        prompt_tokens, of_step, rows_of_step, result = in_flight.pop(0)
+        after, chosen, logprobs = map(np.asarray, result)
         tick("prefill_s" if prompt_tokens else "decode_s")
         new = []
-        for i, (p, row) in enumerate(of_step):
-            place = places[p]
-            if row is None or place.row != row:  # the row has ended
-                continue
-            for j in range(known[i] - len(place.tokens)):
-                place.tokens.append(int(chosen[i, j]))
-                is_last = len(place.tokens) == place.limit
-                reason = "stop" if place.tokens[-1] in stop_tokens else "length" if is_last else None
-                new.append(Token(row, place.tokens[-1], float(logprobs[i, j]), reason))
-                if reason:
-                    place.row = None
+        for i, (p, row) in enumerate(zip(of_step, rows_of_step, strict=True)):
+            for j in range(after[i] - known[p]):
+                if row < 0 or numbers[p] != row:  # the row has ended
                     break
-        stats["prefill_tokens"] += prompt_tokens
+                token = host.history[p, known[p]] = int(chosen[i, j])
+                known[p] += 1
+                is_last = known[p] == host.limits[p]
+                reason = "stop" if token in stop_tokens else "length" if is_last else None
+                new.append(Token(int(row), token, float(logprobs[i, j]), reason))
+                numbers[p] = -1 if reason else row
+        stats["prefill_tokens"] += int(prompt_tokens)
         if not prompt_tokens:
             stats["decode_steps"] += 1
             stats["decode_tokens"] += len(new)
             stats["row_steps"] += count
-            lengths += known[:count] - 1
+            lengths += after[:count] - 1
         return new
 
+    kept = {} if kept is None else kept
+    cache, slots, past = (kept.pop(name, None) for name in ("cache", "slots", "past"))
+    is_whole = cache and len(cache) == config.num_hidden_layers  # perhaps it was broken off while it grew, or in a step
+    if is_whole and not any(x.is_deleted() for x in jax.tree.leaves(cache)):
+        history, host.filled[:], known, stored = past
+        host.history[:, : history.shape[1]] = history[:, : max_seq_len + 1]
+    else:
+        slots = slots_until(first_slots - 1, most_slots, mesh)
+        cache = zeros(cache_of(slots))
     try:
         fill()
-        places = [Place() if place.row is None else place for place in places]  # their first slots will be overwritten
-        first_tokens = sum(place.unread() for place in places)
+        host.filled[numbers < 0] = known[numbers < 0] = 0  # the first slots of free places will be overwritten
+        state = jax.tree.map(on_mesh, host)
+        refilled = jax.jit(refill, out_shardings=jax.tree.map(lambda x: x.sharding, state), donate_argnums=0)
+        first_tokens = int(unread().sum())
         T, taken = choose()
         grow(first_slots - 1)
-        compiled(T, len(taken[0])), compiled(1, own)
-        tick()
+        compiled(T, taken.shape[1]), compiled(1, own)
         progress("prefill", 0, first_tokens)
-        while live := [place for place in places if place.row is not None]:
-            can_start = any(place.unread() or place.length < place.limit for place in live)
-            if can_start and len(in_flight) <= LOOKAHEAD:
+        while (live := numbers >= 0).any():
+            if (host.lengths < host.limits)[live].any() and len(in_flight) <= LOOKAHEAD:
                 start(*choose())
                 continue
             before = stats["prefill_tokens"]
@@ -1065,12 +1033,12 @@ def generate(
             if before < first_tokens:
                 progress("prefill", min(stats["prefill_tokens"], first_tokens), first_tokens)
             yield new
-            if waiting and any(place.row is None for place in places[:count]):
-                fill()
+            if waiting and (is_new := fill()).any():
+                state = refilled(state, on_mesh(is_new), jax.tree.map(on_mesh, host))
         jax.block_until_ready(cache)  # steps in flight: no process may leave while others wait for it in a collective
         stats["step_bytes"] = step_bytes(weights, cache, list(lengths / max(stats["decode_steps"], 1)), config)
     finally:
-        kept |= {"places": places, "cache": cache, "slots": slots}
+        kept |= {"cache": cache, "slots": slots, "past": (host.history, host.filled, known, stored)}
 
 
 def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None) -> None:
