@@ -19,7 +19,6 @@ import hashlib
 import json
 import math
 import os
-import random
 import re
 import shlex
 import sys
@@ -298,8 +297,7 @@ def read_rows(tensor: Stored, *index: slice | int) -> np.ndarray:
 def read_mxfp4(tensor: Stored, *index: slice | int) -> np.ndarray:
     """read_rows for MXFP4 (Rouhani et al. 2023, "Microscaling Data Formats"): numbers of 4 bits, 1 of them the sign, 2
     the exponent and 1 the mantissa, times a power of two for each 32 of a row."""
-    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-    numbers = np.concatenate([magnitudes, -magnitudes])
+    numbers = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
     both = np.stack([np.tile(numbers, 16), np.repeat(numbers, 16)], axis=-1)  # of each byte, the lower half first
     shape = (*tensor.shape[:-1], tensor.shape[-1] // 32)
     *rows, columns = (*index, *[slice(None)] * (3 - len(index)))
@@ -322,7 +320,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     for name in names:
         tensor = checkpoint.tensors[name]
         digest.update(f"{name} {tensor.file.name} {tensor.dtype} {tensor.shape} ".encode())
-    for name in random.Random(0).sample(names, min(len(names), 1000)):
+    for name in names[:: len(names) // 1000 + 1]:
         for end in (slice(0, 1), slice(-1, None)):
             rows = [end] * max(1, len(checkpoint.tensors[name].shape) - 1)
             digest.update(read_rows(checkpoint.tensors[name], *rows).tobytes())
@@ -449,7 +447,10 @@ def scales_of(weight: Weight) -> Weight:
 def block_of(tensors: dict, weight: Weight, index: tuple, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """One device's block `index` of a weight of global `shape`, with zeros for what no tensor has."""
     bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
-    block = aligned_zeros([stop - start for start, stop in bounds], dtype)
+    sizes = [stop - start for start, stop in bounds]
+    buffer = np.zeros(math.prod(sizes) * dtype.itemsize + 64, np.uint8)
+    aligned = -buffer.ctypes.data % 64  # on CPUs jax takes an array on such a boundary as it is, and copies nothing
+    block = buffer[aligned : aligned + buffer.size - 64].view(dtype).reshape(sizes)
     axis, stacked = weight.split or 0, bool(weight.experts)
     first, last = bounds[axis + stacked]
     shard, shards = first // (last - first), shape[axis + stacked] // (last - first)
@@ -464,14 +465,6 @@ def block_of(tensors: dict, weight: Weight, index: tuple, shape: tuple[int, ...]
                 place += len(values)
             filled += part.rows_per_device(shards)
     return block
-
-
-def aligned_zeros(shape: list[int], dtype: np.dtype) -> np.ndarray:
-    """Zeros on a boundary of 64 bytes: on CPUs jax then takes the array as it is, and copies nothing."""
-    size = math.prod(shape) * dtype.itemsize
-    buffer = np.zeros(size + 64, np.uint8)
-    first = -buffer.ctypes.data % 64
-    return buffer[first : first + size].view(dtype).reshape(shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -491,10 +484,9 @@ def convert(source: Path, output: Path, dtype: str, int8: bool) -> None:
     total = sum(size for shard in shards.values() for group in shard for *_, size in group)
     weight_map = {name: file for file, shard in shards.items() for group in shard for name, *_ in group}
     index = {"metadata": {"total_size": total, "left_out": checkpoint.left_out}, "weight_map": weight_map}
-    with claimed(output, source, next(iter(shards))):
-        with progress_bar(total=total, desc="converting", unit="B") as bar:
-            for file, shard in shards.items():
-                write_shard(output / file, metadata, shard, checkpoint.tensors, bar)
+    with claimed(output, source, next(iter(shards))), progress_bar(total=total, desc="converting", unit="B") as bar:
+        for file, shard in shards.items():
+            write_shard(output / file, metadata, shard, checkpoint.tensors, bar)
         found = [file for pattern in COPIED for file in sorted(source.glob(pattern)) if file.is_file()]
         files = {file.name: file.read_bytes() for file in found}
         files["model.safetensors.index.json"] = json.dumps(index, indent=2).encode()

@@ -39,34 +39,11 @@ if __name__ == "__main__" and sys.stderr is not None and sys.stderr.isatty():  #
 
 import convert
 import jax
+import model
 import numpy as np
-from convert import (
-    Checkpoint,
-    find_checkpoint,
-    fingerprint,
-    load,
-    memory_of,
-    one_line,
-    progress_bar,
-    read_json,
-    users_line,
-)
+from convert import Checkpoint, find_checkpoint, load, memory_of, one_line, progress_bar, read_json, users_line
 from jax.experimental import multihost_utils
-from model import (
-    InputError,
-    Sampling,
-    Token,
-    abstract_cache,
-    ceil_div,
-    check_mesh,
-    check_prompts,
-    generate,
-    make_mesh,
-    mesh_shape,
-    piece_lengths,
-    power_of_two,
-    stored_bytes,
-)
+from model import InputError, generate, mesh_shape
 from tokenizers import Regex, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast, SentencePieceBackend
 
@@ -222,10 +199,6 @@ def read_stop_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
     return tuple(stop)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokenizers
-
-
 # Text is split by these patterns before a tiktoken vocabulary is applied; its file does not hold them. Sources: the
 # tokenizer.py of llama3 and of llama4 in Meta's package llama-models; tokenization_kimi.py of Moonshot's releases. Two
 # things differ from Llama 4's in Moonshot's: a run of Chinese characters stands apart, and no slash follows
@@ -241,12 +214,9 @@ LLAMA4_PATTERN = (
 )
 KIMI_PATTERN = r"[\p{Han}]+|" + LLAMA4_PATTERN.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"\n/]", r"\n]")
 TIKTOKEN_PATTERNS = {  # by model_type; Moonlight is a deepseek_v3
-    "llama": LLAMA3_PATTERN,
-    "llama4": LLAMA4_PATTERN,
-    "llama4_text": LLAMA4_PATTERN,
-    "deepseek_v3": KIMI_PATTERN,
+    "llama": LLAMA3_PATTERN, "llama4": LLAMA4_PATTERN, "llama4_text": LLAMA4_PATTERN, "deepseek_v3": KIMI_PATTERN,
     "kimi_k2": KIMI_PATTERN,
-}
+}  # fmt: skip
 
 
 def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast | SentencePieceBackend:
@@ -269,9 +239,8 @@ def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast | Sentence
         for name in ("tiktoken.model", "tokenizer.model"):
             if (folder / name).is_file():
                 with open(folder / name, "rb") as file:
-                    is_tiktoken = re.fullmatch(rb"[A-Za-z0-9+/]+=* \d+\s*", file.readline(1000))
-                if is_tiktoken:
-                    return tiktoken_tokenizer(checkpoint, settings)
+                    if re.fullmatch(rb"[A-Za-z0-9+/]+=* \d+\s*", file.readline(1000)):
+                        return tiktoken_tokenizer(checkpoint, settings)
                 return SentencePieceTokenizer.from_pretrained(folder)
         if (folder / "tekken.json").is_file():
             return PreTrainedTokenizerFast.from_pretrained(folder, bos_token="<s>", add_bos_token=True)
@@ -309,16 +278,16 @@ class SentencePieceTokenizer(SentencePieceBackend):
     def __init__(self, add_bos_token=True, add_eos_token=False, add_prefix_space=None, legacy=True, **settings):
         from sentencepiece import SentencePieceProcessor  # here, since most checkpoints do without
 
-        model = SentencePieceProcessor(model_file=settings["vocab_file"])
-        for name, index in {"bos": model.bos_id(), "eos": model.eos_id(), "unk": model.unk_id()}.items():
-            settings.setdefault(f"{name}_token", model.id_to_piece(index) if index >= 0 else None)
+        sp = SentencePieceProcessor(model_file=settings["vocab_file"])
+        for name, index in {"bos": sp.bos_id(), "eos": sp.eos_id(), "unk": sp.unk_id()}.items():
+            settings.setdefault(f"{name}_token", sp.id_to_piece(index) if index >= 0 else None)
         added = [name for name, is_added in (("bos", add_bos_token), ("eos", add_eos_token)) if is_added]
         pattern = "_".join(name for name in added if settings[f"{name}_token"]) or "none"
         # The model's prefix is a space. If `legacy`, it also follows each special token; else it only begins the text.
-        self.has_prefix = add_prefix_space is not False and model.encode("a", out_type=str)[0].startswith("▁")
+        self.has_prefix = add_prefix_space is not False and sp.encode("a", out_type=str)[0].startswith("▁")
         legacy = legacy is not False and self.has_prefix
         super().__init__(legacy=legacy, special_tokens_pattern=pattern, **settings)
-        self.add_tokens([model.id_to_piece(i) for i in range(len(model)) if model.is_control(i)], special_tokens=True)
+        self.add_tokens([sp.id_to_piece(i) for i in range(len(sp)) if sp.is_control(i)], special_tokens=True)
 
     def tokenize(self, text, **options):
         """The pieces of a text, with the prefix that the base class leaves out if the tokenizer is not `legacy`."""
@@ -423,17 +392,11 @@ class Results:
         while not self.rows[row] or not self.rows[row][-1].finish_reason:
             yield
         ids = [token.id for token in self.rows[row]]
-        line = {
-            "prompt": self.prompts[row],
-            "text": self.tokenizer.decode(ids, skip_special_tokens=True),
-            "prompt_tokens": self.prompt_tokens[row],
-            "tokens": ids,
-            "logprobs": [token.logprob for token in self.rows[row]],
-            "finish_reason": self.rows[row][-1].finish_reason,
-        }
-        if not self.args.logprobs:
-            del line["logprobs"]
-        write(json.dumps(line) + "\n")
+        line = {"prompt": self.prompts[row], "text": self.tokenizer.decode(ids, skip_special_tokens=True)}
+        line |= {"prompt_tokens": self.prompt_tokens[row], "tokens": ids}
+        if self.args.logprobs:
+            line["logprobs"] = [token.logprob for token in self.rows[row]]
+        write(json.dumps(line | {"finish_reason": self.rows[row][-1].finish_reason}) + "\n")
 
 
 def write(text: str) -> None:
@@ -460,7 +423,6 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
     steps_per_s = measured["decode_steps"] / measured["decode_s"] if measured["decode_steps"] else None
     bandwidth = steps_per_s and measured["step_bytes"] * steps_per_s / 1e9
     peak = published(PEAK_GB_PER_S, device.device_kind)
-    peak = peak and peak * mesh.size
     peak_bytes = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices())
     if not peak_bytes:  # on CPUs, that of the process; getrusage gives KiB, on macOS bytes
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -479,41 +441,9 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
         "tokens_per_step": steps_per_s and 1.0,
         "step_bytes": measured["step_bytes"],
         "bandwidth_gb_per_s": bandwidth,
-        "bandwidth_utilization": bandwidth and peak and bandwidth / peak,
+        "bandwidth_utilization": bandwidth and peak and bandwidth / (peak * mesh.size),
         "peak_memory_gb": peak_bytes / 1e9,
     }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Many prompts
-
-
-def decoding(
-    weights: dict,
-    prompts: list[list[int]],
-    config,
-    mesh: jax.sharding.Mesh,
-    *,
-    batch_size: int | None,
-    max_new_tokens: int,
-    max_seq_len: int | None = None,
-    int8_cache: bool = False,
-    **options,
-) -> Iterator[list[Token]]:
-    """What model.py's generate does, with `batch_size` rows at once: by default as many as memory holds, and at most
-    BATCH on a device. All other options are generate's."""
-    dp, longest = mesh.shape["dp"], max(map(len, prompts))
-    max_seq_len = max_seq_len or longest + max_new_tokens - 1
-    slots = max(max_seq_len, piece_lengths(longest, config, mesh)[0])
-    size = stored_bytes(abstract_cache(config, mesh, dp, slots, weights["norm"].dtype, int8_cache))  # of a row for each
-    used, memory = stored_bytes(weights), memory_of(mesh)
-    fitting = max(1, int((MEMORY_SHARE * memory - used) // size))
-    rows = min(len(prompts), batch_size or min(fitting, BATCH) * dp)
-    if used + ceil_div(rows, dp) * size > memory:
-        what = f"a cache of {rows} x {slots} tokens"
-        raise InputError(f"no memory for {what}; lower max_new_tokens, max_seq_len or batch_size")
-    options |= {"max_new_tokens": max_new_tokens, "max_seq_len": max_seq_len, "int8_cache": int8_cache}
-    return generate(weights, prompts, config, mesh, rows=rows, **options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -582,6 +512,25 @@ def together(action, facts_of):
 # The program
 
 
+def decoding(
+    weights, prompts, config, mesh, *, batch_size, max_new_tokens, max_seq_len=None, int8_cache=False, **options
+) -> Iterator[list[model.Token]]:
+    """What model.py's generate does, with `batch_size` rows at once: by default as many as memory holds, and at most
+    BATCH on a device. All other options are generate's."""
+    dp, longest = mesh.shape["dp"], max(map(len, prompts))
+    max_seq_len = max_seq_len or longest + max_new_tokens - 1
+    slots = max(max_seq_len, model.piece_lengths(longest, config, mesh)[0])
+    cache = model.abstract_cache(config, mesh, dp, slots, weights["norm"].dtype, int8_cache)  # a row for each of dp
+    size, used, memory = model.stored_bytes(cache), model.stored_bytes(weights), memory_of(mesh)
+    fitting = max(1, int((MEMORY_SHARE * memory - used) // size))
+    rows = min(len(prompts), batch_size or min(fitting, BATCH) * dp)
+    if used + model.ceil_div(rows, dp) * size > memory:
+        what = f"a cache of {rows} x {slots} tokens"
+        raise InputError(f"no memory for {what}; lower max_new_tokens, max_seq_len or batch_size")
+    options |= {"max_new_tokens": max_new_tokens, "max_seq_len": max_seq_len, "int8_cache": int8_cache}
+    return generate(weights, prompts, config, mesh, rows=rows, **options)
+
+
 def enable_compilation_cache() -> None:
     """Keeps up to 4 GiB of compiled programs for the next run, in the user's cache folder. If that cannot be written,
     jax says so and goes on. Where JAX_COMPILATION_CACHE_DIR is set, jax's own variables decide."""
@@ -605,7 +554,7 @@ class Inputs(NamedTuple):
     def facts(self) -> dict:
         """Hashes of the checkpoint and the prompts, which must be the same on all processes."""
         digest = hashlib.sha256(json.dumps(self.prompt_tokens).encode()).hexdigest()
-        return {"another checkpoint, SHA-256": fingerprint(self.checkpoint), "other prompts, SHA-256": digest}
+        return {"another checkpoint, SHA-256": convert.fingerprint(self.checkpoint), "other prompts, SHA-256": digest}
 
 
 def read_inputs(args) -> Inputs:
@@ -621,10 +570,10 @@ def read_inputs(args) -> Inputs:
         raise InputError(f"{folder}: --chat needs a chat template, and its tokenizer has none")
     prompt_tokens = encode(tokenizer, prompts, args.raw or not tokenizer.chat_template)
     if not args.chat:
-        check_prompts(prompt_tokens, config, args.max_seq_len)
+        model.check_prompts(prompt_tokens, config, args.max_seq_len)
     check_context(prompt_tokens, checkpoint.raw_config)
-    mesh = make_mesh(*mesh_shape(config, jax.devices(), args.dp, args.ep, args.tp))
-    check_mesh(config, mesh)
+    mesh = model.make_mesh(*mesh_shape(config, jax.devices(), args.dp, args.ep, args.tp))
+    model.check_mesh(config, mesh)
     if args.profile:
         try:
             Path(args.profile).mkdir(parents=True, exist_ok=True)
@@ -659,10 +608,9 @@ def main() -> None:
     load_s = time.perf_counter() - begin
     if not inputs.tokenizer.chat_template and not args.raw:
         print("note: this tokenizer has no chat template; the prompts are continued as they are", file=sys.stderr)
-    sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    options = {"max_new_tokens": args.max_new_tokens, "stop_tokens": inputs.stop_tokens, "sampling": sampling}
-    options |= {"seed": args.seed, "int8_cache": args.quantize_cache == "int8", "progress": Progress()}
-    options["batch_size"] = args.batch_size
+    options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "seed": args.seed}
+    options |= {"int8_cache": args.quantize_cache == "int8", "stop_tokens": inputs.stop_tokens, "progress": Progress()}
+    options["sampling"] = model.Sampling(args.temperature, args.top_k, args.top_p)
     generation = partial(decoding, weights, config=inputs.checkpoint.config, mesh=inputs.mesh, **options)
     measured = chat(args, inputs, generation) if args.chat else answer(args, inputs, generation)
     if not measured:
@@ -723,10 +671,11 @@ def chat(args, inputs: Inputs, generation) -> dict:
         try:
             prompt_tokens = encode(inputs.tokenizer, [text], raw=False, history=history)
             check_context(prompt_tokens, inputs.checkpoint.raw_config)
-            slots = max(CHAT_SLOTS, power_of_two(len(prompt_tokens[0]) + args.max_new_tokens - 1))
-            slots, measured = min(slots, args.max_seq_len or slots), {}
-            for tokens in generation(prompt_tokens, max_seq_len=slots, kept=kept, stats=measured):
+            slots = max(CHAT_SLOTS, model.power_of_two(len(prompt_tokens[0]) + args.max_new_tokens - 1))
+            slots, of_turn = min(slots, args.max_seq_len or slots), {}
+            for tokens in generation(prompt_tokens, max_seq_len=slots, kept=kept, stats=of_turn):
                 results.add(tokens)
+            measured = of_turn
         except InputError as error:
             print(f"error: {users_line(error)}; /reset forgets the conversation", file=sys.stderr)
             continue
