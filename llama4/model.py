@@ -940,7 +940,7 @@ def generate(
         stored[of_step] = np.maximum(stored, host.filled + T)[of_step]
         host.filled[of_step] = np.minimum(host.filled + T, np.minimum(host.lengths, host.limits - 1))[of_step]
         host.lengths[of_step] = np.maximum(host.lengths, host.filled + 1)[of_step]
-        grow(max(T - 1, *host.filled[of_step][numbers[of_step] >= 0] - 1))
+        grow(int(max(T, *host.filled[of_step][numbers[of_step] >= 0])) - 1)
         program = compiled(T, taken.shape[1])
         arguments = None if T == 1 else on_mesh(taken.astype(np.int32).reshape(-1))
         cache, state, result = program(weights, cache, state, arguments)
