@@ -1365,12 +1365,13 @@ def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask
         cache = store_many(cache, new, starts, places, mask, R)
         return attend_to_stored(q, cache, starts, places, mask, T, R), cache
 
-    def plain(q, new, cache, starts):
+    def plain(q, new, cache, starts, **sizes):
         cache = store_few(cache, new, starts, mask, R)
-        return jnp.concatenate(plain_attention(q, cache, starts, None, mask, T, R, run), axis=-1), cache
+        return jnp.concatenate(plain_attention(q, cache, starts, None, mask, T, R, run, **sizes), axis=-1), cache
 
     kernel = partial(attention_kernel, mask=mask, T=T, R=R, run=run)
-    return jax.lax.platform_dependent(q, new, cache, starts, tpu=kernel, default=plain)
+    on_cpu = partial(plain, rows=8, block=256) if len(q) > 8 else plain  # few of many rows are near the last slot
+    return jax.lax.platform_dependent(q, new, cache, starts, cpu=on_cpu, tpu=kernel, default=plain)
 
 
 def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -> Array:
