@@ -622,7 +622,7 @@ def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
 
 PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
 PREFILL_PIECE = 1024  # of one row: enough for each weight that is read to serve many tokens; not yet tuned on hardware
-SHORT_PIECE = 64  # for what is left of a prompt, or new in a conversation
+SHORT_PIECES = 64, 16  # for what is left of a prompt, or new in a conversation; the shortest only on CPUs
 LOOKAHEAD = 2  # steps started beyond the one whose tokens the host reads
 
 
@@ -665,8 +665,8 @@ def generate(
     conversation reads only what is new. It is right too after a call that was broken off.
 
     The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
-    reads them LOOKAHEAD steps later. On machines whose attention reads the whole cache, the cache doubles as it fills,
-    at one compilation for each size.
+    reads them LOOKAHEAD steps later. On machines whose attention reads the whole cache, that of a batch without
+    waiting prompts doubles as it fills, at one compilation for each size.
 
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
     row_steps, the places in all these steps, and at the end step_bytes of a mean decode step. The time from one result
@@ -685,7 +685,8 @@ def generate(
     own = batch // dp  # places of a device
     pieces = piece_lengths(longest if kept is None else max_seq_len, config, mesh)
     most_slots = max(max_seq_len, pieces[0])
-    first_slots = max(longest + 1, pieces[0]) if kept is None else most_slots  # a conversation compiles less often
+    # A list soon has rows of all ages, and a conversation is to compile seldom: both begin with all slots.
+    first_slots = max(longest + 1, pieces[0]) if kept is None and len(prompts) == count else most_slots
     waiting, programs = list(range(len(prompts))), {}
     in_flight = []  # of steps that the host has not read: tokens of prompts, places, the rows there, results
     lengths, clock = np.zeros(count), 0.0  # lengths: tokens in the cache, summed over all steps of decoding
@@ -1473,16 +1474,17 @@ def slots_until(position: int, most: int, mesh: Mesh) -> int:
 
 
 def piece_lengths(longest: int, config: Config, mesh: Mesh) -> list[int]:
-    """The lengths of the pieces in which prefill takes prompts of up to `longest` tokens: a long one, and a short one
-    for what is left or new. Both are multiples of the devices that share a cache. The long one is a power of two; on
-    CPUs, where padding costs more, a multiple of an eighth of one."""
+    """The lengths of the pieces in which prefill takes prompts of up to `longest` tokens: a long one and, if that is
+    longer than they are, short ones. All are multiples of the devices that share a cache. The long one is a power of
+    two; on CPUs, where padding costs more, a multiple of an eighth of one."""
     R = cache_sharers(config, model_shards(mesh))
     tokens = ceil_div(longest, ceil_div(longest, PREFILL_PIECE))
-    unit = power_of_two(max(tokens, 16))
+    unit, short = power_of_two(max(tokens, 16)), SHORT_PIECES[:1]
     if mesh.devices.flat[0].platform == "cpu":
-        unit = max(16, unit // 8)  # a product takes as long for fewer than 16 rows more
+        unit, short = max(16, unit // 8), SHORT_PIECES  # a product takes as long for fewer than 16 rows more
     long = min(ceil_div(ceil_div(tokens, unit) * unit, R) * R, PREFILL_PIECE // R * R)
-    return sorted({long, min(long, ceil_div(SHORT_PIECE, R) * R)}, reverse=True)
+    short = [ceil_div(T, R) * R for T in short]
+    return [long, *short] if long > short[0] else [long]
 
 
 def keep_layout(x: Array) -> Array:
