@@ -245,14 +245,6 @@ def test_exchange(run, kind):
 # Whole models
 
 
-@pytest.fixture(params=FOLDERS)
-def folder(request):
-    """Each, but on CPUs one: there other tests have the demos of all on meshes, in float32, bfloat16 and int8."""
-    if jax.default_backend() == "cpu" and request.param != "gpt_oss":
-        pytest.skip("on CPUs one folder shows that this test works")
-    return request.param
-
-
 def all_devices(folder):
     """The mesh of them that main.py takes or, if it does not divide the model, dp alone."""
     model = FOLDERS[folder].model
@@ -297,6 +289,7 @@ def assert_near(record_property):
     return near
 
 
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_demos_in_float32(folder, assert_near):
     """On all devices. On an accelerator, as on its host's CPU too, unless jax was told to leave that out."""
     found = answers(folder, all_devices(folder))
@@ -305,6 +298,7 @@ def test_demos_in_float32(folder, assert_near):
         assert_near(found, answers(folder, platform="cpu"), 1e-4)
 
 
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_demos_in_bfloat16(folder, assert_near):
     """As main.py runs them: on all devices and, on an accelerator, on one."""
     meshes = {all_devices(folder), *[(1, 1, 1)] * (jax.default_backend() != "cpu")}
@@ -315,6 +309,7 @@ def test_demos_in_bfloat16(folder, assert_near):
         assert_near(answers(folder, mesh, dtype="bfloat16"), golden(folder), 6e-2, is_rounded=True, unknown=unknown)
 
 
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_demos_in_int8(folder, assert_near):
     found = answers(folder, all_devices(folder), dtype="bfloat16", int8=True, int8_cache=True)
     assert_near(found, golden(folder), 0.2, is_rounded=True)
