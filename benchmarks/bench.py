@@ -165,7 +165,7 @@ def components(folder, weights, config, mesh, args, batch: int, length: int) -> 
 
     A part is a jax.named_scope of model.py; collectives stand for themselves, as a kernel's time includes its waiting.
     """
-    model, slots = folder.model, folder.model.power_of_two(length + args.steps)  # as large as generate's has grown
+    model, slots = folder.model, length + args.steps
     cache = model.zeros(
         model.abstract_cache(config, mesh, batch, slots, weights["norm"].dtype, args.quantize_cache == "int8")
     )

@@ -51,7 +51,7 @@ DEMO = Path(__file__).resolve().parent / "demo"
 PROMPTS_CHARACTERS = 2**28  # a larger --prompts_file, such as /dev/zero, is refused
 LONG_PROMPT = 2**15  # tokens; a shorter prompt is taken whatever max_position_embeddings says, as in transformers
 BATCH = 256  # rows of a device: by data sheets, beyond 240 (TPU v5e) or 295 (H100) computing outlasts reading bfloat16
-CHAT_SLOTS = 1024  # of the cache of a conversation at first
+CHAT_SLOTS = 4096  # of the cache of a conversation at first
 MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
 MESSAGE_BYTES = 2**16  # of the message that each process sends to the others before loading
 OWN = ("model_path", "prompt", "prompts_file", "coordinator", "process_id")  # flags that may differ between hosts
@@ -648,8 +648,8 @@ def chat(args, inputs: Inputs, generation) -> dict:
     """A conversation: each line of input is a message, and the model answers it in the light of all before it. `/reset`
     starts anew, end of file ends it, Ctrl-C stops an answer. Returns what was measured of the last answer.
 
-    The cache is kept, and a message is read from where its conversation differs from what is there. The number of cache
-    slots is a power of two, so that programs are compiled again only when the conversation outgrows them.
+    The cache is kept, and a message is read from where its conversation differs from what is there. A conversation that
+    outgrows CHAT_SLOTS is read again, into twice as many: programs are compiled for a number of slots.
     """
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)

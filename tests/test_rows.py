@@ -170,6 +170,11 @@ def test_a_conversation_keeps_its_cache(tmp_path, monkeypatch, kind, mesh):
         for _ in range(new % 4):
             next(steps)
         steps.close()
+    # A conversation that outgrows its slots is read again.
+    prompt, options["max_seq_len"], stats = [*tokens, 4], 2048, {}
+    (row,) = collected(model.generate(weights, [prompt], checkpoint.config, grid, kept=kept, stats=stats, **options), 1)
+    assert_equal(decode(folder, tmp_path, [prompt], mesh, **options), [row])
+    assert stats["prefill_tokens"] == len(prompt)
     # A ring forgets what is further back than a piece, and then all is read again.
     assert read == [300, 40, 70, 33, 5 if kind == "full" or mesh != (1, 1, 1) else 25, 500, 60, 1]
 
