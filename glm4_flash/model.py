@@ -790,17 +790,16 @@ def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling
 
 def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
     """Logits [B, V] with -inf for all that `top_k` and then `top_p` leave out; the most probable token stays."""
-    if top_k:
-        smallest = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
-        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    if not top_k and top_p == 1:
+        return logits
+    V = logits.shape[-1]
+    descending = jax.lax.top_k(logits, min(top_k or V, V))[0]
+    smallest = descending[:, -1:]
     if top_p < 1:
-        descending = jnp.sort(logits, axis=-1, descending=True)
         probabilities = jax.nn.softmax(descending, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        kept = jnp.sum(before < top_p, axis=-1, keepdims=True)
-        smallest = jnp.take_along_axis(descending, kept - 1, axis=-1)
-        logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    return logits
+        smallest = jnp.take_along_axis(descending, jnp.sum(before < top_p, axis=-1, keepdims=True) - 1, axis=-1)
+    return jnp.where(logits < smallest, -jnp.inf, logits)
 
 
 PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
@@ -853,8 +852,8 @@ def generate(
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
     row_steps, the places in all these steps, and at the end step_bytes of a mean decode step. The time from one result
     to the next is prefill's if the step behind it read a prompt, else decoding's. No time but the first includes
-    compilation. `progress(stage, done, total)` is called before and after a compilation, and with
-    the tokens that were read of the first prompts.
+    compilation. `progress(stage, done, total)` is called before a compilation, and with the tokens that were read of
+    the first prompts.
     """
     stats = {} if stats is None else stats
     stats |= dict.fromkeys(("compile_s", "prefill_s", "decode_s"), 0.0)
@@ -867,9 +866,9 @@ def generate(
     own = batch // dp  # places of a device
     pieces = piece_lengths(longest if kept is None else max_seq_len, config, mesh)
     wanted = abstract_cache(config, mesh, batch, max(max_seq_len, pieces[0]), dtype, int8_cache)
-    waiting, programs = list(range(len(prompts))), {}
+    waiting = list(range(len(prompts)))
     in_flight = []  # of steps that the host has not read: tokens of prompts, places, the rows there, results
-    lengths, clock = np.zeros(count), 0.0  # lengths: tokens in the cache, summed over all steps of decoding
+    lengths, clock = np.zeros(count), time.perf_counter()  # lengths: tokens in the cache, summed over decoding steps
 
     # What the host knows: `host` is the state after all steps that are started, with the tokens that were read. A free
     # place stands still at its limit. Of each place, `numbers` has its row, -1 if it is free; `prompt_lengths` that of
@@ -932,16 +931,16 @@ def generate(
 
     def compiled(T, b):
         """The program of steps of T tokens, of b rows on each device of dp."""
-        if (T, b) not in programs:
+        if (T, b, sampling) not in programs:
             jax.block_until_ready(state)
             tick(("prefill_s" if in_flight[-1][0] else "decode_s") if in_flight else None)
+            progress("compiling decoding" if T == 1 else "compiling prefill", 0, 1)
             taken = None if T == 1 else on_mesh(np.zeros(b * dp, np.int32))
-            options = {"T": T, "config": config, "mesh": mesh, "sampling": sampling}
-            announce = partial(progress, "compiling decoding" if T == 1 else "compiling prefill")
-            programs[T, b] = compile_once(step, (weights, wanted, state, taken), options, announce)
+            lowered = step.lower(weights, cache, state, taken, T=T, config=config, mesh=mesh, sampling=sampling)
+            programs[T, b, sampling] = lowered.compile()
             multihost_utils.sync_global_devices("compiled")  # the clock should not count others' compilation
             tick("compile_s")
-        return programs[T, b]
+        return programs[T, b, sampling]
 
     def start(T, taken):
         """Starts a step of T tokens for the places `taken` on each device of dp."""
@@ -983,12 +982,12 @@ def generate(
         return new
 
     kept = {} if kept is None else kept
-    cache, past = kept.pop("cache", None), kept.pop("past", None)
+    cache, past, programs = (kept.pop(name, None) for name in ("cache", "past", "programs"))
     # It is not there after a step that was broken off, and too small if the conversation has outgrown its slots.
     if cache and past[0].shape == host.history.shape and not any(x.is_deleted() for x in jax.tree.leaves(cache)):
         host.history[:], host.filled[:], known, stored = past
     else:
-        cache = zeros(wanted)
+        cache, programs = zeros(wanted), {}
     try:
         fill()
         host.filled[numbers < 0] = known[numbers < 0] = 0  # the first slots of free places will be overwritten
@@ -1002,17 +1001,15 @@ def generate(
             if (host.lengths < host.limits)[live].any() and len(in_flight) <= LOOKAHEAD:
                 start(*choose())
                 continue
-            before = stats["prefill_tokens"]
             new = read()
-            if before < first_tokens:
-                progress("prefill", min(stats["prefill_tokens"], first_tokens), first_tokens)
+            progress("prefill", min(stats["prefill_tokens"], first_tokens), first_tokens)
             yield new
             if waiting and (is_new := fill()).any():
                 state = refilled(state, on_mesh(is_new), jax.tree.map(on_mesh, host))
         jax.block_until_ready(cache)  # steps in flight: no process may leave while others wait for it in a collective
         stats["step_bytes"] = step_bytes(weights, cache, list(lengths / max(stats["decode_steps"], 1)), config)
     finally:
-        kept |= {"cache": cache, "past": (host.history, host.filled, known, stored)}
+        kept |= {"cache": cache, "past": (host.history, host.filled, known, stored), "programs": programs}
 
 
 def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None) -> None:
@@ -1028,36 +1025,12 @@ def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | N
             raise InputError(f"prompt {row} has a token outside the model's vocabulary of {config.vocab_size}")
 
 
-PROGRAMS = {}  # the last compiled programs of this process
-
-
-def compile_once(program, arguments: tuple, options: dict, announce: Callable[[int, int], None]):
-    """A jitted program, compiled for arguments of these shapes, dtypes and shardings, and kept for the next call."""
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arguments)
-    leaves, tree = jax.tree.flatten(abstract)
-    key = program, tree, *leaves, *options.values()
-    if key not in PROGRAMS:
-        announce(0, 1)
-        while len(PROGRAMS) >= 32:
-            del PROGRAMS[next(iter(PROGRAMS))]
-        PROGRAMS[key] = program.lower(*abstract, **options).compile()
-        announce(1, 1)
-    return PROGRAMS[key]
-
-
 def zeros(abstract) -> object:
     """A pytree of zeros in the shapes, dtypes and shardings of `abstract`, made on the devices."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
 
 
-def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
+ceil_div, power_of_two = pl.cdiv, pl.next_power_of_2  # a / b, rounded up; the smallest one that is at least n
 
 
 def cache_slots(tokens: int) -> int:
@@ -1208,8 +1181,8 @@ def plain_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None,
     are keys: the first columns of a query are for the first side, the rest for the second. The first side is the values
     too.
 
-    Returns float32 [B, K, A, M, W], and the log-sum-exp of the scores, [B, K, A, M, 1]: MASKED or little more for a
-    query that sees no key, and then its output means nothing.
+    Returns float32 [B, K, A, M, W + 1], side by side the output and the log-sum-exp of the scores: MASKED or little
+    more for a query that sees no key, and then its output means nothing.
 
     It takes tiles of `rows` rows and at most `tile` queries and, for each, the blocks of at most `block` slots that its
     queries see. By default all is one tile and one block, and there is no loop.
@@ -1248,20 +1221,19 @@ def plain_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None,
     def of_tile(n):
         row, m = n // (M // tile) * rows, n % (M // tile) * tile
         if block == S:
-            return attend(row, m, 0)
+            return jnp.concatenate(attend(row, m, 0), axis=-1)
         begin = jax.lax.dynamic_slice_in_dim(starts, row, rows)
         last = jnp.max(begin) + offsets[m + tile - 1]
         last = last if wraps else jnp.minimum(last, R * S - 1)
         first = jnp.min(mask.first_seen(begin + offsets[m]))
-        return over_blocks(partial(attend, row, m), first // (R * block), last // (R * block), (rows, K, A, tile, W))
-
-    def in_order(x):  # [tiles, rows, K, A, tile, ..]
-        x = x.reshape(B // rows, M // tile, rows, K, A, tile, -1)
-        return x.transpose(0, 2, 3, 4, 1, 5, 6).reshape(B, K, A, M, -1)
+        out = over_blocks(partial(attend, row, m), first // (R * block), last // (R * block), (rows, K, A, tile, W))
+        return jnp.concatenate(out, axis=-1)
 
     if (rows, tile) == (B, M):
         return of_tile(0)
-    return jax.tree.map(in_order, jax.lax.map(of_tile, jnp.arange(B // rows * (M // tile))))
+    out = jax.lax.map(of_tile, jnp.arange(B // rows * (M // tile)))
+    out = out.reshape(B // rows, M // tile, rows, K, A, tile, -1)
+    return out.transpose(0, 2, 3, 4, 1, 5, 6).reshape(B, K, A, M, -1)
 
 
 def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
@@ -1324,8 +1296,8 @@ def store_many(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R
 
 
 def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask: Mask, T: int, R: int, run=None):
-    """Stores the tokens `new` [B, K, T, ..] and attends to all up to each. Args as in plain_attention, whose two
-    results stand side by side here: float32 [B, K, A, M, W + 1]. Returns the cache too."""
+    """Stores the tokens `new` [B, K, T, ..] and attends to all up to each. Args and result as in plain_attention.
+    Returns the cache too."""
     if T > FEW:
         places = jnp.arange(len(q)) if places is None else places
         cache = store_many(cache, new, starts, places, mask, R)
@@ -1333,7 +1305,7 @@ def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask
 
     def plain(q, new, cache, starts, **sizes):
         cache = store_few(cache, new, starts, mask, R)
-        return jnp.concatenate(plain_attention(q, cache, starts, None, mask, T, R, run, **sizes), axis=-1), cache
+        return plain_attention(q, cache, starts, None, mask, T, R, run, **sizes), cache
 
     kernel = partial(attention_kernel, mask=mask, T=T, R=R, run=run)
     block = 128 if len(q) > 8 else 512  # stays in the processor's cache; blocks that a row has not filled are not read
@@ -1344,12 +1316,10 @@ def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask
 def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -> Array:
     """store_and_attend of many tokens, which are in the cache, as each machine does it best."""
 
-    def plain(*arguments, **sizes):
-        return jnp.concatenate(plain_attention(*arguments, mask, T, R, **sizes), axis=-1)
-
     def kernel(q, cache, starts, places):
         return attention_kernel(q, (), cache, starts, places, mask=mask, T=T, R=R)[0]
 
+    plain = partial(plain_attention, mask=mask, T=T, R=R)
     on_cpu = partial(plain, rows=1, tile=256, block=128 if T <= 128 else 256)
     return jax.lax.platform_dependent(
         q, cache, starts, places, cpu=on_cpu, tpu=kernel, default=partial(plain, block=512)
@@ -1663,15 +1633,11 @@ def read_rope(config: dict) -> dict:
     """The rope parameters of a config.json, from its top level and its rope table. As in transformers, the table wins,
     except for original_max_position_embeddings, which defaults to max_position_embeddings."""
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(table, dict):
-        raise InputError(f"config.json: the rope parameters must be a table, not {table!r:.40}")
-    if any(isinstance(value, dict) for value in table.values()):
-        raise InputError("config.json: rope parameters that differ by layer type are not supported")
+    if not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values()):
+        raise InputError(f"config.json: the rope parameters must be one table for all layers, not {table!r:.40}")
     top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     given = {name: value for part in (top_level, table) for name, value in part.items() if value is not None}
     given.setdefault("rope_type", given.get("type", "default"))
-    if table.get("truncate", True) is None:
-        given["truncate"] = False
     key = "original_max_position_embeddings"
     given[key] = config.get(key) or given.get(key) or config.get("max_position_embeddings")
     return given
@@ -1825,11 +1791,8 @@ def linear_halves(x: Array, w: Array | Int8, bias: Array | None = None) -> tuple
     def half(i):
         return linear(x, *jax.tree.map(lambda a: jnp.split(a, 2)[i], (w, bias)))
 
-    def two_products():
-        return half(0), half(1)
-
-    has_many_rows = math.prod(x.shape[:-1]) >= 128
-    return jax.lax.platform_dependent(tpu=two_products if has_many_rows else one_product, default=one_product)
+    on_tpu = (lambda: (half(0), half(1))) if math.prod(x.shape[:-1]) >= 128 else one_product
+    return jax.lax.platform_dependent(tpu=on_tpu, default=one_product)
 
 
 def product(x: Array, w: Array | Int8, min_rows: int = 1) -> Array:

@@ -51,7 +51,6 @@ COPIED = (  # by convert: the tokenizer's files, and the stop tokens
     "merges.txt", "*.jinja", "generation_config.json",
 )  # fmt: skip
 quantize_on_device = jax.jit(quantize)
-HUB_FILES = ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "tiktoken.model", "model*.safetensors")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -92,7 +91,7 @@ def find_checkpoint(path: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(path, allow_patterns=list(HUB_FILES)))
+        folder = Path(snapshot_download(path, allow_patterns=[*COPIED, "config.json", "model*.safetensors*"]))
     except Exception as error:  # from the network, the hub or the disk
         raise InputError(f"{path}: no such folder, and the hub did not give it: {one_line(error)}") from error
     if not any(folder.glob("model*.safetensors")):
@@ -162,10 +161,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard:
             raise InputError(f"{index}: the shard {shard!r:.200} is not a file of this folder")
-        for name, stored in read_header(folder / shard).items():
-            if name in found:
-                raise InputError(f"{folder}: {name:.200} is both in {found[name].file.name} and in {shard}")
-            found[name] = stored
+        found |= read_header(folder / shard)
     for name, shard in weight_map.items():
         if name not in found or found[name].file.name != shard:
             raise InputError(f"{folder}: {shard} has no tensor {name:.200}, but the index says so; download it again")
@@ -215,12 +211,10 @@ def with_mxfp4_exponents(folder: Path, found: dict[str, Stored]) -> None:
     and `x_scales` [E, O, C / 32]."""
     for name in [name.removesuffix("_blocks") for name in found if name.endswith("_blocks")]:
         blocks, exponents = found.pop(f"{name}_blocks"), found.pop(f"{name}_scales", None)
-        if name in found or not exponents or {blocks.dtype, exponents.dtype} != {"U8"}:
+        sizes = exponents.shape if exponents else ()
+        if len(sizes) != 3 or blocks.shape != (*sizes, 16) or {blocks.dtype, exponents.dtype} != {"U8"}:
             raise InputError(f"{folder}: {name:.200}_blocks and {name:.200}_scales are no MXFP4 of 8-bit numbers")
-        if len(exponents.shape) != 3 or blocks.shape != (*exponents.shape, 16):
-            shapes = f"{list(blocks.shape)} and {list(exponents.shape)}"
-            raise InputError(f"{folder}: {name:.200}_blocks and _scales have shapes {shapes}, which is no MXFP4")
-        shape = (*exponents.shape[:2], 32 * exponents.shape[2])
+        shape = (*sizes[:2], 32 * sizes[2])
         found[name] = blocks._replace(dtype="bfloat16", shape=shape, exponents=exponents)
 
 
@@ -304,11 +298,10 @@ def read_mxfp4(tensor: Stored, *index: slice | int) -> np.ndarray:
     start, stop, _ = columns.indices(tensor.shape[-1])
     first = start // 32
     part = (*rows, slice(first, -(-stop // 32)))
-    exponents = np.memmap(tensor.exponents.file, np.uint8, "r", tensor.exponents.offset, shape)[part]
+    powers = np.memmap(tensor.exponents.file, ml_dtypes.float8_e8m0fnu, "r", tensor.exponents.offset, shape)[part]
     values = both[np.memmap(tensor.file, np.uint8, "r", tensor.offset, (*shape, 16))[part]]
-    with np.errstate(over="ignore"):  # damaged exponents
-        values *= np.ldexp(np.float32(1), np.arange(256) - 127)[exponents][..., None, None]
-    values = values.reshape(*exponents.shape[:-1], -1).astype(ml_dtypes.bfloat16)
+    values *= powers.astype(np.float32)[..., None, None]
+    values = values.reshape(*powers.shape[:-1], -1).astype(ml_dtypes.bfloat16)
     return values[..., start - 32 * first : stop - 32 * first]
 
 
@@ -374,8 +367,7 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
             numbers = block_of(checkpoint.tensors, weight, index, values.shape, on_disk)
             # A router with NaN would choose experts as if nothing were wrong. In larger weights, logits show a NaN.
             if numbers.size < SMALL and not np.isfinite(numbers).all():
-                bad = [name for name in names if not np.isfinite(read_rows(checkpoint.tensors[name])).all()]
-                raise InputError(f"{', '.join(bad[:3])} has numbers that are not finite: damaged weights")
+                raise InputError(f"{', '.join(names):.300} has numbers that are not finite: damaged weights")
             return numbers
 
         return jax.block_until_ready(jax.make_array_from_callback(values.shape, values.sharding, block, dtype=on_disk))
@@ -529,10 +521,7 @@ def claimed(output: Path, source: Path, first: str):
     start of a conversion to go on with."""
     if os.path.realpath(output) == os.path.realpath(source):
         raise InputError(f"{output}: is the source; choose another --output")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{output}: {error.strerror}; choose another --output") from error
+    output.mkdir(parents=True, exist_ok=True)
     lock = os.open(output, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

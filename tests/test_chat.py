@@ -52,7 +52,7 @@ def test_a_conversation(tmp_path, template):
     finished = subprocess.run(command, input="\n".join(turns) + "\n\n", capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout == "".join(f"{answer}\n" for answer in reference_answers(tmp_path, turns, 40))
-    compiled = re.findall(r"^compiling (\w+) took", finished.stderr, re.M)
+    compiled = re.findall(r"^compiling (\w+) ...$", finished.stderr, re.M)
     assert compiled.count("prefill") <= 3 and compiled.count("decoding") == 1, finished.stderr
     # The bar of the last turn counts what was read: the message, and what the template made of the answer before it.
     last = [line for line in finished.stderr.splitlines() if line.startswith("prefill: 100%")][-1]
@@ -101,7 +101,7 @@ def test_a_checkpoint_without_a_template(monkeypatch, capsys, tmp_path):
 
 
 def test_stages_in_a_log_file(tmp_path):
-    """Compilations with their seconds, prefill with its rate; nothing that a log file shows badly."""
+    """Compilations, prefill with its rate; nothing that a log file shows badly."""
     command = [sys.executable, ROOT / "llama3" / "main.py", "--no_compilation_cache", "--max_new_tokens", "3"]
     finished = subprocess.run(command, env=environment_of_users(), capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
@@ -109,9 +109,7 @@ def test_stages_in_a_log_file(tmp_path):
     lines = finished.stderr.splitlines()
     stages = [
         "compiling prefill ...",
-        r"compiling prefill took [\d.]+ s",
         "compiling decoding ...",
-        r"compiling decoding took [\d.]+ s",
         "prefill: +0%.*",
         "prefill: 100%.*tokens/s.*",
         "stats: {.*",

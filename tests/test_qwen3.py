@@ -32,7 +32,7 @@ def test_fp8_against_its_dequantized_twin(tmp_path, mesh):
         (
             qwen_3,
             {"rope_scaling": {"full_attention": {"rope_theta": 1e4}}},
-            "rope parameters that differ by layer type",
+            "one table for all layers",
         ),
         (qwen_3, {"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide"),
         (qwen_3_moe, {"num_experts_per_tok": 17}, "num_experts_per_tok 17 exceeds num_experts 16"),
