@@ -367,7 +367,8 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool
             numbers = block_of(checkpoint.tensors, weight, index, values.shape, on_disk)
             # A router with NaN would choose experts as if nothing were wrong. In larger weights, logits show a NaN.
             if numbers.size < SMALL and not np.isfinite(numbers).all():
-                raise InputError(f"{', '.join(names):.300} has numbers that are not finite: damaged weights")
+                bad = [name for name in names if not np.isfinite(read_rows(checkpoint.tensors[name])).all()]
+                raise InputError(f"{', '.join(bad[:3])} has numbers that are not finite: damaged weights")
             return numbers
 
         return jax.block_until_ready(jax.make_array_from_callback(values.shape, values.sharding, block, dtype=on_disk))
