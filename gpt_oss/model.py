@@ -935,7 +935,7 @@ def generate(
 
     kept = {} if kept is None else kept
     cache, past, programs = (kept.pop(name, None) for name in ("cache", "past", "programs"))
-    # It is not there after a step that was broken off, and too small if the conversation has outgrown its slots.
+    # A step that was broken off has deleted the cache, and a conversation may have outgrown its slots.
     if cache and past[0].shape == host.history.shape and not any(x.is_deleted() for x in jax.tree.leaves(cache)):
         host.history[:], host.filled[:], known, stored = past
     else:
@@ -982,7 +982,7 @@ def zeros(abstract) -> object:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
 
 
-ceil_div, power_of_two = pl.cdiv, pl.next_power_of_2  # a / b, rounded up; the smallest one that is at least n
+ceil_div, power_of_two = pl.cdiv, pl.next_power_of_2  # both round up: a / b, and n to a power of two
 
 
 def cache_slots(tokens: int) -> int:
@@ -1781,8 +1781,8 @@ def weights_first(x: Array, w: Array, dtype: jnp.dtype) -> Array:
 
 def query_key_product(q: Array, k: Array) -> Array:
     """q [B, K, A, M, H] times k [B, K, S, H]: float32 [B, K, A, M, S]."""
-    plain, few = partial(einsum, "bkamh,bksh->bkams"), math.prod(q.shape[2:4])
-    on_cpu = partial(query_by_query, "bkh,bksh->bks") if few <= 4 else keys_first if few <= 64 else plain
+    plain, queries = partial(einsum, "bkamh,bksh->bkams"), math.prod(q.shape[2:4])
+    on_cpu = partial(query_by_query, "bkh,bksh->bks") if queries <= 4 else keys_first if queries <= 64 else plain
     return jax.lax.platform_dependent(q, k, cpu=on_cpu, default=plain)
 
 
@@ -1794,8 +1794,8 @@ def probability_value_product(p: Array, v: Array) -> Array:
 
 
 def query_by_query(subscripts: str, x: Array, of_slots: Array) -> Array:
-    """A product [B, K, A, M, ..] of few queries as one product of a matrix and a vector for each, which XLA computes up
-    to twice as fast: the block of the cache stays in the processor's."""
+    """A product [B, K, A, M, ..] of a few queries as a product of a matrix and a vector for each. XLA computes these up
+    to twice as fast, since all queries after the first find the slots in the processor's cache."""
     one_by_one = jnp.moveaxis(x.reshape(*x.shape[:2], -1, x.shape[-1]), 2, 0)
     return jnp.stack([einsum(subscripts, one, of_slots) for one in one_by_one], axis=2).reshape(*x.shape[:4], -1)
 

@@ -46,7 +46,7 @@ SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
 SMALL = 2**22  # loading checks weights with fewer numbers than this for NaN: norms, routers
 READERS = 4  # threads that read; with one, copying and page faults take longer than a fast disk
-COPIED = (  # by convert: the tokenizer's files, and the stop tokens
+COPIED = (  # by convert, and read from the hub: the tokenizer's files, and the stop tokens
     "tokenizer*", "tiktoken.model", "tekken.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
     "merges.txt", "*.jinja", "generation_config.json",
 )  # fmt: skip
@@ -161,7 +161,10 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard:
             raise InputError(f"{index}: the shard {shard!r:.200} is not a file of this folder")
-        found |= read_header(folder / shard)
+        for name, stored in read_header(folder / shard).items():
+            if name in found:
+                raise InputError(f"{folder}: {name:.200} is both in {found[name].file.name} and in {shard}")
+            found[name] = stored
     for name, shard in weight_map.items():
         if name not in found or found[name].file.name != shard:
             raise InputError(f"{folder}: {shard} has no tensor {name:.200}, but the index says so; download it again")
@@ -211,7 +214,7 @@ def with_mxfp4_exponents(folder: Path, found: dict[str, Stored]) -> None:
     and `x_scales` [E, O, C / 32]."""
     for name in [name.removesuffix("_blocks") for name in found if name.endswith("_blocks")]:
         blocks, exponents = found.pop(f"{name}_blocks"), found.pop(f"{name}_scales", None)
-        sizes = exponents.shape if exponents else ()
+        sizes = exponents.shape if exponents and name not in found else ()
         if len(sizes) != 3 or blocks.shape != (*sizes, 16) or {blocks.dtype, exponents.dtype} != {"U8"}:
             raise InputError(f"{folder}: {name:.200}_blocks and {name:.200}_scales are no MXFP4 of 8-bit numbers")
         shape = (*sizes[:2], 32 * sizes[2])

@@ -577,6 +577,8 @@ def read_inputs(args) -> Inputs:
 def main() -> None:
     """Loads the checkpoint, decodes the prompts, prints results and statistics. All processes do the same."""
     args = parse_arguments()
+    if sys.stdout is None or (args.chat and sys.stdin is None):
+        raise InputError(f"standard {'output' if sys.stdout is None else 'input'} is closed")
     if not args.no_compilation_cache:
         enable_compilation_cache()
     join_hosts(args)
@@ -673,5 +675,6 @@ def chat(args, inputs: Inputs, generation) -> dict:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # whatever the terminal's encoding, an answer appears
+    if sys.stdout is not None:  # closed by the shell
+        sys.stdout.reconfigure(errors="backslashreplace")  # whatever the terminal's encoding, an answer appears
     convert.run(main)

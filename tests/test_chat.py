@@ -52,7 +52,7 @@ def test_a_conversation(tmp_path, template):
     finished = subprocess.run(command, input="\n".join(turns) + "\n\n", capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout == "".join(f"{answer}\n" for answer in reference_answers(tmp_path, turns, 40))
-    compiled = re.findall(r"^compiling (\w+) ...$", finished.stderr, re.M)
+    compiled = re.findall(r"^compiling (\w+) \.\.\.$", finished.stderr, re.M)
     assert compiled.count("prefill") <= 3 and compiled.count("decoding") == 1, finished.stderr
     # The bar of the last turn counts what was read: the message, and what the template made of the answer before it.
     last = [line for line in finished.stderr.splitlines() if line.startswith("prefill: 100%")][-1]

@@ -163,7 +163,8 @@ def test_a_disk_that_is_full(checkpoint, tmp_path):
     assert files(output) == files(tmp_path / "whole")
     command[command.index(output)] = "/proc/out"
     refused = subprocess.run(command, capture_output=True, text=True)
-    assert refused.returncode == 2 and "No such file or directory: '/proc/out'" in refused.stderr
+    assert refused.returncode == 2, refused.stderr
+    assert refused.stderr == "error: [Errno 2] No such file or directory: '/proc/out'\n"
 
 
 def test_memory_is_bounded(tmp_path):
