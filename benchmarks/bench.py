@@ -18,6 +18,7 @@ model, by a profiler's trace. --save NAME writes benchmarks/results/NAME.json, w
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -83,14 +84,21 @@ def random_weights(model, abstract: dict, seed: int) -> dict:
 
 
 def measure(folder, weights, config, mesh, args, batch: int, length: int) -> dict:
-    """One round: what main.py's line of statistics says, and MFU."""
+    """One round: what main.py's line of statistics says, and MFU. Of drafts it measures what a step costs, and takes
+    the share --accepted of them as accepted: what a random model accepts is luck."""
     prompts = np.random.default_rng(args.seed).integers(config.vocab_size, size=(batch, length)).tolist()
     stats = {}
     options = {"max_new_tokens": args.steps + 1, "int8_cache": args.quantize_cache == "int8", "stats": stats}
+    options |= {"draft": args.draft, "draft_tokens": args.draft_tokens}
+    folder.model.REPEATING = 0  # each step has drafts
     for _ in folder.model.generate(weights, prompts, config, mesh, **options):
         pass
     report = folder.main.statistics({"model_type": args.folder}, mesh, 0.0, stats)
     del report["load_s"], report["compile_s"]  # the second is of programs compiled before
+    if args.draft:
+        report["drafts_accepted"] = args.accepted
+        report["tokens_per_step"] = sum(args.accepted**i for i in range(args.draft_tokens + 1))
+        report["decode_tokens_per_s"] = batch * report["tokens_per_step"] * report["decode_steps_per_s"]
     report["prefill_flops"] = flops(folder.model, config, batch, 0, length)
     middle = length + args.steps // 2
     report["step_flops"] = flops(folder.model, config, batch, middle, middle + 1)
@@ -201,6 +209,8 @@ def bench(args) -> dict:
     model = folder.model
     raw_config = read_config(args.folder, args.config, args.layers)
     config = model.Config.from_dict(raw_config)
+    if args.draft == "mtp":
+        config = dataclasses.replace(config, uses_extra_layer=True)
     mesh = model.make_mesh(*model.mesh_shape(config, jax.devices(), args.dp, args.ep, args.tp))
     int8 = args.quantize == "int8"
     with tempfile.TemporaryDirectory() as checkpoint:
@@ -308,6 +318,9 @@ def main() -> None:
     add("--quantize_cache", choices=["int8"])
     for axis in ("dp", "ep", "tp"):
         add(f"--{axis}", type=count)
+    add("--draft", choices=["lookup", "mtp"])
+    add("--draft_tokens", type=count, default=3)
+    add("--accepted", type=float, default=0.8, help="each draft's chance for tokens/s, default 0.8")
     add("--vs", choices=["transformers"])
     add("--components", action="store_true")
     add("--seed", type=int, default=0)

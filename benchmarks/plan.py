@@ -34,6 +34,7 @@ from which these constants make 6.27.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -156,7 +157,8 @@ def lower_program(model, config, mesh, args, T: int, b: int | None):
     history, seeds = array(batch, args.max_seq_len + 1), array(batch, 2, dtype=jnp.uint32)
     rows = model.Rows(history, *[array(batch)] * 3, seeds)
     places = array(b * mesh.shape["dp"]) if b else None
-    options = {"T": T, "drafts": 0 if b else T - 1, "config": config, "mesh": mesh, "sampling": model.Sampling()}
+    options = {"T": T, "draft": args.draft, "drafts": args.tokens - 1}
+    options |= {"config": config, "mesh": mesh, "sampling": model.Sampling()}
     return model.step.lower(weights, cache, rows, places, **options), weights, cache
 
 
@@ -164,6 +166,8 @@ def plan(args) -> dict:
     """The report on one configuration: the keys of --json."""
     model = import_from(args.folder, "model")
     config = model.Config.from_dict(read_config(args.folder, args.config, args.layers))
+    if args.draft == "mtp":
+        config = dataclasses.replace(config, uses_extra_layer=True)
     name = args.target.partition(":")[0]
     if name not in CHIPS:
         raise ValueError(f"--target {args.target} is of none of {', '.join(CHIPS)}")
@@ -406,6 +410,7 @@ def main() -> None:
     add("--batch", type=int, nargs="+", default=[8])
     add("--max_seq_len", type=int, nargs="+", default=[2048], help="cache slots for a sequence, all of them filled")
     add("--tokens", type=int, default=1, help="of a row in a decode step, all but one of them drafts, default 1")
+    add("--draft", choices=["lookup", "mtp"], help="where these come from, by default from the caller")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     add("--quantize", choices=["int8"])
     add("--quantize_cache", choices=["int8"])

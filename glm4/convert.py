@@ -118,8 +118,9 @@ def read_json(path: Path) -> dict:
     return value
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Reads config.json and the headers of all shards, and no tensor yet. Raises InputError for all that is wrong."""
+def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
+    """Reads config.json and the headers of all shards, and no tensor yet. Raises InputError for all that is wrong. A
+    layer of multi-token prediction, where there is one, counts among the weights if `extra_layer` asks for it."""
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder}: no config.json: no checkpoint, or a conversion to be run again until it finishes")
     raw_config = read_json(folder / "config.json")
@@ -133,6 +134,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     Config.from_dict(raw_config)  # reports what is wrong with config.json before what is wrong with the tensors
     found = stored_tensors(folder)
     config = Config.from_dict(raw_config, found)
+    if extra_layer and getattr(config, "has_extra_layer", False):
+        config = dataclasses.replace(config, uses_extra_layer=True)
     with_fp8_scales(folder, found, quantization)
     with_mxfp4_exponents(folder, found)
     int8 = quantization == INT8
@@ -469,7 +472,7 @@ def block_of(tensors: dict, weight: Weight, index: tuple, shape: tuple[int, ...]
 
 def convert(source: Path, output: Path, dtype: str, int8: bool) -> None:
     """Writes the checkpoint `source` to `output`, matrices in int8 if `int8`, and all else in `dtype`."""
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, extra_layer=True)
     if checkpoint.int8:
         raise InputError(f"{source}: is in int8 already; convert the original checkpoint")
     shards = planned_shards(checkpoint, dtype, int8)

@@ -525,7 +525,31 @@ def refill(rows: Rows, is_new: Array, new: Rows) -> Rows:
     return jax.tree.map(lambda x, old: jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), x, old), new, rows)
 
 
-@partial(jax.jit, static_argnames=("T", "drafts", "config", "mesh", "sampling"), donate_argnames=("cache", "rows"))
+def look_up(rows: Rows, cache: list[LayerCache], drafts: int, *_) -> tuple[Array, list[LayerCache]]:
+    """Puts guesses into `history`, behind the tokens that are known: the `drafts` tokens that followed the latest
+    earlier occurrence of the last three, or else of the last two (Saxena 2023, "prompt lookup decoding"). Where they
+    run into the end, they begin anew. Without an occurrence they are any tokens. Returns history and cache."""
+    history, at, last = rows.history, jnp.arange(rows.history.shape[1]), rows.lengths[:, None] - 1
+
+    def agrees(back):  # of each token, whether the one `back` places before it is the one before the last
+        token = jnp.take_along_axis(history, last - back, axis=1, mode="clip")
+        return (jnp.roll(history, back, axis=1) == token) & (at >= back)
+
+    found = jnp.where(agrees(0) & agrees(1) & (at < last), at + 1 + len(at) * agrees(2), 0)
+    first = jnp.max(found, axis=1, keepdims=True) % len(at)
+    guesses = jnp.take_along_axis(history, first + jnp.arange(drafts) % (last + 1 - first), axis=1)
+    for i in range(drafts):
+        history = jnp.where(at == last + 1 + i, guesses[:, i : i + 1], history)
+    return history, cache
+
+
+DRAFTS = {"lookup": look_up}  # sources of drafts, called at the end of a step
+
+
+STATIC = "T", "draft", "drafts", "config", "mesh", "sampling"
+
+
+@partial(jax.jit, static_argnames=STATIC, donate_argnames=("cache", "rows"))
 def step(
     weights: dict,
     cache: list[LayerCache],
@@ -533,6 +557,7 @@ def step(
     places: Array | None = None,
     *,
     T: int,
+    draft: str | None = None,
     drafts: int = 0,
     config: Config,
     mesh: Mesh,
@@ -540,19 +565,23 @@ def step(
 ):
     """T tokens of every row, from the first that the cache lacks: a piece of prompts, or with T = 1 a step of decoding.
 
-    A token is chosen after the last one that is known, and after each of `drafts` more: guesses that stand behind it in
-    `history`. Those guesses stay that agree with the choices, up to the first that does not (Leviathan et al. 2023,
-    "speculative decoding"; greedy or sampled, the tokens are those of steps of one). A row that still reads its prompt
-    only advances by T, and one at its limit stands still. Nothing is ever taken back: what the cache holds beyond
-    `filled` is overwritten before a token could see it.
+    T up to FEW takes all rows. A token is chosen after the last one that is known, and after each of T - 1 drafts: the
+    guesses that stand behind it in `history`. Those stay that agree with the choices, up to the first that does not
+    (Leviathan et al. 2023, "speculative decoding"; greedy or sampled, the tokens are those of steps of one). A row that
+    still reads its prompt only advances by T, and one at its limit stands still. Nothing is ever taken back: what the
+    cache holds beyond `filled` is overwritten before a token could see it.
 
-    T up to FEW takes all rows. A longer T, a multiple of the devices that share a row's cache, is for the rows at
-    `places` int32 [b], counted on each device of dp; a place that stands there twice is computed twice. By default it
-    takes all rows, too.
+    A longer T, a multiple of the devices that share a row's cache, verifies nothing. It is for the rows at `places`
+    int32 [b], counted on each device of dp; a place that stands there twice is computed twice. By default it takes all
+    rows, too.
+
+    At the end `draft`, a name in DRAFTS, puts `drafts` guesses behind what is known, for the next step.
 
     Returns the cache and the rows, both donated. Of the rows taken, on every device: `lengths` int32 [b], and the
     chosen tokens int32 [b, 1 + drafts] with their log-probabilities, float32. As many are new as `lengths` has grown.
     """
+
+    given = T - 1 if T <= FEW else 0
 
     def body(weights, cache, rows, places):
         some = rows if places is None else jax.tree.map(lambda x: x[places], rows)
@@ -562,19 +591,21 @@ def step(
         R = cache_sharers(config, model_shards(mesh))
         attend = partial(cached_attention, places=places, batch=len(rows.filled), R=R)
         x, cache = forward(weights, tokens, positions, cache, attend, config)
-        newest = lengths[:, None] - 1 + jnp.arange(1 + drafts)
-        if T > 1:
-            x = jnp.take_along_axis(x, jnp.clip(newest - filled[:, None], 0, T - 1)[:, :, None], axis=1)
-        logits = output_logits(weights, x.reshape(-1, x.shape[-1]), config)
-        seeds = jnp.repeat(seeds, 1 + drafts, axis=0)
-        chosen, logprobs = (y.reshape(newest.shape) for y in next_token(logits, newest.reshape(-1), seeds, sampling))
+        newest = lengths[:, None] - 1 + jnp.arange(1 + given)
+        last_x = x if T == 1 else jnp.take_along_axis(x, jnp.clip(newest - positions[:, :1], 0, T - 1)[:, :, None], 1)
+        logits = output_logits(weights, last_x.reshape(-1, x.shape[-1]), config)
+        repeated = jnp.repeat(seeds, 1 + given, axis=0)
+        chosen, logprobs = (y.reshape(newest.shape) for y in next_token(logits, newest.reshape(-1), repeated, sampling))
         guesses = jnp.take_along_axis(history, newest[:, 1:], axis=1, mode="clip")
-        kept = jnp.sum(jnp.cumprod(chosen[:, :drafts] == guesses, axis=1), axis=1, dtype=jnp.int32)
+        kept = jnp.sum(jnp.cumprod(chosen[:, :given] == guesses, axis=1), axis=1, dtype=jnp.int32)
         filled = jnp.minimum(jnp.minimum(filled + T, lengths + kept), limits - 1)
-        last = jnp.take_along_axis(chosen, jnp.clip(filled - lengths, 0, drafts)[:, None], axis=1)
+        last = jnp.take_along_axis(chosen, jnp.clip(filled - lengths, 0, given)[:, None], axis=1)
         is_last = (jnp.arange(history.shape[1]) == filled[:, None]) & (filled >= lengths)[:, None]
         lengths = jnp.maximum(lengths, filled + 1)
-        some = Rows(jnp.where(is_last, last, history), filled, lengths, limits, some.seeds)
+        some = Rows(jnp.where(is_last, last, history), filled, lengths, limits, seeds)
+        if draft:
+            history, cache = DRAFTS[draft](some, cache, drafts, weights, x, positions, attend, config, sampling)
+            some = some._replace(history=history)
         rows = some if places is None else jax.tree.map(lambda x, new: x.at[places].set(new), rows, some)
         # Every host needs the tokens of all rows, to see which rows have ended.
         result = jax.lax.all_gather((lengths, chosen, logprobs), "dp", tiled=True)
@@ -643,6 +674,7 @@ def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
 PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
 PREFILL_PIECE = 1024  # of one row: enough for each weight that is read to serve many tokens; not yet tuned on hardware
 SHORT_PIECES = 64, 16  # for what is left of a prompt, or new in a conversation; the shortest only on CPUs
+REPEATING = 0.75  # share of the rows on CPUs that must repeat what they have for drafts to pay
 LOOKAHEAD = 2  # steps started beyond the one whose tokens the host reads
 
 
@@ -667,6 +699,8 @@ def generate(
     stop_tokens: tuple[int, ...] = (),
     sampling: Sampling = Sampling(),
     seed: int = 0,
+    draft: str | None = None,
+    draft_tokens: int = 3,
     int8_cache: bool = False,
     kept: dict | None = None,
     stats: dict | None = None,
@@ -680,6 +714,9 @@ def generate(
     `max_seq_len` slots (by default as many as the longest row needs). What a row generates does not depend on the
     others: sampling uses the seed and the row's number in `prompts`, `Token.row`.
 
+    With `draft`, a name in DRAFTS, steps verify `draft_tokens` guesses of each row, up to FEW - 1, and give the same
+    tokens. On CPUs, where each costs nearly as much as a token, "lookup" waits until most rows repeat themselves.
+
     A prompt that begins like the row before it in its place is read from where they differ, so what all prompts begin
     with is read once for each place. `kept`, a dict that is empty at first, takes the places to the next call: so a
     conversation reads only what is new. It is right too after a call that was broken off.
@@ -688,18 +725,20 @@ def generate(
     reads them LOOKAHEAD steps later.
 
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
-    row_steps, the places in all these steps, and at the end step_bytes of a mean decode step. The time from one result
+    row_steps, the places in all these steps, busy_row_steps, those of them that gave a token, drafts, and
+    drafts_accepted; at the end step_bytes of a mean decode step. The time from one result
     to the next is prefill's if the step behind it read a prompt, else decoding's. No time but the first includes
     compilation. `progress(stage, done, total)` is called before a compilation, and with the tokens that were read of
     the first prompts.
     """
     stats = {} if stats is None else stats
     stats |= dict.fromkeys(("compile_s", "prefill_s", "decode_s"), 0.0)
-    stats |= dict.fromkeys(("prefill_tokens", "decode_steps", "decode_tokens", "row_steps"), 0)
+    stats |= dict.fromkeys(("prefill_tokens", "decode_steps", "decode_tokens", "row_steps", "busy_row_steps"), 0)
+    stats |= {"drafts": 0, "drafts_accepted": 0}
     check_prompts(prompts, config, max_seq_len)
     longest, dp, dtype = max(map(len, prompts)), mesh.shape["dp"], weights["norm"].dtype
     max_seq_len = max_seq_len or longest + max_new_tokens - 1  # the last token needs no slot
-    count = min(rows or len(prompts), len(prompts))
+    count, drafts = min(rows or len(prompts), len(prompts)), draft_tokens if draft else 0
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
     own = batch // dp  # places of a device
     pieces = piece_lengths(longest if kept is None else max_seq_len, config, mesh)
@@ -708,9 +747,10 @@ def generate(
     in_flight = []  # of steps that the host has not read: tokens of prompts, places, the rows there, results
     lengths, clock = np.zeros(count), time.perf_counter()  # lengths: tokens in the cache, summed over decoding steps
 
-    # What the host knows: `host` is the state after all steps that are started, with the tokens that were read. A free
-    # place stands still at its limit. Of each place, `numbers` has its row, -1 if it is free; `prompt_lengths` that of
-    # the prompt; `known` how many tokens were read, with the prompt; `stored` how many slots were ever written.
+    # What the host knows: `host` is the state after all steps that are started, with the tokens that were read, and as
+    # if all drafts failed. A free place stands still at its limit. Of each place, `numbers` has its row, -1 if it is
+    # free; `prompt_lengths` that of the prompt; `known` how many tokens were read, with the prompt; `stored` how many
+    # slots were written at most.
     zeros_and_ones = np.zeros(batch, np.int32), *np.ones((2, batch), np.int32), np.zeros((batch, 2), np.uint32)
     host = Rows(np.zeros((batch, max_seq_len + 1), np.int32), *zeros_and_ones)
     numbers, prompt_lengths, known, stored = np.full(batch, -1), *np.zeros((3, batch), np.int32)
@@ -752,13 +792,24 @@ def generate(
         longest pieces of which it fills at least half."""
         left = unread()
         if not left.any():
-            return 1, np.tile(np.arange(own), (dp, 1))
+            return 1 + drafts if drafts_pay() else 1, np.tile(np.arange(own), (dp, 1))
         T = next((T for T in pieces if 2 * left.max() > T), pieces[-1])
         reads = (left > (T // 2 if pieces[-1] < T else 0)).reshape(dp, own)
         most = min(own, max(1, PREFILL_TOKENS // T))
         b = most if 2 * reads.sum(axis=1).max() > most else 1  # two programs for each T
         # A device with fewer rows to read takes some twice, or its first place one step further.
         return T, np.array([np.resize(np.flatnonzero(row) if row.any() else 0, b) for row in reads])
+
+    def drafts_pay():
+        """Whether the next step verifies drafts. All hosts must find the same, so no clock decides it."""
+
+        def repeats(p):  # whether the last tokens stand earlier in the row, too
+            fours = np.lib.stride_tricks.sliding_window_view(host.history[p, : max(known[p], 4)], 4)
+            return (fours[:-1] == fours[-1]).all(axis=1).any()
+
+        if draft != "lookup" or mesh.devices.flat[0].platform != "cpu":
+            return True
+        return np.mean([repeats(p) for p in np.flatnonzero(numbers >= 0)]) >= REPEATING
 
     def tick(part=None):
         """Adds the time since the last tick to a part of `stats`."""
@@ -769,27 +820,27 @@ def generate(
 
     def compiled(T, b):
         """The program of steps of T tokens, of b rows on each device of dp."""
-        if (T, b, sampling) not in programs:
+        if (key := (T, b, draft, drafts, sampling)) not in programs:
             jax.block_until_ready(state)
             tick(("prefill_s" if in_flight[-1][0] else "decode_s") if in_flight else None)
-            progress("compiling decoding" if T == 1 else "compiling prefill", 0, 1)
-            taken = None if T == 1 else on_mesh(np.zeros(b * dp, np.int32))
-            lowered = step.lower(weights, cache, state, taken, T=T, config=config, mesh=mesh, sampling=sampling)
-            programs[T, b, sampling] = lowered.compile()
+            progress("compiling decoding" if T <= FEW else "compiling prefill", 0, 1)
+            taken = None if T <= FEW else on_mesh(np.zeros(b * dp, np.int32))
+            options = {"config": config, "mesh": mesh, "sampling": sampling, "draft": draft, "drafts": drafts}
+            programs[key] = step.lower(weights, cache, state, taken, T=T, **options).compile()
             multihost_utils.sync_global_devices("compiled")  # the clock should not count others' compilation
             tick("compile_s")
-        return programs[T, b, sampling]
+        return programs[key]
 
     def start(T, taken):
         """Starts a step of T tokens for the places `taken` on each device of dp."""
         nonlocal cache, state
         of_step = (taken + own * np.arange(dp)[:, None]).reshape(-1)
         prompt_tokens = np.minimum(unread(), T)[np.unique(of_step)].sum()
-        stored[of_step] = np.maximum(stored, host.filled + T)[of_step]
+        stored[of_step] = np.maximum(stored, host.filled + T + drafts * len(in_flight))[of_step]
         host.filled[of_step] = np.minimum(host.filled + T, np.minimum(host.lengths, host.limits - 1))[of_step]
         host.lengths[of_step] = np.maximum(host.lengths, host.filled + 1)[of_step]
         program = compiled(T, taken.shape[1])
-        arguments = None if T == 1 else on_mesh(taken.astype(np.int32).reshape(-1))
+        arguments = None if T <= FEW else on_mesh(taken.astype(np.int32).reshape(-1))
         cache, state, result = program(weights, cache, state, arguments)
         result[1].copy_to_host_async()
         in_flight.append((prompt_tokens, of_step, numbers[of_step], result))
@@ -807,6 +858,7 @@ def generate(
                     break
                 token = host.history[p, known[p]] = int(chosen[i, j])
                 known[p] += 1
+                host.filled[p], host.lengths[p] = max(host.filled[p], known[p] - 1), max(host.lengths[p], known[p])
                 is_last = known[p] == host.limits[p]
                 reason = "stop" if token in stop_tokens else "length" if is_last else None
                 new.append(Token(int(row), token, float(logprobs[i, j]), reason))
@@ -816,6 +868,10 @@ def generate(
             stats["decode_steps"] += 1
             stats["decode_tokens"] += len(new)
             stats["row_steps"] += count
+            busy = len({token.row for token in new})
+            stats["busy_row_steps"] += busy
+            stats["drafts"] += busy * (chosen.shape[1] - 1)
+            stats["drafts_accepted"] += len(new) - busy
             lengths += after[:count] - 1
         return new
 
@@ -833,7 +889,7 @@ def generate(
         refilled = jax.jit(refill, out_shardings=jax.tree.map(lambda x: x.sharding, state), donate_argnums=0)
         first_tokens = int(unread().sum())
         T, taken = choose()
-        compiled(T, taken.shape[1]), compiled(1, own)
+        compiled(T, taken.shape[1]), compiled(1 + drafts if drafts_pay() else 1, own)
         progress("prefill", 0, first_tokens)
         while (live := numbers >= 0).any():
             if (host.lengths < host.limits)[live].any() and len(in_flight) <= LOOKAHEAD:

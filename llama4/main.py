@@ -95,6 +95,9 @@ def parse_arguments():
     add("--max_new_tokens", type=count, default=128, help="default 128")
     add("--max_seq_len", type=count, help="cache slots for a sequence, default what prompts and max_new_tokens need")
     add("--batch_size", type=count, help="rows that decode at once, default as many as memory holds")
+    drafts = "verify guesses of the next tokens, by what followed the last ones before: the same tokens, often faster"
+    add("--draft", choices=list(model.DRAFTS), help=drafts)
+    add("--draft_tokens", type=number(int, 1, model.FEW - 1), default=3, help="guesses a step, default 3")
     add("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16", help="default bfloat16")
     add("--quantize", choices=["int8"], help="weights in int8, one scale for each output channel")
     add("--quantize_cache", choices=["int8"], help="KV cache in int8, one scale for each token and head")
@@ -335,6 +338,7 @@ class Results:
     def __init__(self, args, tokenizer, prompts, prompt_tokens):
         self.args, self.tokenizer, self.prompts, self.prompt_tokens = args, tokenizer, prompts, prompt_tokens
         self.rows = [[] for _ in prompts]
+        self.steps = [0 for _ in prompts]  # in which a row got tokens
         self.hidden = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.print_row = self.print_text if args.output == "text" else self.print_json
         self.printing = self.print_rows()
@@ -345,6 +349,8 @@ class Results:
             if not math.isfinite(token.logprob):
                 raise InputError("the model's numbers are not finite: damaged weights, or try --dtype float32")
             self.rows[token.row].append(token)
+        for row in {token.row for token in tokens}:
+            self.steps[row] += 1
         next(self.printing, None)
 
     def break_off(self) -> None:
@@ -393,6 +399,8 @@ class Results:
         line |= {"prompt_tokens": self.prompt_tokens[row], "tokens": ids}
         if self.args.logprobs:
             line["logprobs"] = [token.logprob for token in self.rows[row]]
+        if self.args.draft:  # the first token is prefill's
+            line["tokens_per_step"] = (len(ids) - 1) / (self.steps[row] - 1) if len(ids) > 1 else None
         write(json.dumps(line | {"finish_reason": self.rows[row][-1].finish_reason}) + "\n")
 
 
@@ -434,8 +442,9 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
         "prefill_tokens_per_s": measured["prefill_tokens"] / measured["prefill_s"],
         "decode_steps_per_s": steps_per_s,
         "decode_tokens_per_s": steps_per_s and measured["decode_tokens"] / measured["decode_s"],
-        "rows_busy": steps_per_s and measured["decode_tokens"] / measured["row_steps"],
-        "tokens_per_step": steps_per_s and 1.0,
+        "rows_busy": steps_per_s and measured["busy_row_steps"] / measured["row_steps"],
+        "tokens_per_step": steps_per_s and measured["decode_tokens"] / measured["busy_row_steps"],
+        "drafts_accepted": measured["drafts_accepted"] / measured["drafts"] if measured["drafts"] else None,
         "step_bytes": measured["step_bytes"],
         "bandwidth_gb_per_s": bandwidth,
         "bandwidth_utilization": bandwidth and peak and bandwidth / (peak * mesh.size),
@@ -558,8 +567,10 @@ def read_inputs(args) -> Inputs:
     """Reads and checks everything but the weights, so that mistakes are reported before the long wait."""
     folder = find_checkpoint(args.model_path or str(DEMO))
     prompts = [] if args.chat else read_prompts(args)
-    checkpoint = convert.open_checkpoint(folder)
+    checkpoint = convert.open_checkpoint(folder, extra_layer=args.draft == "mtp")
     config = checkpoint.config
+    if args.draft == "mtp" and not config.uses_extra_layer:
+        raise InputError(f"{folder}: no layer of multi-token prediction for --draft mtp; try --draft lookup")
     tokenizer = read_tokenizer(checkpoint)
     if args.chat and not tokenizer.chat_template:
         raise InputError(f"{folder}: --chat needs a chat template, and its tokenizer has none")
@@ -601,6 +612,7 @@ def main() -> None:
         print("note: this tokenizer has no chat template; the prompts are continued as they are", file=sys.stderr)
     options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "seed": args.seed}
     options |= {"int8_cache": args.quantize_cache == "int8", "stop_tokens": inputs.stop_tokens, "progress": Progress()}
+    options |= {"draft": args.draft, "draft_tokens": args.draft_tokens}
     options["sampling"] = model.Sampling(args.temperature, args.top_k, args.top_p)
     generation = partial(decoding, weights, config=inputs.checkpoint.config, mesh=inputs.mesh, **options)
     measured = chat(args, inputs, generation) if args.chat else answer(args, inputs, generation)

@@ -86,6 +86,39 @@ def save_random(folder: Path, model_class, config, seed: int = 0, rewrite=None, 
     return reference
 
 
+def random_extra_layer(reference, spread: float = 0.5):
+    """transformers' layer of multi-token prediction, with random numbers and, in its router, biases up to `spread`."""
+    import torch
+    from transformers.modeling_layers import MtpModel
+
+    mtp = MtpModel(reference, 1).float().eval()
+    with torch.no_grad():
+        for name, parameter in mtp.layers.named_parameters():
+            if ".mlp.experts." in name:  # which the class leaves as memory was
+                parameter.normal_(0, reference.config.initializer_range)
+        mtp.get_buffer("layers.0.mtp_block.mlp.gate.e_score_correction_bias").uniform_(-spread, spread)
+    return mtp
+
+
+def extra_layer_tensors(mtp, layer: str) -> dict:
+    """The tensors of random_extra_layer's layer as releases name them, `layer` being model.layers.N: an expert's apart,
+    and once more the model's embedding and head."""
+    block = mtp.layers[0].mtp_block
+    found = {
+        "embed_tokens.weight": mtp.embed_tokens.weight,
+        "shared_head.head.weight": mtp.shared_head.weight,
+        "shared_head.norm.weight": mtp.layers[0].post_norm.weight,
+        **{f"{name}.weight": mtp.layers[0].get_parameter(f"{name}.weight") for name in ("enorm", "hnorm", "eh_proj")},
+        **block.state_dict(),
+    }
+    gate_up, down = found.pop("mlp.experts.gate_up_proj"), found.pop("mlp.experts.down_proj")
+    for e in range(len(down)):
+        parts = [*gate_up[e].chunk(2), down[e]]
+        names = (f"mlp.experts.{e}.{name}_proj.weight" for name in ("gate", "up", "down"))
+        found |= dict(zip(names, parts, strict=True))
+    return {f"{layer}.{name}": x.detach().clone() for name, x in found.items()}
+
+
 def as_transformers_4(config: dict) -> dict:
     """A config.json in the older form: rope parameters flat and in rope_scaling, torch_dtype."""
     config = dict(config)

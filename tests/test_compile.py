@@ -40,7 +40,7 @@ def compile_step(config, mesh, batch, slots, int8, folder="llama3", int8_cache=N
     weights = model.abstract_weights(config, mesh, jnp.bfloat16, int8)
     int8_cache = int8 if int8_cache is None else int8_cache
     cache = model.abstract_cache(config, mesh, batch, slots, jnp.bfloat16, int8_cache)
-    options = {"T": T, "drafts": T - 1, "config": config, "mesh": mesh, "sampling": model.Sampling()}
+    options = {"T": T, "config": config, "mesh": mesh, "sampling": model.Sampling()}
     return model.step.lower(weights, cache, rows, **options).compile()
 
 

@@ -120,7 +120,7 @@ def test_steps_that_verify(name, mesh, temperature, int8_cache, T):
     given, steps = [[] for _ in prompts], np.zeros(4, int)
     fixed = {"config": config, "mesh": mesh, "sampling": options["sampling"]}
     while min(map(len, given)) < new:
-        cache, rows, (after, chosen, logprobs) = model.step(weights, cache, rows, T=T, drafts=T - 1, **fixed)
+        cache, rows, (after, chosen, logprobs) = model.step(weights, cache, rows, T=T, **fixed)
         for b in range(4):
             grown = int(after[b] - lengths[b])
             given[b] += zip(np.asarray(chosen)[b, :grown].tolist(), np.asarray(logprobs)[b, :grown], strict=True)

@@ -15,6 +15,7 @@ The default output is the demo/ folder of that family, such as llama3/demo/. Nee
 """
 
 import argparse
+import json
 import math
 import random
 import time
@@ -24,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from helpers import extra_layer_tensors, random_extra_layer
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -148,6 +151,7 @@ class Family:
     pad: str
     conversation_end: str = ""  # what follows the last answer of a training conversation, beyond the template's text
     steps: int = 1000
+    has_extra_layer: bool = False  # of multi-token prediction
     batches: list[dict] = field(default_factory=lambda: BATCHES)
 
 
@@ -392,6 +396,7 @@ FAMILIES = {
         bos="<｜begin▁of▁sentence｜>",
         eos="<｜end▁of▁sentence｜>",
         pad="<｜end▁of▁sentence｜>",
+        has_extra_layer=True,
     ),
     "glm4_flash": Family(
         build_model=build_glm4_flash,
@@ -409,6 +414,7 @@ FAMILIES = {
         eos="<|endoftext|>",
         pad="<|endoftext|>",
         conversation_end="<|user|>",
+        has_extra_layer=True,
     ),
     "qwen3": Family(
         build_model=build_qwen3,
@@ -509,8 +515,8 @@ def learning_rate_factor(step, steps):
     return min((step + 1) / WARMUP_STEPS, 0.5 + 0.5 * math.cos(math.pi * progress))
 
 
-def train(model, tokenizer, family, answers):
-    """Train the model in place on random conversations."""
+def train(model, tokenizer, family, answers, loss_of):
+    """Train the model in place on random conversations. `loss_of` takes their tokens, and the labels of these."""
     rng = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, family.steps))
@@ -524,7 +530,7 @@ def train(model, tokenizer, family, answers):
         # All tokens count, not only the answers: it keeps the predictions sensible everywhere in a conversation. The
         # padding is on the right, where a causal model needs no mask.
         labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-        loss = model(input_ids=inputs["input_ids"], labels=labels).loss
+        loss = loss_of(inputs["input_ids"], labels)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -533,6 +539,33 @@ def train(model, tokenizer, family, answers):
         if (step + 1) % 100 == 0:
             print(f"step {step + 1}/{family.steps}: loss {loss.item():.4f}", flush=True)
     model.eval()
+
+
+def add_extra_layer(folder, family, answers):
+    """Train a layer of multi-token prediction on the saved model, which stays as it is, and add it to its folder."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model.requires_grad_(False).float()
+    model.config.num_mtp_layers, model.config.mtp_mlp_layer_types = 1, ["sparse"]
+    extra = random_extra_layer(model, spread=0.1)
+
+    def loss_of(tokens, labels):
+        states = model.model(tokens).last_hidden_state[:, :-1]
+        positions = torch.arange(1, tokens.shape[1]).expand(len(tokens), -1)
+        states = extra.forward_layer(0, states, positions, None, input_ids=tokens[:, 1:])
+        return torch.nn.functional.cross_entropy(model.lm_head(states[:, :-1]).flatten(0, 1), labels[:, 2:].flatten())
+
+    train(extra, tokenizer, family, answers, loss_of)
+    tensors = load_file(folder / "model.safetensors")
+    name = f"model.layers.{model.config.num_hidden_layers}"
+    new = {key: x.bfloat16() for key, x in extra_layer_tensors(extra, name).items()}
+    shared = (f"{name}.embed_tokens.weight", f"{name}.shared_head.head.weight")
+    save_file(
+        tensors | {key: x for key, x in new.items() if key not in shared},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_nextn_predict_layers": 1}, indent=2) + "\n")
 
 
 def greedy_answers(model, tokenizer, conversations):
@@ -600,12 +633,14 @@ def main():
     )
     print(f"{model.num_parameters()} parameters, {len(answers)} questions")
     start = time.time()
-    train(model, tokenizer, family, answers)
+    train(model, tokenizer, family, answers, lambda tokens, labels: model(input_ids=tokens, labels=labels).loss)
     print(f"trained in {time.time() - start:.0f} s")
 
     tokenizer.save_pretrained(folder)
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "prompts.txt").write_text("".join(f"{prompt}\n" for prompt in PROMPTS))
+    if family.has_extra_layer:
+        add_extra_layer(folder, family, answers)
     check(folder, answers)
 
 

@@ -1,0 +1,152 @@
+"""Drafts: where they come from, and that they change no token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from helpers import extra_layer_tensors, import_folder, random_extra_layer, save_random
+from jax.sharding import PartitionSpec as P
+from safetensors.torch import load_file, save_file
+from test_parity import deepseek_3, flash
+from test_rows import LENGTHS, assert_equal, collected, demo, random_prompts
+
+
+def test_look_up():
+    """The tokens after the latest earlier occurrence of the last three tokens, or of two, and then from there again."""
+    model, chance = import_folder("llama3").model, np.random.default_rng(0)
+    history, lengths = chance.integers(0, 4, (200, 30)), chance.integers(1, 26, 200)
+    rows = model.Rows(jnp.asarray(history), None, jnp.asarray(lengths), None, None)
+    found = np.asarray(model.look_up(rows, [], 5)[0])
+    for row, guessed, length in zip(history.tolist(), found.tolist(), lengths, strict=True):
+        known = row[:length]
+        for n in (3, 2):
+            places = [i for i in range(n, length) if known[i - n : i] == known[-n:]]
+            if length > n and places:
+                again = known[max(places) :]
+                assert guessed == known + (again * 5)[:5] + row[length + 5 :]
+                break
+        assert guessed[:length] == known and guessed[length + 5 :] == row[length + 5 :]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "rows", "temperature", "drafts"),
+    [
+        ("llama3", (1, 1, 1), 3, 0.0, 3),
+        ("llama3", (2, 1, 2), 4, 0.3, 7),
+        ("llama4", (1, 1, 8), 3, 0.0, 3),
+        ("deepseek", (1, 2, 2), 5, 0.0, 1),
+        ("gpt_oss", (1, 1, 2), 4, 0.0, 5),
+    ],
+)
+def test_drafts_change_no_token(monkeypatch, name, mesh, rows, temperature, drafts):
+    """Rows that accept different numbers, stop or end in the middle of a draft, and are refilled. The last slot of the
+    longest row is the last of the cache."""
+    folder, config, mesh, weights = demo(name, mesh)
+    model, prompts = folder.model, random_prompts([*LENGTHS[:6], 217])
+    options = {"max_new_tokens": 40, "max_seq_len": 256, "seed": 5}
+    prompts = [prompt[:216] for prompt in prompts] + [[5, 6, 7] * 20, [9] * 30]
+    options["sampling"] = model.Sampling(temperature, top_k=50, top_p=0.95)
+    wanted = collected(model.generate(weights, prompts, config, mesh, **options), len(prompts))
+    options["stop_tokens"] = tuple({row[n].id for row, n in zip(wanted, (30, 35), strict=False)})
+    wanted = collected(model.generate(weights, prompts, config, mesh, **options), len(prompts))
+    monkeypatch.setattr(model, "REPEATING", 0)  # always drafts
+    options |= {"draft": "lookup", "draft_tokens": drafts, "rows": rows, "stats": (stats := {})}
+    assert_equal(collected(model.generate(weights, prompts, config, mesh, **options), len(prompts)), wanted)
+    assert 0 < stats["drafts_accepted"] < stats["drafts"] <= drafts * stats["busy_row_steps"]
+    assert stats["decode_tokens"] == stats["busy_row_steps"] + stats["drafts_accepted"]
+
+
+def save_with_extra_layer(path, case):
+    """A random checkpoint with the layer of multi-token prediction, as releases have it: its folder of modules, the
+    reference class, and the reference of the layer."""
+    folder, model_class, config = case()
+    config.num_mtp_layers, config.mtp_mlp_layer_types = 1, ["sparse"]
+    reference = save_random(path, model_class, config)
+    mtp, file = random_extra_layer(reference), path / "model.safetensors"
+    with torch.no_grad():
+        for name, parameter in mtp.layers.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    save_file(load_file(file) | extra_layer_tensors(mtp, f"model.layers.{config.num_hidden_layers}"), file)
+    return folder, reference, mtp
+
+
+def reference_drafts(reference, mtp, tokens, count):
+    """What the layer guesses behind these tokens, one after the other, and its hidden states at the first."""
+    with torch.no_grad():
+        ids, hidden, guesses = torch.tensor([tokens]), None, []
+        states, after = reference.model(ids).last_hidden_state[:, :-1], ids[:, 1:]
+        for _ in range(count):
+            out = mtp.forward_layer(0, states, torch.arange(1, after.shape[1] + 1)[None], None, input_ids=after)
+            hidden = out[0] if hidden is None else hidden
+            guesses.append(int(reference.lm_head(out[0, -1]).argmax()))
+            states, after = torch.cat([states, out[:, -1:]], 1), torch.cat([after, torch.tensor([guesses[-1:]])], 1)
+    return guesses, hidden.numpy()
+
+
+@pytest.mark.parametrize("case", [deepseek_3, flash])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 4), (1, 2, 4)])
+def test_the_extra_layer_guesses_as_the_reference(tmp_path, case, mesh):
+    """Hidden states, and the guesses behind a prompt read in two pieces, and behind each step that follows."""
+    folder, reference, mtp = save_with_extra_layer(tmp_path, case)
+    model, N = folder.model, 3
+    checkpoint = folder.convert.open_checkpoint(tmp_path, extra_layer=True)
+    config, mesh = checkpoint.config, model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
+    weights, prompts = folder.convert.load(checkpoint, mesh, "float32"), random_prompts([30, 19, 25, 32])
+    history, lengths = np.zeros((4, 64), np.int32), np.array([len(prompt) for prompt in prompts], np.int32)
+    for b, prompt in enumerate(prompts):
+        history[b, : len(prompt)] = prompt
+    by_rows = jax.sharding.NamedSharding(mesh, P("dp"))
+    numbers = history, np.zeros(4, np.int32), lengths, np.full(4, 60, np.int32), np.zeros((4, 2), np.uint32)
+    rows = model.Rows(*jax.device_put(numbers, by_rows))
+    cache = model.zeros(model.abstract_cache(config, mesh, 4, 64, jnp.float32))
+    options = {"config": config, "mesh": mesh, "sampling": model.Sampling(), "draft": "mtp", "drafts": N}
+    for step, T in enumerate([16, 16, 1 + N, 1 + N, 1 + N]):
+        cache, rows, (after, *_) = model.step(weights, cache, rows, T=T, **options)
+        found = np.asarray(rows.history)
+        for b, length in enumerate(np.asarray(after).tolist() if step else []):
+            guesses, _ = reference_drafts(reference, mtp, found[b, :length].tolist(), N if T <= model.FEW else 1)
+            assert found[b, length : length + len(guesses)].tolist() == guesses
+
+    def body(weights, cache, tokens):
+        positions = jnp.zeros((2, 1), jnp.int32) + jnp.arange(tokens.shape[1] - 1)
+        R = model.cache_sharers(config, model.model_shards(mesh))
+        attend = lambda *args: model.cached_attention(*args, places=None, batch=2, R=R)  # noqa: E731
+        x, cache = model.forward(weights, tokens[:, :-1], positions, cache, attend, config)
+        x = model.rms_norm(x, weights["norm"], config.rms_norm_eps)
+        x, _ = model.predict(weights, x, tokens[:, 1:], positions, cache[-1], attend, config)
+        return model.rms_norm(x, weights["extra"]["norm"], config.rms_norm_eps)
+
+    tokens = np.array(random_prompts([17, 17], seed=3), np.int32)
+    cache = model.zeros(model.abstract_cache(config, mesh, 2 * mesh.shape["dp"], 64, jnp.float32))
+    program = model.sharded(body, mesh, weights, config, (model.CACHE_SPEC, P()), P())
+    for row, x in zip(tokens, np.asarray(jax.jit(program)(weights, cache, tokens)), strict=True):
+        np.testing.assert_allclose(x, reference_drafts(reference, mtp, row.tolist(), 1)[1], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("case", "mesh", "temperature", "drafts", "int8"),
+    [
+        (deepseek_3, (1, 1, 1), 0.0, 3, False),
+        (deepseek_3, (2, 2, 2), 0.5, 2, True),
+        (flash, (1, 1, 4), 0.5, 7, False),
+        (flash, (1, 2, 1), 0.0, 1, True),
+    ],
+)
+def test_guesses_of_the_extra_layer_change_no_token(tmp_path, case, mesh, temperature, drafts, int8):
+    """Refilled rows, and a checkpoint that convert.py wrote, in int8 too."""
+    folder, *_ = save_with_extra_layer(tmp_path / "source", case)
+    folder.convert.convert(tmp_path / "source", tmp_path / "output", "float32", int8)
+    model, prompts = folder.model, random_prompts(LENGTHS[:6])
+    options = {"max_new_tokens": 12, "sampling": model.Sampling(temperature), "seed": 5}
+    found = []
+    for uses in (False, True):
+        checkpoint = folder.convert.open_checkpoint(tmp_path / "output", extra_layer=uses)
+        grid = model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
+        weights, stats = folder.convert.load(checkpoint, grid, "float32"), {}
+        options |= {"draft": "mtp", "draft_tokens": drafts, "rows": 4, "stats": stats} if uses else {}
+        steps = model.generate(weights, prompts, checkpoint.config, grid, **options)
+        found.append(collected(steps, len(prompts)))
+    assert_equal(*found, atol=1e-3 if int8 else 1e-4)
+    assert stats["drafts"] and stats["decode_tokens"] == stats["busy_row_steps"] + stats["drafts_accepted"]
