@@ -124,7 +124,7 @@ def devices_of(target: str) -> list:
     if chip in ("h100", "h200"):
         text = GPU.format(bandwidth=CHIPS[chip].bandwidth, memory=CHIPS[chip].memory)
         options = {"platform": "cuda", "topology_name": "h100", "topology": "1x1x1", "target_config": text}
-        extra = "plan_gpu"
+        extra = "plan-gpu"
     else:
         options, extra = {"platform": "tpu", "topology_name": target}, "tpu"
         if math.prod(map(int, re.findall(r"\d+", shape))) < 4:  # a part of a host
@@ -188,12 +188,13 @@ def plan(args) -> dict:
     one = model.make_mesh(devices=devices[:1])
     options = [config, one, args.batch, args.max_seq_len, args.dtype, args.quantize_cache == "int8"]
     unsharded = model.abstract_weights(config, one, args.dtype, args.quantize == "int8"), model.abstract_cache(*options)
+    floor_bytes = model.step_bytes(*unsharded, lengths, config, args.tokens)
     report = {
         "mesh": dict(mesh.shape),
         "fits": False,
         "weights_bytes": model.stored_bytes(weights) // mesh.size,
         "cache_bytes": model.stored_bytes(cache) // mesh.size,
-        "floor_ms": 1e3 * model.step_bytes(*unsharded, lengths, config) / mesh.size / chip.bandwidth,
+        "floor_ms": 1e3 * floor_bytes / mesh.size / chip.bandwidth,
     }
     needed = flops(model, config, args.batch, 0, args.prefill) / mesh.size if piece else None
     if piece:
@@ -206,7 +207,10 @@ def plan(args) -> dict:
             raise ValueError(f"{args.target}: the compiler failed: {str(error)[:300]}") from error
         return report | dict.fromkeys(PROGRAM_KEYS)
     report["compile_s"] = time.perf_counter() - begin
-    runs = [Run(model.step_bytes(weights, cache, lengths, config) / mesh.size)]
+    nbytes = model.step_bytes(weights, cache, lengths, config, args.tokens)
+    if args.draft == "mtp":
+        nbytes += draft_bytes(model, weights, cache, args, config)
+    runs = [Run(nbytes / mesh.size)]
     if piece:
         runs, rows = [], taken * mesh.shape["dp"]
         for start in range(0, args.prefill, piece):
@@ -234,6 +238,15 @@ def weight_bytes(model, weights: dict, cache: list, tokens: int, config) -> floa
     """Bytes of the weights that a step of so many tokens has to read, on all devices."""
     lengths = [1] * tokens
     return model.step_bytes(weights, cache, lengths, config) - model.cache_bytes_read(cache, lengths, config)
+
+
+def draft_bytes(model, weights: dict, cache: list, args, config) -> float:
+    """Bytes that drafts of the extra layer read again, on all devices: the head for each, the layer for all but one."""
+    others = {name: weight for name, weight in weights.items() if name != "extra"}
+    without = weight_bytes(model, others, cache, args.batch, dataclasses.replace(config, uses_extra_layer=False))
+    layer = weight_bytes(model, weights, cache, args.batch, config) - without
+    head = model.stored_bytes(weights.get("head", weights["embedding"]))
+    return (args.tokens - 2) * layer + (args.tokens - 1) * head
 
 
 class Run(NamedTuple):

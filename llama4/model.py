@@ -640,9 +640,10 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = 
 class Rows(NamedTuple):
     """The state of a batch, on the devices: a place for each row, which another prompt takes when a row has ended.
 
-    `history` int32 [B, the largest limit or more] holds a row's tokens, the prompt and then the answer. `filled` int32
-    [B] says how many of them are in the cache, `lengths` int32 [B] how many are known: at least one more. A row ends
-    with `limits` int32 [B] tokens. `seeds` uint32 [B, 2] has its number, whatever its place, and the seed of the run.
+    `history` int32 [B, the largest limit or more] holds a row's tokens: the prompt, the answer, and guesses of what
+    follows. `filled` int32 [B] says how many of them are in the cache, `lengths` int32 [B] how many are known: at least
+    one more. A row ends with `limits` int32 [B] tokens. `seeds` uint32 [B, 2] has its number, whatever its place, and
+    the seed of the run.
     """
 
     history: Array
@@ -659,11 +660,11 @@ def refill(rows: Rows, is_new: Array, new: Rows) -> Rows:
 
 def look_up(rows: Rows, cache: list[LayerCache], drafts: int, *_) -> tuple[Array, list[LayerCache]]:
     """Puts guesses into `history`, behind the tokens that are known: the `drafts` tokens that followed the latest
-    earlier occurrence of the last three, or else of the last two (Saxena 2023, "prompt lookup decoding"). Where they
-    run into the end, they begin anew. Without an occurrence they are any tokens. Returns history and cache."""
+    earlier occurrence of the last three, or else of the last two (Saxena 2023, "prompt lookup decoding"). If fewer
+    followed, they are repeated. Without an occurrence the guesses are arbitrary tokens. Returns history and cache."""
     history, at, last = rows.history, jnp.arange(rows.history.shape[1]), rows.lengths[:, None] - 1
 
-    def agrees(back):  # of each token, whether the one `back` places before it is the one before the last
+    def agrees(back):  # of each token: is the one `back` places before it as the one `back` places before the last?
         token = jnp.take_along_axis(history, last - back, axis=1, mode="clip")
         return (jnp.roll(history, back, axis=1) == token) & (at >= back)
 
@@ -676,8 +677,6 @@ def look_up(rows: Rows, cache: list[LayerCache], drafts: int, *_) -> tuple[Array
 
 
 DRAFTS = {"lookup": look_up}  # sources of drafts, called at the end of a step
-
-
 STATIC = "T", "draft", "drafts", "config", "mesh", "sampling"
 
 
@@ -695,13 +694,14 @@ def step(
     mesh: Mesh,
     sampling: Sampling,
 ):
-    """T tokens of every row, from the first that the cache lacks: a piece of prompts, or with T = 1 a step of decoding.
+    """Takes T tokens of every row, from the first that the cache lacks: a piece of prompts or, with T up to FEW, a step
+    of decoding.
 
-    T up to FEW takes all rows. A token is chosen after the last one that is known, and after each of T - 1 drafts: the
-    guesses that stand behind it in `history`. Those stay that agree with the choices, up to the first that does not
-    (Leviathan et al. 2023, "speculative decoding"; greedy or sampled, the tokens are those of steps of one). A row that
-    still reads its prompt only advances by T, and one at its limit stands still. Nothing is ever taken back: what the
-    cache holds beyond `filled` is overwritten before a token could see it.
+    Such a step takes all rows. It chooses a token after the last one that is known, and after each of T - 1 drafts: the
+    guesses that stand behind it in `history`. It accepts drafts as long as they equal the chosen tokens (Leviathan et
+    al. 2023, "speculative decoding"; greedy or sampled, the tokens are those of steps of one). A row that still reads
+    its prompt only advances by T, and one at its limit stands still. Nothing is ever taken back: what the cache holds
+    beyond `filled` is overwritten before a token could see it.
 
     A longer T, a multiple of the devices that share a row's cache, verifies nothing. It is for the rows at `places`
     int32 [b], counted on each device of dp; a place that stands there twice is computed twice. By default it takes all
@@ -710,10 +710,11 @@ def step(
     At the end `draft`, a name in DRAFTS, puts `drafts` guesses behind what is known, for the next step.
 
     Returns the cache and the rows, both donated. Of the rows taken, on every device: `lengths` int32 [b], and the
-    chosen tokens int32 [b, 1 + drafts] with their log-probabilities, float32. As many are new as `lengths` has grown.
+    chosen tokens int32 [b, T], one of a longer T, and their log-probabilities, float32. As many are new as `lengths`
+    has grown.
     """
 
-    given = T - 1 if T <= FEW else 0
+    verified = T - 1 if T <= FEW else 0
 
     def body(weights, cache, rows, places):
         some = rows if places is None else jax.tree.map(lambda x: x[places], rows)
@@ -723,15 +724,17 @@ def step(
         R = cache_sharers(config, model_shards(mesh))
         attend = partial(cached_attention, places=places, batch=len(rows.filled), R=R)
         x, cache = forward(weights, tokens, positions, cache, attend, config)
-        newest = lengths[:, None] - 1 + jnp.arange(1 + given)
+        newest = lengths[:, None] - 1 + jnp.arange(1 + verified)
         last_x = x if T == 1 else jnp.take_along_axis(x, jnp.clip(newest - positions[:, :1], 0, T - 1)[:, :, None], 1)
         logits = output_logits(weights, last_x.reshape(-1, x.shape[-1]), config)
-        repeated = jnp.repeat(seeds, 1 + given, axis=0)
-        chosen, logprobs = (y.reshape(newest.shape) for y in next_token(logits, newest.reshape(-1), repeated, sampling))
+        of_choices = jnp.repeat(seeds, 1 + verified, axis=0)
+        chosen, logprobs = (
+            y.reshape(newest.shape) for y in next_token(logits, newest.reshape(-1), of_choices, sampling)
+        )
         guesses = jnp.take_along_axis(history, newest[:, 1:], axis=1, mode="clip")
-        kept = jnp.sum(jnp.cumprod(chosen[:, :given] == guesses, axis=1), axis=1, dtype=jnp.int32)
+        kept = jnp.sum(jnp.cumprod(chosen[:, :verified] == guesses, axis=1), axis=1, dtype=jnp.int32)
         filled = jnp.minimum(jnp.minimum(filled + T, lengths + kept), limits - 1)
-        last = jnp.take_along_axis(chosen, jnp.clip(filled - lengths, 0, given)[:, None], axis=1)
+        last = jnp.take_along_axis(chosen, jnp.clip(filled - lengths, 0, verified)[:, None], axis=1)
         is_last = (jnp.arange(history.shape[1]) == filled[:, None]) & (filled >= lengths)[:, None]
         lengths = jnp.maximum(lengths, filled + 1)
         some = Rows(jnp.where(is_last, last, history), filled, lengths, limits, seeds)
@@ -806,7 +809,7 @@ def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
 PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
 PREFILL_PIECE = 1024  # of one row: enough for each weight that is read to serve many tokens; not yet tuned on hardware
 SHORT_PIECES = 64, 16  # for what is left of a prompt, or new in a conversation; the shortest only on CPUs
-REPEATING = 0.75  # share of the rows on CPUs that must repeat what they have for drafts to pay
+REPEATING = 0.75  # on CPUs "lookup" drafts if this share of the rows ends in four tokens that it had before
 LOOKAHEAD = 2  # steps started beyond the one whose tokens the host reads
 
 
@@ -846,8 +849,9 @@ def generate(
     `max_seq_len` slots (by default as many as the longest row needs). What a row generates does not depend on the
     others: sampling uses the seed and the row's number in `prompts`, `Token.row`.
 
-    With `draft`, a name in DRAFTS, steps verify `draft_tokens` guesses of each row, up to FEW - 1, and give the same
-    tokens. On CPUs, where each costs nearly as much as a token, "lookup" waits until most rows repeat themselves.
+    With `draft`, a name in DRAFTS, steps verify `draft_tokens` guesses of each row, fewer than FEW. The tokens are the
+    same, but for rounding where two are as likely. On CPUs a draft costs nearly as much as a token, so there "lookup"
+    verifies drafts only while most rows repeat what they have.
 
     A prompt that begins like the row before it in its place is read from where they differ, so what all prompts begin
     with is read once for each place. `kept`, a dict that is empty at first, takes the places to the next call: so a
@@ -857,17 +861,19 @@ def generate(
     reads them LOOKAHEAD steps later.
 
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
-    row_steps, the places in all these steps, busy_row_steps, those of them that gave a token, drafts, and
-    drafts_accepted; at the end step_bytes of a mean decode step. The time from one result
-    to the next is prefill's if the step behind it read a prompt, else decoding's. No time but the first includes
-    compilation. `progress(stage, done, total)` is called before a compilation, and with the tokens that were read of
-    the first prompts.
+    row_steps (places times steps), busy_row_steps (those that gave a token), drafts (verified in these) and
+    drafts_accepted; at the end step_bytes, of a mean decode step. The time from one result to the next is prefill's if
+    the step behind it read a prompt, else decoding's. No time but the first includes compilation.
+    `progress(stage, done, total)` is called before a compilation, and with the tokens that were read of the first
+    prompts.
     """
     stats = {} if stats is None else stats
     stats |= dict.fromkeys(("compile_s", "prefill_s", "decode_s"), 0.0)
     stats |= dict.fromkeys(("prefill_tokens", "decode_steps", "decode_tokens", "row_steps", "busy_row_steps"), 0)
-    stats |= {"drafts": 0, "drafts_accepted": 0}
+    stats |= dict.fromkeys(("drafts", "drafts_accepted"), 0)
     check_prompts(prompts, config, max_seq_len)
+    if not 0 < draft_tokens < FEW:
+        raise InputError(f"draft_tokens {draft_tokens} is not from 1 to {FEW - 1}")
     longest, dp, dtype = max(map(len, prompts)), mesh.shape["dp"], weights["norm"].dtype
     max_seq_len = max_seq_len or longest + max_new_tokens - 1  # the last token needs no slot
     count, drafts = min(rows or len(prompts), len(prompts)), draft_tokens if draft else 0
@@ -879,8 +885,8 @@ def generate(
     in_flight = []  # of steps that the host has not read: tokens of prompts, places, the rows there, results
     lengths, clock = np.zeros(count), time.perf_counter()  # lengths: tokens in the cache, summed over decoding steps
 
-    # What the host knows: `host` is the state after all steps that are started, with the tokens that were read, and as
-    # if all drafts failed. A free place stands still at its limit. Of each place, `numbers` has its row, -1 if it is
+    # What the host knows: `host` is the state after all steps that are started, with the tokens that were read; drafts
+    # may have filled more. A free place stands still at its limit. Of each place, `numbers` has its row, -1 if it is
     # free; `prompt_lengths` that of the prompt; `known` how many tokens were read, with the prompt; `stored` how many
     # slots were written at most.
     zeros_and_ones = np.zeros(batch, np.int32), *np.ones((2, batch), np.int32), np.zeros((batch, 2), np.uint32)
@@ -933,10 +939,11 @@ def generate(
         return T, np.array([np.resize(np.flatnonzero(row) if row.any() else 0, b) for row in reads])
 
     def drafts_pay():
-        """Whether the next step verifies drafts. All hosts must find the same, so no clock decides it."""
+        """Whether the next step verifies drafts. All hosts must decide alike: by the tokens, not by a clock."""
 
-        def repeats(p):  # whether the last tokens stand earlier in the row, too
-            fours = np.lib.stride_tricks.sliding_window_view(host.history[p, : max(known[p], 4)], 4)
+        def repeats(p):  # whether the last four tokens occur earlier in the row
+            tokens = np.pad(host.history[p, : known[p]], (4, 0), constant_values=-1)
+            fours = np.lib.stride_tricks.sliding_window_view(tokens, 4)
             return (fours[:-1] == fours[-1]).all(axis=1).any()
 
         if draft != "lookup" or mesh.devices.flat[0].platform != "cpu":
@@ -966,15 +973,16 @@ def generate(
     def start(T, taken):
         """Starts a step of T tokens for the places `taken` on each device of dp."""
         nonlocal cache, state
+        program = compiled(T, taken.shape[1])
         of_step = (taken + own * np.arange(dp)[:, None]).reshape(-1)
         prompt_tokens = np.minimum(unread(), T)[np.unique(of_step)].sum()
-        stored[of_step] = np.maximum(stored, host.filled + T + drafts * len(in_flight))[of_step]
+        most = np.minimum(host.filled + (1 + drafts) * len(in_flight), host.limits - 1)  # that the steps before it fill
+        stored[of_step] = np.maximum(stored, most + T)[of_step]
         host.filled[of_step] = np.minimum(host.filled + T, np.minimum(host.lengths, host.limits - 1))[of_step]
         host.lengths[of_step] = np.maximum(host.lengths, host.filled + 1)[of_step]
-        program = compiled(T, taken.shape[1])
         arguments = None if T <= FEW else on_mesh(taken.astype(np.int32).reshape(-1))
         cache, state, result = program(weights, cache, state, arguments)
-        result[1].copy_to_host_async()
+        jax.tree.map(lambda x: x.copy_to_host_async(), result)
         in_flight.append((prompt_tokens, of_step, numbers[of_step], result))
 
     def read():
@@ -984,16 +992,17 @@ def generate(
         after, chosen, logprobs = map(np.asarray, result)
         tick("prefill_s" if prompt_tokens else "decode_s")
         new = []
-        for i, (p, row) in enumerate(zip(of_step, rows_of_step, strict=True)):
-            for j in range(after[i] - known[p]):
-                if row < 0 or numbers[p] != row:  # the row has ended
+        of_places = zip(of_step, rows_of_step, after, chosen.tolist(), logprobs.tolist(), strict=True)
+        for p, row, length, tokens, values in of_places:
+            for token, logprob in zip(tokens, values, strict=True):
+                if not (numbers[p] == row >= 0 and known[p] < length):  # the row has ended, or the drafts failed
                     break
-                token = host.history[p, known[p]] = int(chosen[i, j])
+                host.history[p, known[p]] = token
                 known[p] += 1
                 host.filled[p], host.lengths[p] = max(host.filled[p], known[p] - 1), max(host.lengths[p], known[p])
                 is_last = known[p] == host.limits[p]
                 reason = "stop" if token in stop_tokens else "length" if is_last else None
-                new.append(Token(int(row), token, float(logprobs[i, j]), reason))
+                new.append(Token(int(row), token, logprob, reason))
                 numbers[p] = -1 if reason else row
         stats["prefill_tokens"] += int(prompt_tokens)
         if not prompt_tokens:
@@ -1033,7 +1042,9 @@ def generate(
             if waiting and (is_new := fill()).any():
                 state = refilled(state, on_mesh(is_new), jax.tree.map(on_mesh, host))
         jax.block_until_ready(cache)  # steps in flight: no process may leave while others wait for it in a collective
-        stats["step_bytes"] = step_bytes(weights, cache, list(lengths / max(stats["decode_steps"], 1)), config)
+        mean_lengths = list(lengths / max(stats["decode_steps"], 1))
+        tokens = 1 + stats["drafts"] / max(stats["busy_row_steps"], 1)
+        stats["step_bytes"] = step_bytes(weights, cache, mean_lengths, config, tokens)
     finally:
         kept |= {"cache": cache, "past": (host.history, host.filled, known, stored), "programs": programs}
 
@@ -1072,13 +1083,16 @@ def stored_bytes(tree) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices for x in leaves)
 
 
-def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config) -> int:
-    """Bytes that a decode step has to read on all devices: all weights but the embedding, `lengths` slots of the rows.
-    Of experts it counts what a uniform router would choose on average. A tied embedding counts: it is the head too."""
-    rows = len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
+def step_bytes(
+    weights: dict, cache: list[LayerCache], lengths: list[float], config: Config, tokens: float = 1.0
+) -> int:
+    """Bytes that a step of so many tokens a row has to read on all devices: all weights but the embedding, `lengths`
+    slots of the rows. Of experts it counts what a uniform router would choose on average. A tied embedding counts: it
+    is the head too."""
+    tokens *= len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
 
     def read(weight, array):
-        chosen = 1 - (1 - config.num_experts_per_tok / weight.experts) ** rows if weight.experts else 1
+        chosen = 1 - (1 - config.num_experts_per_tok / weight.experts) ** tokens if weight.experts else 1
         return chosen * stored_bytes(array)
 
     total = sum(jax.tree.leaves(jax.tree.map(read, weights_of(config), weights)))

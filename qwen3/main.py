@@ -95,7 +95,7 @@ def parse_arguments():
     add("--max_new_tokens", type=count, default=128, help="default 128")
     add("--max_seq_len", type=count, help="cache slots for a sequence, default what prompts and max_new_tokens need")
     add("--batch_size", type=count, help="rows that decode at once, default as many as memory holds")
-    drafts = "verify guesses of the next tokens, by what followed the last ones before: the same tokens, often faster"
+    drafts = "verify guesses of the next tokens: what followed the last ones before, or an extra layer's (mtp)"
     add("--draft", choices=list(model.DRAFTS), help=drafts)
     add("--draft_tokens", type=number(int, 1, model.FEW - 1), default=3, help="guesses a step, default 3")
     add("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16", help="default bfloat16")
@@ -426,6 +426,7 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
     """
     device = mesh.devices.flat[0]
     steps_per_s = measured["decode_steps"] / measured["decode_s"] if measured["decode_steps"] else None
+    busy = measured["busy_row_steps"]
     bandwidth = steps_per_s and measured["step_bytes"] * steps_per_s / 1e9
     peak = published(PEAK_GB_PER_S, device.device_kind)
     peak_bytes = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices())
@@ -442,8 +443,8 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
         "prefill_tokens_per_s": measured["prefill_tokens"] / measured["prefill_s"],
         "decode_steps_per_s": steps_per_s,
         "decode_tokens_per_s": steps_per_s and measured["decode_tokens"] / measured["decode_s"],
-        "rows_busy": steps_per_s and measured["busy_row_steps"] / measured["row_steps"],
-        "tokens_per_step": steps_per_s and measured["decode_tokens"] / measured["busy_row_steps"],
+        "rows_busy": steps_per_s and busy / measured["row_steps"],
+        "tokens_per_step": measured["decode_tokens"] / busy if busy else None,
         "drafts_accepted": measured["drafts_accepted"] / measured["drafts"] if measured["drafts"] else None,
         "step_bytes": measured["step_bytes"],
         "bandwidth_gb_per_s": bandwidth,

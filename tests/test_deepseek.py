@@ -9,12 +9,21 @@ import jax
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, assert_matches, decode, reference_logprobs, save_random
+from helpers import (
+    ROOT,
+    assert_matches,
+    decode,
+    extra_layer_tensors,
+    random_extra_layer,
+    reference_logprobs,
+    save_random,
+)
 from safetensors.torch import load_file, save_file
 from test_parity import YARN, deepseek, deepseek_2, deepseek_3, flash, glm4_flash, random_prompts
 
 SCALED = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SCALED += ("q_proj", "k_proj", "v_proj")
+EXTRA = "model.layers.{}"
 
 
 def as_fp8(matrix, block):
@@ -30,14 +39,19 @@ def as_fp8(matrix, block):
     return values.contiguous(), scale, values.float() * whole[: matrix.shape[0], : matrix.shape[1]]
 
 
-def save_fp8(path, model_class, config, block, extra=()):
-    """A checkpoint as the released FP8 ones are, with `extra` tensors; the reference model has the same numbers."""
+def save_fp8(path, model_class, config, block, with_extra_layer=False):
+    """A checkpoint as the released FP8 ones are; the reference model has the same numbers."""
     reference = save_random(path, model_class, config)
     tensors = load_file(path / "model.safetensors")
+    if with_extra_layer:
+        config.num_mtp_layers, config.mtp_mlp_layer_types = 1, ["sparse"]
+        tensors |= extra_layer_tensors(random_extra_layer(reference), EXTRA.format(config.num_hidden_layers))
     for name in [name for name in tensors if name.split(".")[-2] in SCALED]:
         tensors[name], tensors[f"{name}_scale_inv"], exact = as_fp8(tensors[name], block)
         owner, _, kind = name.removesuffix(".weight").rpartition(".")
         with torch.no_grad():
+            if name.startswith(EXTRA.format(config.num_hidden_layers)):
+                continue  # which the reference does not have
             if ".experts." in name:
                 module, _, e = owner.rpartition(".")
                 packed = reference.get_submodule(module)
@@ -47,7 +61,7 @@ def save_fp8(path, model_class, config, block, extra=()):
                 whole[int(e)].copy_(exact)
             else:
                 reference.get_parameter(name).copy_(exact)
-    save_file(tensors | dict(extra), path / "model.safetensors")
+    save_file(tensors, path / "model.safetensors")
     file = path / "config.json"
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
@@ -57,9 +71,7 @@ def save_fp8(path, model_class, config, block, extra=()):
 def save_fp8_deepseek(path, block):
     """With an extra layer."""
     _, model_class, config = deepseek_3(rope_parameters=YARN, hidden_size=80)
-    layer = f"model.layers.{config.num_hidden_layers}"
-    extra = {f"{layer}.eh_proj.weight": torch.ones(2, 2), f"{layer}.self_attn.o_proj.weight": torch.ones(3)}
-    return save_fp8(path, model_class, config, block, extra)
+    return save_fp8(path, model_class, config, block, with_extra_layer=True)
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +95,17 @@ def test_fp8_in_blocks_of_128(tmp_path):
 
 
 def test_fp8_converted(fp8, tmp_path, capsys):
-    """To float32 it stays what it is; to int8 it is what loading in int8 gives."""
+    """To float32 it stays what it is, with its extra layer; to int8 it is what loading in int8 gives."""
     path, reference = fp8
     prompts = random_prompts(30)
     deepseek.convert.convert(path, tmp_path / "float32", "float32", int8=False)
-    assert "left out 2 tensors of the checkpoint: of the layer of multi-token prediction" in capsys.readouterr().err
+    assert "left out 2 tensors of the checkpoint: the same as the model's own" in capsys.readouterr().err
     assert_matches(reference, prompts, decode(deepseek, tmp_path / "float32", prompts, (1, 2, 2), max_new_tokens=8))
+    mesh, loaded = deepseek.model.make_mesh(devices=jax.devices()[:1]), []
+    for folder in (path, tmp_path / "float32"):
+        checkpoint = deepseek.convert.open_checkpoint(folder, extra_layer=True)
+        loaded.append(deepseek.convert.load(checkpoint, mesh, "float32")["extra"])
+    jax.tree.map(np.testing.assert_array_equal, *loaded)
     deepseek.convert.convert(path, tmp_path / "int8", "float32", int8=True)
     converted = decode(deepseek, tmp_path / "int8", prompts, max_new_tokens=8)
     loaded = decode(deepseek, path, prompts, int8=True, max_new_tokens=8)

@@ -1,15 +1,21 @@
 """Drafts: where they come from, and that they change no token."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from helpers import extra_layer_tensors, import_folder, random_extra_layer, save_random
+from helpers import ROOT, extra_layer_tensors, import_folder, random_extra_layer, save_random
 from jax.sharding import PartitionSpec as P
 from safetensors.torch import load_file, save_file
+from test_main import assert_refused, json_rows, main  # noqa: F401 (a fixture)
 from test_parity import deepseek_3, flash
 from test_rows import LENGTHS, assert_equal, collected, demo, random_prompts
+
+MTP, LOOKUP = ["--draft", "mtp"], ["--draft", "lookup"]
 
 
 def test_look_up():
@@ -55,6 +61,30 @@ def test_drafts_change_no_token(monkeypatch, name, mesh, rows, temperature, draf
     assert_equal(collected(model.generate(weights, prompts, config, mesh, **options), len(prompts)), wanted)
     assert 0 < stats["drafts_accepted"] < stats["drafts"] <= drafts * stats["busy_row_steps"]
     assert stats["decode_tokens"] == stats["busy_row_steps"] + stats["drafts_accepted"]
+
+
+def test_a_ring_knows_how_far_drafts_wrote(monkeypatch):
+    """Steps in flight, all of whose drafts are right, have filled a ring once around when a call is broken off. The
+    next row shares its beginning with this one, which the ring has forgotten."""
+    folder, config, mesh, weights = demo("gpt_oss", (1, 1, 1))
+    model, prompt, other = folder.model, [20] + [9] * 40, [20] + [9] * 15 + [7] * 5
+    monkeypatch.setattr(model, "PREFILL_PIECE", 64)
+    options = {"max_seq_len": 500, "kept": {}}
+    fresh = collected(model.generate(weights, [other], config, mesh, max_new_tokens=8, max_seq_len=500), 1)
+    (row,) = collected(model.generate(weights, [prompt], config, mesh, max_new_tokens=250, max_seq_len=500), 1)
+    answer = jnp.array(prompt + [token.id for token in row])
+
+    def know(rows, cache, drafts, *_):
+        at, last = jnp.arange(rows.history.shape[1]), rows.lengths[:, None] - 1
+        return jnp.where((at > last) & (at <= last + drafts), jnp.resize(answer, at.shape), rows.history), cache
+
+    monkeypatch.setitem(model.DRAFTS, "know", know)
+    known, ring = len(prompt), min(layer[0].shape[2] for layer in model.abstract_cache(config, mesh, 1, 500, "float32"))
+    for tokens in model.generate(weights, [prompt], config, mesh, max_new_tokens=250, draft="know", **options):
+        if (known := known + len(tokens)) > ring - 10:  # two more steps of four tokens are in flight
+            break
+    assert known == ring - 6
+    assert_equal(collected(model.generate(weights, [other], config, mesh, max_new_tokens=8, **options), 1), fresh)
 
 
 def save_with_extra_layer(path, case):
@@ -150,3 +180,42 @@ def test_guesses_of_the_extra_layer_change_no_token(tmp_path, case, mesh, temper
         found.append(collected(steps, len(prompts)))
     assert_equal(*found, atol=1e-3 if int8 else 1e-4)
     assert stats["drafts"] and stats["decode_tokens"] == stats["busy_row_steps"] + stats["drafts_accepted"]
+
+
+@pytest.mark.parametrize("name", ["deepseek", "glm4_flash"])
+def test_the_demo_accepts_its_drafts(main, name):  # noqa: F811
+    """Over 60 %, in rows that say how many. Without drafts the tokens are the same."""
+    flags = "--dtype", "float32", "--output", "json", "--logprobs", "--batch_size", "2"
+    (rows, _), (with_drafts, stats) = (json_rows(main(*flags, *more, folder=name)[1]) for more in ([], MTP))
+    assert 0.6 < stats["drafts_accepted"] < 1
+    assert stats["tokens_per_step"] == pytest.approx(1 + 3 * stats["drafts_accepted"])
+    for row, other in zip(rows, with_drafts, strict=True):
+        assert 1.5 < other.pop("tokens_per_step") <= 4
+        np.testing.assert_allclose(row.pop("logprobs"), other.pop("logprobs"), atol=1e-4)
+        assert row == other
+
+
+def test_a_conversation_with_drafts():
+    """Is one without: what is kept from turn to turn is right, though it includes the extra layer's cache."""
+    turns = "Hello!\nWhat is the capital of France?\n/reset\nWhat is 3 plus 4?\nHello!\n"
+    command = [sys.executable, ROOT / "deepseek" / "main.py", "--chat", "--dtype", "float32"]
+    runs = [
+        subprocess.run([*command, *more], input=turns, capture_output=True, text=True) for more in ([], MTP, LOOKUP)
+    ]
+    assert [run.returncode for run in runs] == [0, 0, 0], runs
+    assert len(runs[0].stdout.splitlines()) == 4 and len({run.stdout for run in runs}) == 1, runs
+
+
+def test_the_shortest_rows(main):  # noqa: F811
+    """With nothing to look up, and no step of decoding."""
+    status, out, _ = main("--raw", "--prompt", "a", "--max_new_tokens", "1", "--output", "json", *LOOKUP)
+    (row,), stats = json_rows(out)
+    assert status == 0 and len(row["tokens"]) == 1 and row["tokens_per_step"] is stats["tokens_per_step"] is None
+
+
+def test_no_extra_layer(main, tmp_path):  # noqa: F811
+    """One line for --draft mtp."""
+    _, model_class, config = deepseek_3()
+    save_random(tmp_path, model_class, config)
+    refused = main("--model_path", tmp_path, "--raw", "--prompt", "Hello!", *MTP, folder="deepseek")
+    assert_refused(refused, "no layer of multi-token prediction")

@@ -95,8 +95,8 @@ def test_two_processes():
 
 
 def test_latents_and_experts():
-    """The golden text of a model with both, from two processes."""
-    mesh = ["--dp", "1", "--ep", "2", "--quantize_cache", "int8"]
+    """The golden text of a model with both, from two processes, with drafts."""
+    mesh = ["--dp", "1", "--ep", "2", "--quantize_cache", "int8", "--draft", "mtp"]
     outputs = [process.wait(180) for process in start(2, *mesh, folder="deepseek", devices=2)]
     golden = json.loads((ROOT / "tests" / "golden_demo.json").read_text())["deepseek"]
     text = "".join(f"> {prompt}\n{answer}\n" for prompt, answer in golden.items())

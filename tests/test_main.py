@@ -116,6 +116,7 @@ def test_json(main, tmp_path, folder):
     tokens_a_step = sum(len(row["tokens"]) - 1 for row in rows) / max(len(row["tokens"]) - 1 for row in rows)
     assert stats["decode_tokens_per_s"] / stats["decode_steps_per_s"] == pytest.approx(tokens_a_step)
     assert stats["rows_busy"] == pytest.approx(tokens_a_step / len(rows)) and stats["tokens_per_step"] == 1
+    assert stats["drafts_accepted"] is None and "tokens_per_step" not in rows[0]
     assert stats["bandwidth_gb_per_s"] == pytest.approx(stats["step_bytes"] * stats["decode_steps_per_s"] / 1e9)
 
 
@@ -187,6 +188,18 @@ def test_stop_tokens_and_no_chat_template(main, tmp_path):
         assert row["tokens"] == free[: free.index(stops_at) + 1] and row["finish_reason"] == "stop"
 
 
+def test_rows_that_end_at_once(main, tmp_path):
+    """The first token of each is a stop token: steps of decoding are started, and none gives a token."""
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    flags = ["--model_path", tmp_path, "--prompt", "Hello!", "Hello!", "--batch_size", "1", "--output", "json"]
+    first = json_rows(main(*flags)[1])[0][0]["tokens"][0]
+    edit_json("generation_config.json", eos_token_id=first)(tmp_path)
+    status, out, err = main(*flags)
+    rows, stats = json_rows(out)
+    assert status == 0 and [row["tokens"] for row in rows] == [[first]] * 2, err
+    assert stats["tokens_per_step"] is None
+
+
 def test_profile(main, tmp_path):
     status, _, _ = main("--prompt", "Hello!", "--profile", tmp_path / "trace")
     assert status == 0 and list((tmp_path / "trace").rglob("*.xplane.pb"))
@@ -215,6 +228,8 @@ def test_profile(main, tmp_path):
         (["--max_new_tokens", "0"], "--max_new_tokens"),
         (["--max_seq_len", "-3"], "--max_seq_len"),
         (["--dtype", "int4"], "--dtype"),
+        (["--draft", "mtp"], "--draft"),
+        (["--draft_tokens", "8"], "--draft_tokens"),
         (["--quantize", "int4"], "--quantize"),
         (["--quantize_cache", "fp8"], "--quantize_cache"),
         (["--tp", "3"], "devices"),

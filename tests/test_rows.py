@@ -179,6 +179,23 @@ def test_a_conversation_keeps_its_cache(tmp_path, monkeypatch, kind, mesh):
     assert read == [300, 40, 70, 33, 5 if kind == "full" or mesh != (1, 1, 1) else 25, 500, 60, 1]
 
 
+def test_broken_off_while_it_compiles():
+    """The cache has what was computed, and not the piece whose program was missing."""
+    folder, config, mesh, weights = demo("llama3", (1, 1, 1))
+    model, prompt, kept, seen = folder.model, random_prompts([1100])[0], {}, []
+
+    def progress(stage, *_):
+        seen.append(stage)
+        if seen.count("compiling prefill") == 2:
+            raise KeyboardInterrupt
+
+    options = {"max_new_tokens": 4, "max_seq_len": 2048}
+    with pytest.raises(KeyboardInterrupt):
+        list(model.generate(weights, [prompt], config, mesh, kept=kept, progress=progress, **options))
+    whole = collected(model.generate(weights, [prompt], config, mesh, **options), 1)
+    assert_equal(collected(model.generate(weights, [prompt], config, mesh, kept=kept, **options), 1), whole)
+
+
 def test_pieces_divide_a_prompt_evenly():
     """As few long pieces as there may be, with little padding, and what is left in short ones."""
     model = import_folder("llama3").model
