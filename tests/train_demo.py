@@ -130,6 +130,7 @@ VOCAB_SIZE = 512
 
 WARMUP_STEPS = 50
 PEAK_LEARNING_RATE = 4e-3
+DRAFTS = 3  # that the layer of multi-token prediction learns to guess, one after the other
 # Steps take turns between batches of short and of long conversations, which have some 100 and 300 tokens. A model also
 # learns from the first turn of a conversation what it would learn from that turn alone, as it only looks back.
 BATCHES = [{"rows": 16, "characters": 100}, {"rows": 6, "characters": 380}]
@@ -549,10 +550,22 @@ def add_extra_layer(folder, family, answers):
     extra = random_extra_layer(model, spread=0.1)
 
     def loss_of(tokens, labels):
-        states = model.model(tokens).last_hidden_state[:, :-1]
-        positions = torch.arange(1, tokens.shape[1]).expand(len(tokens), -1)
-        states = extra.forward_layer(0, states, positions, None, input_ids=tokens[:, 1:])
-        return torch.nn.functional.cross_entropy(model.lm_head(states[:, :-1]).flatten(0, 1), labels[:, 2:].flatten())
+        """Of DRAFTS guesses, one after the other, as decoding makes them behind each token: each reads the states of
+        the guess before it, and attends to what the model's states of earlier tokens gave."""
+        states = model.model(tokens).last_hidden_state[:, : -1 - DRAFTS]
+        loss, n = 0, states.shape[1]
+        for depth in range(1, DRAFTS + 1):
+            place, guess = torch.arange(n).repeat(depth), torch.arange(depth).repeat_interleave(n)
+            sees = (place[:, None] > place) & (guess == 0) | (place[:, None] == place) & (guess[:, None] >= guess)
+            embedded = model.model.embed_tokens(tokens[:, place + guess + 1])
+            positions = (place + guess + 1)[None]
+            rotary = model.model.rotary_emb(embedded, position_ids=positions)
+            options = {"position_embeddings": rotary, "position_ids": positions, "attention_mask": sees[None, None]}
+            new = extra.layers[0](embedded, states, past_key_values=None, **options)[:, -n:]
+            wanted = labels[:, depth + 1 : depth + 1 + n]
+            loss += torch.nn.functional.cross_entropy(model.lm_head(new).flatten(0, 1), wanted.flatten())
+            states = torch.cat([states, new], dim=1)
+        return loss
 
     train(extra, tokenizer, family, answers, loss_of)
     tensors = load_file(folder / "model.safetensors")
