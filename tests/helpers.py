@@ -144,7 +144,7 @@ def decode(
     folder, path: Path, prompts, mesh=(1, 1, 1), dtype="float32", int8=False, platform: str | None = None, **options
 ):
     """Loads a checkpoint and decodes prompts, lists of token ids: the tokens of each row, in order."""
-    checkpoint = folder.convert.open_checkpoint(path)
+    checkpoint = folder.convert.open_checkpoint(path, extra_layer=options.get("draft") == "mtp")
     config = checkpoint.config
     mesh = folder.model.make_mesh(*mesh, devices=jax.devices(platform)[: int(np.prod(mesh))])
     folder.model.check_mesh(config, mesh)

@@ -298,6 +298,13 @@ def test_demos_in_float32(folder, assert_near):
         assert_near(found, answers(folder, platform="cpu"), 1e-4)
 
 
+@pytest.mark.parametrize(("folder", "draft"), [("gpt_oss", "lookup"), ("deepseek", "mtp")])
+def test_demos_with_drafts(monkeypatch, folder, draft, assert_near):
+    """In every step, on all devices, in float32."""
+    monkeypatch.setattr(FOLDERS[folder].model, "REPEATING", 0)
+    assert_near(answers(folder, all_devices(folder), draft=draft), golden(folder), 1e-4)
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_demos_in_bfloat16(folder, assert_near):
     """As main.py runs them: on all devices and, on an accelerator, on one."""
