@@ -8,9 +8,8 @@ options that not every model uses. The file needs only jax and numpy.
 
 Differs from deepseek in: `Config`, `weights_of` and `route`, whose router has sigmoids and a bias in every model.
 Differs from llama3 in: `attention` and the cache, which are latent; `feed_forward`, which has experts in most layers,
-with `mlp`, `route`, `weighed` and `activation`; `rope`, which turns pairs of neighbouring numbers; and
-`rope_frequencies`, `rope_scale` and `softmax_scale`, which know yarn; and `predict`, with the block "Multi-token
-prediction".
+with `mlp`, `route`, `weighed` and `activation`; `softmax_scale`, which knows yarn; and `predict`, with the block
+"Multi-token prediction".
 
     config = Config.from_dict(json.loads(Path("config.json").read_text()))
     mesh = make_mesh(tp=jax.device_count())
@@ -83,20 +82,11 @@ MODEL_AXES = ("ep", "tp")  # the axes of the mesh whose devices share a layer
 # =====================================================================================================================
 
 
-YARN_OPTIONS = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor")
-ROPE_PARAMETERS = {  # required and optional parameters of each rope_type
-    "default": ((), ()),
-    "linear": (("factor",), ("mscale_all_dim",)),
-    "yarn": (("factor", "original_max_position_embeddings"), YARN_OPTIONS),
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class Config:
     """The values of config.json that inference needs, under config.json's own names, and a fact of the checkpoint.
 
-    The rope fields may stand in `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5). Defaults are the
-    reference's.
+    Defaults are the reference's.
     """
 
     vocab_size: int
@@ -121,17 +111,8 @@ class Config:
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
     attention_bias: bool = False
+    rope: Rope | None = None  # from_dict sets it
     rope_interleave: bool = True
-    rope_theta: float = 10000.0
-    rope_type: str = "default"
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    attention_factor: float = 0.0
     has_extra_layer: bool = False  # in the checkpoint, for multi-token prediction
     uses_extra_layer: bool = False  # to draft tokens: then it is among the weights
 
@@ -142,32 +123,23 @@ class Config:
 
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
-        rope = read_rope(config)
         check_supported(
             model_type=(config.get("model_type"), ("glm4_moe_lite",)),
-            rope_type=(rope["rope_type"], tuple(ROPE_PARAMETERS)),
-            partial_rotary_factor=(rope.get("partial_rotary_factor", 1), (1,)),
             hidden_act=(config.get("hidden_act", "silu"), ("silu", "swish")),
             scoring_func=(config.get("scoring_func") or "sigmoid", ("sigmoid",)),
             topk_method=(config.get("topk_method") or "noaux_tc", ("noaux_tc",)),
         )
-        needed, optional = ROPE_PARAMETERS[rope["rope_type"]]
-        # The reference's default, which null is not; and what is read from the table alone.
-        given = {"q_lora_rank": 768} | config | dict.fromkeys(("factor", *YARN_OPTIONS))
-        for name in ("rope_type", "rope_theta", *needed, *optional):
-            value = rope.get(name)  # as in transformers, 0 counts as absent for most
-            if value != 0 or value is False or name in ("rope_theta", "attention_factor"):
-                given[name] = value
-        # No other layer has this tensor.
-        has_extra_layer = f"model.layers.{config.get('num_hidden_layers')}.eh_proj.weight" in names
-        given |= {"has_extra_layer": has_extra_layer, "mlp_layer_types": None}
-        given = read_fields(cls, given, needed)
+        extra = f"model.layers.{config.get('num_hidden_layers')}.eh_proj.weight"  # no other layer has this tensor
+        given = {"q_lora_rank": 768} | config | {"has_extra_layer": extra in names}  # the default, which null is not
+        given = read_fields(cls, given)
         layers, kinds = given["num_hidden_layers"], config.get("mlp_layer_types")
         if layers >= 2**16:  # before lists of that length are made
             raise InputError(f"config.json: num_hidden_layers cannot be {layers}")
         kinds = ["dense"] + ["sparse"] * (layers - 1) if kinds is None else kinds
         if not isinstance(kinds, list) or len(kinds) < layers or any(k not in ("dense", "sparse") for k in kinds):
             raise InputError(f"config.json: mlp_layer_types cannot be {kinds!r:.40} for {layers} layers")
+        interleaved = given.get("rope_interleave", True)
+        given["rope"] = read_rope(config, "qk_rope_head_dim", given["qk_rope_head_dim"], interleaved)
         result = cls(**given, mlp_layer_types=tuple(kinds[:layers]))
         result.check()
         return result
@@ -175,10 +147,6 @@ class Config:
     def check(self) -> None:
         """Raises InputError for inconsistent numbers."""
         experts, groups = self.n_routed_experts, self.n_group
-        if self.qk_rope_head_dim % 2:
-            raise InputError(f"config.json: qk_rope_head_dim {self.qk_rope_head_dim} must be even: rope turns pairs")
-        if self.rope_type == "yarn" and self.rope_theta <= 1:
-            raise InputError(f"config.json: rope_theta {self.rope_theta} must exceed 1: yarn divides by its logarithm")
         if experts >= 2**12:  # before tables of that length are made
             raise InputError(f"config.json: n_routed_experts cannot be {experts}")
         if experts % groups:
@@ -300,68 +268,10 @@ def left_out(name: str, config: Config) -> str | None:
     return None
 
 
-def rope_frequencies(config: Config) -> np.ndarray:
-    """float32 [U / 2]: the angle by which each pair rotates per position (Su et al. 2021).
-
-    "linear" divides all frequencies by `factor`. "yarn" (Peng et al. 2023) divides those that make fewer than
-    `beta_slow` rotations over the original context, keeps those that make more than `beta_fast`, and interpolates
-    between. The rounding is that of transformers: at large positions the last digit of a frequency matters.
-    """
-    U, theta, factor = config.qk_rope_head_dim, config.rope_theta, config.factor
-    exponents = np.arange(0, U, 2, dtype=np.float32) / np.float32(U)
-    wavelengths = (np.float64(theta) ** exponents).astype(np.float32)
-    frequencies = 1 / wavelengths
-    if config.rope_type == "linear":
-        frequencies = frequencies / np.float32(factor)
-    if config.rope_type == "yarn":
-
-        def pair_that_turns(times):
-            return U * math.log(config.original_max_position_embeddings / (times * 2 * math.pi)) / (2 * math.log(theta))
-
-        first, last = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
-        if config.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, U - 1)
-        last += 0.001 if first == last else 0
-        divided = np.clip((np.arange(U // 2, dtype=np.float32) - np.float32(first)) / np.float32(last - first), 0, 1)
-        kept = 1 - divided
-        frequencies = 1 / (np.float32(factor) * wavelengths) * (1 - kept) + frequencies * kept
-    return frequencies.astype(np.float32)
-
-
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """Yarn's factor of queries and of keys for a context `factor` times as long. Scores get its square."""
-    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
-
-
-def rope_scale(config: Config) -> float:
-    """The factor of the rotated part of queries and keys. As in transformers, attention_factor wins over the two
-    mscales."""
-    if config.rope_type != "yarn":
-        return 1.0
-    if config.attention_factor:
-        return config.attention_factor
-    if config.mscale and config.mscale_all_dim:
-        return yarn_mscale(config.factor, config.mscale) / yarn_mscale(config.factor, config.mscale_all_dim)
-    return yarn_mscale(config.factor, 1)
-
-
 def softmax_scale(config: Config) -> float:
     """The factor of scores before the softmax."""
     scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
-    if config.rope_type != "default" and config.mscale_all_dim:
-        scale *= yarn_mscale(config.factor, config.mscale_all_dim) ** 2
-    return scale
-
-
-def rope(x: Array, positions: Array, config: Config) -> Array:
-    """Rotates the pairs of float32 x [B, T, heads, U] by position times frequency, positions [B, T]. The pairs are
-    (x[2i], x[2i + 1]) or, if rope_interleave is false, (x[i], x[i + U / 2])."""
-    angles = positions[:, :, None, None].astype(jnp.float32) * rope_frequencies(config)
-    cos, sin = rope_scale(config) * jnp.cos(angles), rope_scale(config) * jnp.sin(angles)
-    x1, x2 = (x[..., 0::2], x[..., 1::2]) if config.rope_interleave else jnp.split(x, 2, axis=-1)
-    # The result is not interleaved again: queries and keys are permuted alike, and their dot products stay the same.
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+    return scale * yarn_mscale(config.rope.factor, config.rope.mscale_all_dim) ** 2  # 1 without mscale_all_dim
 
 
 @jax.named_scope("attention")  # the name in a profiler's trace
@@ -383,11 +293,11 @@ def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, co
     qkv_a = jax.lax.all_gather(qkv_a, MODEL_AXES, axis=2, tiled=True)
     compressed, latent, rope_key, _ = jnp.split(qkv_a, [Q, Q + L, Q + L + U], axis=-1)
     latent = rms_norm(latent, w["kv_norm"], eps)
-    rope_key = rope(rope_key[:, :, None].astype(jnp.float32), positions, config)[:, :, 0]
+    rope_key = rotate(rope_key[:, :, None].astype(jnp.float32), positions, config.rope)[:, :, 0]
     if Q:
         h = rms_norm(compressed, w["q_norm"], eps)
     q, q_rope = jnp.split(linear(h, w["q"]).reshape(B, T, -1, H + U) * softmax_scale(config), [H], axis=-1)
-    q, q_rope = q.astype(x.dtype), rope(q_rope, positions, config).astype(x.dtype)
+    q, q_rope = q.astype(x.dtype), rotate(q_rope, positions, config.rope).astype(x.dtype)
     new = LayerCache(latent, rope_key.astype(x.dtype))
     out, cache = attend(q, q_rope, new, cache, positions, w)
     x = x + summed(linear(out.astype(x.dtype).reshape(B, T, -1), w["o"]), x)
@@ -1199,6 +1109,137 @@ DRAFTS["mtp"] = draft_by_extra_layer
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Rotary embedding
+
+
+YARN_OPTIONS = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor")
+ROPE_PARAMETERS = {  # of each rope_type: what config.json must say, and what it may say
+    "default": ((), ()),
+    "linear": (("factor",), ("mscale_all_dim",)),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (("factor", "original_max_position_embeddings"), YARN_OPTIONS),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """How the first `dim` numbers of a head turn. All but the first two fields are config.json's."""
+
+    dim: int
+    interleaved: bool  # the pairs are (x[2i], x[2i + 1]), and not (x[i], x[i + dim / 2])
+    rope_type: str
+    rope_theta: float
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 0.0
+    high_freq_factor: float = 0.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float = 0.0
+
+
+def read_rope(
+    config: dict, field: str, size: int, interleaved: bool = False, rope_theta: float = 1e4, part: float | None = None
+) -> Rope:
+    """The Rope of a config.json, whose `field` says that heads have `size` numbers. Its parameters stand in
+    `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), or beside the other fields. As in
+    transformers, the table wins, except for original_max_position_embeddings, which defaults to
+    max_position_embeddings. Heads turn whole, unless `part` is given: the default of partial_rotary_factor.
+
+    Raises InputError for a missing or impossible value and, by name, for what is not supported.
+    """
+    table = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values()):
+        raise InputError(f"config.json: the rope parameters must be one table for all layers, not {table!r:.40}")
+    top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    given = {"rope_theta": rope_theta, "partial_rotary_factor": part or 1}
+    given |= {name: value for place in (top_level, table) for name, value in place.items() if value is not None}
+    key = "original_max_position_embeddings"
+    given[key] = config.get(key) or given.get(key) or config.get("max_position_embeddings")
+    kind, share = given.get("rope_type", given.get("type", "default")), given["partial_rotary_factor"]
+    check_supported(rope_type=(kind, tuple(ROPE_PARAMETERS)))
+    if part is None:
+        check_supported(partial_rotary_factor=(share, (1,)))
+    dim = int(size * share) if is_valid(share, float) else 0
+    if dim % 2 or not 0 < dim <= size:
+        share_of = f"partial_rotary_factor {share!r:.40} of " if part else ""
+        raise InputError(f"config.json: {share_of}{field} {size} must be even: rotary embedding turns pairs")
+    needed, optional = ROPE_PARAMETERS[kind]
+    given = {name: given.get(name) for name in ("rope_theta", *needed, *optional)}
+    given |= {"dim": dim, "interleaved": interleaved, "rope_type": kind}
+    rope = Rope(**read_fields(Rope, given, needed))
+    if kind == "llama3" and rope.low_freq_factor > rope.high_freq_factor:
+        raise InputError("config.json: low_freq_factor must not be above high_freq_factor")
+    if kind == "yarn" and rope.rope_theta <= 1:
+        raise InputError(f"config.json: rope_theta {rope.rope_theta} must exceed 1: yarn divides by its logarithm")
+    return rope
+
+
+def rope_frequencies(rope: Rope) -> np.ndarray:
+    """float32 [dim / 2]: the angle by which each pair turns per position (Su et al. 2021, "RoFormer").
+
+    "linear" divides all frequencies by `factor`. "llama3" divides those that make fewer than `low_freq_factor` turns
+    over the original context, keeps those that make more than `high_freq_factor`, and interpolates between. "yarn"
+    (Peng et al. 2023) does the same between `beta_slow` and `beta_fast` turns, along the number of the pair. The
+    rounding is that of transformers: at large positions the last digit of a frequency matters.
+    """
+    exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
+    wavelengths = (np.float64(rope.rope_theta) ** exponents).astype(np.float32)
+    frequencies = 1 / wavelengths
+    if rope.rope_type == "linear":
+        frequencies = frequencies / np.float32(rope.factor)
+    if rope.rope_type == "llama3":
+        turns = rope.original_max_position_embeddings / (np.float32(2 * np.pi) / frequencies)
+        span = max(rope.high_freq_factor - rope.low_freq_factor, 1e-30)  # not 0
+        kept = np.clip((turns - rope.low_freq_factor) / span, 0, 1)
+        frequencies = (1 - kept) * frequencies / rope.factor + kept * frequencies
+    if rope.rope_type == "yarn":
+
+        def pair_that_turns(times):
+            wavelength = rope.original_max_position_embeddings / (times * 2 * math.pi)
+            return rope.dim * math.log(wavelength) / (2 * math.log(rope.rope_theta))
+
+        first, last = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+        if rope.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, rope.dim - 1)
+        last += 0.001 if first == last else 0
+        pairs = np.arange(rope.dim // 2, dtype=np.float32)
+        kept = 1 - np.clip((pairs - np.float32(first)) / np.float32(last - first), 0, 1)
+        frequencies = 1 / (np.float32(rope.factor) * wavelengths) * (1 - kept) + frequencies * kept
+    return frequencies.astype(np.float32)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """Yarn's factor of queries and of keys for a context `factor` times as long. Scores get its square."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def rope_scale(rope: Rope) -> float:
+    """The factor of what turns, with yarn. As in transformers, attention_factor wins over the two mscales."""
+    if rope.rope_type != "yarn":
+        return 1.0
+    if rope.attention_factor:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
+    return yarn_mscale(rope.factor, 1)
+
+
+def rotate(x: Array, positions: Array, rope: Rope) -> Array:
+    """Turns pairs of the first `dim` numbers of float32 x [B, T, heads, H] by positions [B, T] times frequencies."""
+    angles = positions[:, :, None, None].astype(jnp.float32) * rope_frequencies(rope)
+    cos, sin = rope_scale(rope) * jnp.cos(angles), rope_scale(rope) * jnp.sin(angles)
+    x, rest = jnp.split(x, [rope.dim], axis=-1)
+    x1, x2 = (x[..., 0::2], x[..., 1::2]) if rope.interleaved else jnp.split(x, 2, axis=-1)
+    # Pairs are not interleaved again: queries and keys are permuted alike, and their dot products stay the same.
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], axis=-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Norm, embedding, vocabulary
 
 
@@ -1767,20 +1808,6 @@ def values_and_scale(x, dtype: jnp.dtype) -> tuple[Array, Array | None]:
 # Reading config.json
 
 
-def read_rope(config: dict) -> dict:
-    """The rope parameters of a config.json, from its top level and its rope table. As in transformers, the table wins,
-    except for original_max_position_embeddings, which defaults to max_position_embeddings."""
-    table = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values()):
-        raise InputError(f"config.json: the rope parameters must be one table for all layers, not {table!r:.40}")
-    top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    given = {name: value for part in (top_level, table) for name, value in part.items() if value is not None}
-    given.setdefault("rope_type", given.get("type", "default"))
-    key = "original_max_position_embeddings"
-    given[key] = config.get(key) or given.get(key) or config.get("max_position_embeddings")
-    return given
-
-
 FOLDERS = {  # of the repository that this file is from, and the model_types that each reads
     "deepseek": ("deepseek_v2", "deepseek_v3", "kimi_k2"), "glm4": ("glm", "glm4"), "glm4_flash": ("glm4_moe_lite",),
     "gpt_oss": ("gpt_oss",), "llama3": ("llama", "mistral"), "llama4": ("llama4", "llama4_text"),
@@ -1798,11 +1825,12 @@ def check_supported(**features: tuple[object, tuple]) -> None:
 
 
 def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:
-    """Those of `given` that are fields of the dataclass `cls`, in the fields' types; null counts as absent.
+    """Those of `given` that are plain fields of the dataclass `cls`, in their types; null counts as absent.
 
     Raises InputError for a value that such a field cannot have, and for a missing one that is needed or has no default.
     """
-    kinds = get_type_hints(cls)
+    plain = (bool, int, float, str, int | None)
+    kinds = {name: kind for name, kind in get_type_hints(cls, globals()).items() if kind in plain}
     given = {name: value for name, value in given.items() if name in kinds and value is not None}
     for name, value in given.items():
         if not is_valid(value, kinds[name]):

@@ -8,8 +8,7 @@ told. The last two consist of blocks that other models have too, with options th
 only jax and numpy.
 
 Differs from llama3 in: `attention`, which has a norm of each query head and each key head; `feed_forward`, which can
-have experts, chosen by `route`; `rope_frequencies` and `rope_scale`, which know yarn; `Config`, which says what each
-layer has.
+have experts, chosen by `route`; `Config`, which says what each layer has.
 
     config = Config.from_dict(json.loads(Path("config.json").read_text()))
     mesh = make_mesh(tp=jax.device_count())
@@ -75,20 +74,11 @@ MODEL_AXES = ("ep", "tp")  # the axes of the mesh whose devices share a layer
 # =====================================================================================================================
 
 
-YARN_OPTIONS = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor")
-ROPE_PARAMETERS = {  # required and optional parameters of each rope_type
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "yarn": (("factor", "original_max_position_embeddings"), YARN_OPTIONS),
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class Config:
     """The values of config.json that inference needs, under config.json's own names, and which layers have experts.
 
-    The rope parameters are flat here; config.json may nest them in `rope_scaling` (transformers 4) or `rope_parameters`
-    (transformers 5). Other defaults are those of transformers.
+    Defaults are those of transformers.
     """
 
     vocab_size: int
@@ -108,16 +98,7 @@ class Config:
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-    rope_theta: float = 10000.0
-    rope_type: str = "default"
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    attention_factor: float = 0.0
+    rope: Rope | None = None  # from_dict sets it
 
     n_group = topk_group = 1  # constants: `choose_experts` can limit the choice to some groups of experts
 
@@ -128,28 +109,19 @@ class Config:
 
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
-        rope = read_rope(config)
         check_supported(
             model_type=(config.get("model_type"), ("qwen3", "qwen3_moe")),
-            rope_type=(rope["rope_type"], tuple(ROPE_PARAMETERS)),
-            partial_rotary_factor=(rope.get("partial_rotary_factor", 1), (1,)),
             hidden_act=(config.get("hidden_act", "silu"), ("silu", "swish")),
             is_causal=(config.get("is_causal", True), (True,)),
         )
         is_moe = config["model_type"] == "qwen3_moe"
         num_experts = config.get("num_local_experts", config.get("num_experts", 128)) if is_moe else 0
-        needed, optional = ROPE_PARAMETERS[rope["rope_type"]]
-        read_elsewhere = ("num_experts", "moe_layers", "layer_types", "factor", *YARN_OPTIONS)
-        given = {"num_key_value_heads": 4 if is_moe else 32}
-        given |= {name: value for name, value in config.items() if name not in read_elsewhere}
-        for name in ("rope_type", "rope_theta", *needed, *optional):
-            value = rope.get(name)  # as in transformers, 0 counts as absent for most
-            if value != 0 or value is False or name in ("rope_theta", "attention_factor", "truncate"):
-                given[name] = value
-        given = read_fields(cls, given | ({"num_experts": num_experts} if num_experts != 0 else {}), needed)
+        given = {"num_key_value_heads": 4 if is_moe else 32} | config | {"num_experts": num_experts or None}
+        given = read_fields(cls, given)
         given.setdefault("num_key_value_heads", given["num_attention_heads"])
         width = given["hidden_size"] // given["num_attention_heads"]
         given.setdefault("head_dim", width if is_moe else 128)
+        given["rope"] = read_rope(config, "head_dim", given["head_dim"])
         result = cls(**given, **read_layers(config, given["num_hidden_layers"], has_experts=num_experts != 0))
         result.check()
         return result
@@ -159,10 +131,6 @@ class Config:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
             raise InputError(f"config.json: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
-        if self.head_dim % 2 or not self.head_dim:
-            raise InputError(f"config.json: head_dim {self.head_dim} must be even: rotary embedding turns pairs")
-        if self.rope_type == "yarn" and self.rope_theta <= 1:
-            raise InputError(f"config.json: rope_theta {self.rope_theta} must exceed 1: yarn divides by its logarithm")
         if self.num_experts >= 2**12:  # before tables of that length are made
             raise InputError(f"config.json: num_experts cannot be {self.num_experts}")
         if self.moe_layers and self.num_experts_per_tok > self.num_experts:
@@ -283,59 +251,6 @@ def left_out(name: str, config: Config) -> str | None:
     return None
 
 
-def rope_frequencies(config: Config) -> np.ndarray:
-    """float32 [H / 2]: the angle by which each pair rotates per position (Su et al. 2021).
-
-    "linear" divides all frequencies by `factor`. "yarn" (Peng et al. 2023) divides those that make fewer than
-    `beta_slow` rotations over the original context, keeps those that make more than `beta_fast`, and interpolates
-    between. The rounding is that of transformers: at large positions the last digit of a frequency matters.
-    """
-    H, theta, factor = config.head_dim, config.rope_theta, config.factor
-    exponents = np.arange(0, H, 2, dtype=np.float32) / np.float32(H)
-    wavelengths = (np.float64(theta) ** exponents).astype(np.float32)
-    frequencies = 1 / wavelengths
-    if config.rope_type == "linear":
-        frequencies = frequencies / np.float32(factor)
-    if config.rope_type == "yarn":
-
-        def pair_that_turns(times):
-            return H * math.log(config.original_max_position_embeddings / (times * 2 * math.pi)) / (2 * math.log(theta))
-
-        first, last = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
-        if config.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, H - 1)
-        last += 0.001 if first == last else 0
-        divided = np.clip((np.arange(H // 2, dtype=np.float32) - np.float32(first)) / np.float32(last - first), 0, 1)
-        kept = 1 - divided
-        frequencies = 1 / (np.float32(factor) * wavelengths) * (1 - kept) + frequencies * kept
-    return frequencies.astype(np.float32)
-
-
-def rope_scale(config: Config) -> float:
-    """The factor of queries and keys with yarn, which grows with `factor`. As in transformers, attention_factor wins
-    over the two mscales."""
-
-    def grown(mscale):
-        return 0.1 * mscale * math.log(config.factor) + 1 if config.factor > 1 else 1.0
-
-    if config.rope_type != "yarn":
-        return 1.0
-    if config.attention_factor:
-        return config.attention_factor
-    if config.mscale and config.mscale_all_dim:
-        return grown(config.mscale) / grown(config.mscale_all_dim)
-    return grown(1)
-
-
-def rope(x: Array, positions: Array, config: Config) -> Array:
-    """Rotates the pairs (x[i], x[i + H/2]) of float32 x [B, T, heads, H] by frequency times `positions` [B, T]."""
-    angles = positions[:, :, None, None].astype(jnp.float32) * rope_frequencies(config)
-    cos, sin = rope_scale(config) * jnp.cos(angles), rope_scale(config) * jnp.sin(angles)
-    x1, x2 = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
-
-
 @jax.named_scope("attention")  # the name in a profiler's trace
 def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, config: Config, mask: Mask):
     """The first half of a layer, on the residual stream x, [1, B T, D] or a share (see divide_tokens), at positions
@@ -348,7 +263,7 @@ def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, co
     h = all_tokens(rms_norm(x, w["attention_norm"], config.rms_norm_eps)).reshape(*positions.shape, -1)
     q, k, v = split_heads(linear(h, w["qkv"], w.get("qkv_bias")), config)
     q, k = rms_norm(q, w["q_norm"], config.rms_norm_eps), rms_norm(k, w["k_norm"], config.rms_norm_eps)  # of each head
-    q, k = rope(q, positions, config), rope(k, positions, config)
+    q, k = rotate(q, positions, config.rope), rotate(k, positions, config.rope)
     q = (q * config.head_dim**-0.5).astype(x.dtype)  # scales the attention scores
     out, cache = attend(q, k, v, cache, positions, mask)
     x = x + summed(linear(out, w["o"]), x)
@@ -1094,6 +1009,137 @@ def step_bytes(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Rotary embedding
+
+
+YARN_OPTIONS = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor")
+ROPE_PARAMETERS = {  # of each rope_type: what config.json must say, and what it may say
+    "default": ((), ()),
+    "linear": (("factor",), ("mscale_all_dim",)),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (("factor", "original_max_position_embeddings"), YARN_OPTIONS),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """How the first `dim` numbers of a head turn. All but the first two fields are config.json's."""
+
+    dim: int
+    interleaved: bool  # the pairs are (x[2i], x[2i + 1]), and not (x[i], x[i + dim / 2])
+    rope_type: str
+    rope_theta: float
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 0.0
+    high_freq_factor: float = 0.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float = 0.0
+
+
+def read_rope(
+    config: dict, field: str, size: int, interleaved: bool = False, rope_theta: float = 1e4, part: float | None = None
+) -> Rope:
+    """The Rope of a config.json, whose `field` says that heads have `size` numbers. Its parameters stand in
+    `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), or beside the other fields. As in
+    transformers, the table wins, except for original_max_position_embeddings, which defaults to
+    max_position_embeddings. Heads turn whole, unless `part` is given: the default of partial_rotary_factor.
+
+    Raises InputError for a missing or impossible value and, by name, for what is not supported.
+    """
+    table = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values()):
+        raise InputError(f"config.json: the rope parameters must be one table for all layers, not {table!r:.40}")
+    top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    given = {"rope_theta": rope_theta, "partial_rotary_factor": part or 1}
+    given |= {name: value for place in (top_level, table) for name, value in place.items() if value is not None}
+    key = "original_max_position_embeddings"
+    given[key] = config.get(key) or given.get(key) or config.get("max_position_embeddings")
+    kind, share = given.get("rope_type", given.get("type", "default")), given["partial_rotary_factor"]
+    check_supported(rope_type=(kind, tuple(ROPE_PARAMETERS)))
+    if part is None:
+        check_supported(partial_rotary_factor=(share, (1,)))
+    dim = int(size * share) if is_valid(share, float) else 0
+    if dim % 2 or not 0 < dim <= size:
+        share_of = f"partial_rotary_factor {share!r:.40} of " if part else ""
+        raise InputError(f"config.json: {share_of}{field} {size} must be even: rotary embedding turns pairs")
+    needed, optional = ROPE_PARAMETERS[kind]
+    given = {name: given.get(name) for name in ("rope_theta", *needed, *optional)}
+    given |= {"dim": dim, "interleaved": interleaved, "rope_type": kind}
+    rope = Rope(**read_fields(Rope, given, needed))
+    if kind == "llama3" and rope.low_freq_factor > rope.high_freq_factor:
+        raise InputError("config.json: low_freq_factor must not be above high_freq_factor")
+    if kind == "yarn" and rope.rope_theta <= 1:
+        raise InputError(f"config.json: rope_theta {rope.rope_theta} must exceed 1: yarn divides by its logarithm")
+    return rope
+
+
+def rope_frequencies(rope: Rope) -> np.ndarray:
+    """float32 [dim / 2]: the angle by which each pair turns per position (Su et al. 2021, "RoFormer").
+
+    "linear" divides all frequencies by `factor`. "llama3" divides those that make fewer than `low_freq_factor` turns
+    over the original context, keeps those that make more than `high_freq_factor`, and interpolates between. "yarn"
+    (Peng et al. 2023) does the same between `beta_slow` and `beta_fast` turns, along the number of the pair. The
+    rounding is that of transformers: at large positions the last digit of a frequency matters.
+    """
+    exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
+    wavelengths = (np.float64(rope.rope_theta) ** exponents).astype(np.float32)
+    frequencies = 1 / wavelengths
+    if rope.rope_type == "linear":
+        frequencies = frequencies / np.float32(rope.factor)
+    if rope.rope_type == "llama3":
+        turns = rope.original_max_position_embeddings / (np.float32(2 * np.pi) / frequencies)
+        span = max(rope.high_freq_factor - rope.low_freq_factor, 1e-30)  # not 0
+        kept = np.clip((turns - rope.low_freq_factor) / span, 0, 1)
+        frequencies = (1 - kept) * frequencies / rope.factor + kept * frequencies
+    if rope.rope_type == "yarn":
+
+        def pair_that_turns(times):
+            wavelength = rope.original_max_position_embeddings / (times * 2 * math.pi)
+            return rope.dim * math.log(wavelength) / (2 * math.log(rope.rope_theta))
+
+        first, last = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+        if rope.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, rope.dim - 1)
+        last += 0.001 if first == last else 0
+        pairs = np.arange(rope.dim // 2, dtype=np.float32)
+        kept = 1 - np.clip((pairs - np.float32(first)) / np.float32(last - first), 0, 1)
+        frequencies = 1 / (np.float32(rope.factor) * wavelengths) * (1 - kept) + frequencies * kept
+    return frequencies.astype(np.float32)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """Yarn's factor of queries and of keys for a context `factor` times as long. Scores get its square."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def rope_scale(rope: Rope) -> float:
+    """The factor of what turns, with yarn. As in transformers, attention_factor wins over the two mscales."""
+    if rope.rope_type != "yarn":
+        return 1.0
+    if rope.attention_factor:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
+    return yarn_mscale(rope.factor, 1)
+
+
+def rotate(x: Array, positions: Array, rope: Rope) -> Array:
+    """Turns pairs of the first `dim` numbers of float32 x [B, T, heads, H] by positions [B, T] times frequencies."""
+    angles = positions[:, :, None, None].astype(jnp.float32) * rope_frequencies(rope)
+    cos, sin = rope_scale(rope) * jnp.cos(angles), rope_scale(rope) * jnp.sin(angles)
+    x, rest = jnp.split(x, [rope.dim], axis=-1)
+    x1, x2 = (x[..., 0::2], x[..., 1::2]) if rope.interleaved else jnp.split(x, 2, axis=-1)
+    # Pairs are not interleaved again: queries and keys are permuted alike, and their dot products stay the same.
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], axis=-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Norm, embedding, vocabulary
 
 
@@ -1596,20 +1642,6 @@ def values_and_scale(x, dtype: jnp.dtype) -> tuple[Array, Array | None]:
 # Reading config.json
 
 
-def read_rope(config: dict) -> dict:
-    """The rope parameters of a config.json, from its top level and its rope table. As in transformers, the table wins,
-    except for original_max_position_embeddings, which defaults to max_position_embeddings."""
-    table = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values()):
-        raise InputError(f"config.json: the rope parameters must be one table for all layers, not {table!r:.40}")
-    top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    given = {name: value for part in (top_level, table) for name, value in part.items() if value is not None}
-    given.setdefault("rope_type", given.get("type", "default"))
-    key = "original_max_position_embeddings"
-    given[key] = config.get(key) or given.get(key) or config.get("max_position_embeddings")
-    return given
-
-
 FOLDERS = {  # of the repository that this file is from, and the model_types that each reads
     "deepseek": ("deepseek_v2", "deepseek_v3", "kimi_k2"), "glm4": ("glm", "glm4"), "glm4_flash": ("glm4_moe_lite",),
     "gpt_oss": ("gpt_oss",), "llama3": ("llama", "mistral"), "llama4": ("llama4", "llama4_text"),
@@ -1627,11 +1659,12 @@ def check_supported(**features: tuple[object, tuple]) -> None:
 
 
 def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:
-    """Those of `given` that are fields of the dataclass `cls`, in the fields' types; null counts as absent.
+    """Those of `given` that are plain fields of the dataclass `cls`, in their types; null counts as absent.
 
     Raises InputError for a value that such a field cannot have, and for a missing one that is needed or has no default.
     """
-    kinds = get_type_hints(cls)
+    plain = (bool, int, float, str, int | None)
+    kinds = {name: kind for name, kind in get_type_hints(cls, globals()).items() if kind in plain}
     given = {name: value for name, value in given.items() if name in kinds and value is not None}
     for name, value in given.items():
         if not is_valid(value, kinds[name]):

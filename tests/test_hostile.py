@@ -54,7 +54,7 @@ def test_any_config(demo, data):
     except modules.model.InputError as error:
         assert str(error).isprintable() and len(str(error)) < 2000
         return
-    for name, kind in typing.get_type_hints(modules.model.Config).items():
+    for name, kind in typing.get_type_hints(modules.model.Config, vars(modules.model)).items():
         if isinstance(kind, type):  # no union, no tuple of something
             assert type(getattr(checkpoint.config, name)) is kind, name
     assert checkpoint.tensors

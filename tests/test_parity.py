@@ -177,6 +177,7 @@ CASES = {
         attention_bias=True, mlp_bias=True, rms_norm_eps=0.1, head_dim=24, num_key_value_heads=1
     ),
     "mistral 0.1, window": mistral(sliding_window=50),
+    "mistral, yarn": mistral(sliding_window=None, rope_parameters=YARN),
     "mistral 0.3": mistral(sliding_window=None),
     "glm": glm(),
     "glm, tied, a quarter turned, one kv head": glm(
@@ -185,6 +186,7 @@ CASES = {
         head_dim=24,
         rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
     ),
+    "glm, yarn of half a head": glm(rope_parameters=QWEN_YARN | {"partial_rotary_factor": 0.5}),
     "glm 0414": glm_0414(rms_norm_eps=1e-5),
     "glm 0414, no biases, all turned, large eps": glm_0414(
         attention_bias=False,
