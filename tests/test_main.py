@@ -327,7 +327,7 @@ def template(text):
         (edit_json("config.json", vocab_size=511), "[512, 128]"),
         (edit_json("config.json", tie_word_embeddings=False), "lm_head.weight is missing"),
         (edit_json("config.json", hidden_act="gelu"), "'gelu'"),
-        (edit_json("config.json", rope_parameters={"rope_type": "yarn", "factor": 4.0}), "'yarn'"),
+        (edit_json("config.json", rope_parameters={"rope_type": "longrope", "factor": 4.0}), "'longrope'"),
         (
             edit_json("config.json", rope_parameters={"rope_type": "llama3", "factor": 4.0}),
             "low_freq_factor is missing",
