@@ -105,7 +105,7 @@ def test_a_chunked_layer_holds_a_chunk_and_a_piece():
         ({"num_hidden_layers": 2**31 - 1, "moe_layers": None}, "num_hidden_layers cannot be 2147483647"),
         ({"attention_chunk_size": None}, "need an attention_chunk_size"),
         ({"attention_chunk_size": -4}, "attention_chunk_size cannot be -4"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope'"),
     ],
 )
 def test_configurations_that_cannot_be(changes, words):
