@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import re
-from types import SimpleNamespace
 
 import jax
 from folders import RESULTS, ROOT, import_model, read_config, run, shape_of, split_of
@@ -193,7 +192,7 @@ def sizes(names: list[str]) -> list[str]:
         count = sum(math.prod(shape_of(weight)) for weight in weights)
         for int8 in (False, True):
             nbytes = sum(bytes_of(weight, int8) for weight in weights)
-            fitting = [m for m in MACHINES if nbytes <= MEMORY_SHARE * m[1] and divides(model, config, *m[2:])]
+            fitting = [m for m in MACHINES if nbytes <= MEMORY_SHARE * m[1]]
             beyond = {"gpu": "more than 8 GPUs", "tpu": "more than 256 chips"}
             smallest = [next((m[0] for m in fitting if m[2] == kind), more) for kind, more in beyond.items()]
             cells.append(f"{billions(nbytes)} GB: {', '.join(smallest)}")
@@ -227,16 +226,6 @@ def bytes_of(weight, int8: bool) -> int:
     if int8 and weight.is_matrix():
         return math.prod(shape) + 4 * math.prod(shape[:-1])
     return math.prod(shape) * (4 if weight.dtype == "float32" else 2)
-
-
-def divides(model, config, platform: str, count: int) -> bool:
-    """Whether the mesh that main.py takes on so many devices divides the model."""
-    dp, ep, tp = model.mesh_shape(config, [SimpleNamespace(platform=platform)] * count)
-    try:
-        model.check_mesh(config, SimpleNamespace(shape={"dp": dp, "ep": ep, "tp": tp}))
-    except model.InputError:
-        return False
-    return True
 
 
 def filled(text: str) -> str:

@@ -84,10 +84,7 @@ MODEL_AXES = ("ep", "tp")  # the axes of the mesh whose devices share a layer
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The values of config.json that inference needs, under config.json's own names, and a fact of the checkpoint.
-
-    Defaults are the reference's.
-    """
+    """The values of config.json that inference needs, under config.json's own names, and a fact of the checkpoint."""
 
     vocab_size: int
     hidden_size: int
@@ -126,62 +123,23 @@ class Config:
         check_supported(
             model_type=(config.get("model_type"), ("glm4_moe_lite",)),
             hidden_act=(config.get("hidden_act", "silu"), ("silu", "swish")),
-            scoring_func=(config.get("scoring_func") or "sigmoid", ("sigmoid",)),
-            topk_method=(config.get("topk_method") or "noaux_tc", ("noaux_tc",)),
+            scoring_func=(config.get("scoring_func", "sigmoid"), ("sigmoid",)),
+            topk_method=(config.get("topk_method", "noaux_tc"), ("noaux_tc",)),
         )
-        extra = f"model.layers.{config.get('num_hidden_layers')}.eh_proj.weight"  # no other layer has this tensor
-        given = {"q_lora_rank": 768} | config | {"has_extra_layer": extra in names}  # the default, which null is not
-        given = read_fields(cls, given)
-        layers, kinds = given["num_hidden_layers"], config.get("mlp_layer_types")
-        if layers >= 2**16:  # before lists of that length are made
-            raise InputError(f"config.json: num_hidden_layers cannot be {layers}")
-        kinds = ["dense"] + ["sparse"] * (layers - 1) if kinds is None else kinds
-        if not isinstance(kinds, list) or len(kinds) < layers or any(k not in ("dense", "sparse") for k in kinds):
-            raise InputError(f"config.json: mlp_layer_types cannot be {kinds!r:.40} for {layers} layers")
+        given = read_fields(cls, config)
         interleaved = given.get("rope_interleave", True)
         given["rope"] = read_rope(config, "qk_rope_head_dim", given["qk_rope_head_dim"], interleaved)
-        result = cls(**given, mlp_layer_types=tuple(kinds[:layers]))
-        result.check()
+        layers = given["num_hidden_layers"]
+        default = ["dense"] + ["sparse"] * (layers - 1)
+        kinds = read_list(config, "mlp_layer_types", ("dense", "sparse"), default, layers)
+        extra = f"model.layers.{layers}.eh_proj.weight"  # no other layer has this tensor
+        result = cls(**given | {"has_extra_layer": extra in names}, mlp_layer_types=kinds[:layers])
+        check_routing(result, result.n_routed_experts, best=2)
         return result
-
-    def check(self) -> None:
-        """Raises InputError for inconsistent numbers."""
-        experts, groups = self.n_routed_experts, self.n_group
-        if experts >= 2**12:  # before tables of that length are made
-            raise InputError(f"config.json: n_routed_experts cannot be {experts}")
-        if experts % groups:
-            raise InputError(f"config.json: n_group {groups} does not divide n_routed_experts {experts}")
-        if experts < 2 * groups:
-            raise InputError(f"config.json: n_group {groups} leaves a group less than two of {experts} experts")
-        if self.topk_group > groups:
-            raise InputError(f"config.json: topk_group {self.topk_group} exceeds n_group {groups}")
-        eligible = self.topk_group * (experts // groups)
-        if self.num_experts_per_tok > eligible:
-            raise InputError(
-                f"config.json: num_experts_per_tok {self.num_experts_per_tok} exceeds the {eligible} experts of "
-                f"topk_group {self.topk_group} groups"
-            )
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in the place of an MLP."""
         return layer >= len(self.mlp_layer_types) or self.mlp_layer_types[layer] == "sparse"
-
-
-def check_mesh(config: Config, mesh: Mesh) -> None:
-    """Raises InputError if the mesh does not divide the model."""
-    shards, ep, tp = model_shards(mesh), mesh.shape["ep"], mesh.shape["tp"]
-    kinds = {config.has_experts(i) for i in range(config.num_hidden_layers)}
-    checks = []
-    if False in kinds:
-        checks.append(("ep x tp", shards, "intermediate_size", config.intermediate_size))
-    if True in kinds:
-        F, shared = config.moe_intermediate_size, config.n_shared_experts
-        checks.append(("ep", ep, "n_routed_experts", config.n_routed_experts))
-        checks.append(("tp", tp, "moe_intermediate_size", F))
-        checks.append(("ep x tp", shards, "n_shared_experts x moe_intermediate_size", shared * F))
-    for axes, devices, name, size in checks:
-        if size % devices:
-            raise InputError(f"{axes} = {devices} does not divide {name} {size}; choose a divisor of it")
 
 
 def weights_of(config: Config) -> dict:
@@ -423,6 +381,11 @@ def model_shards(mesh: Mesh) -> int:
     return mesh.shape["ep"] * mesh.shape["tp"]
 
 
+def sharers(groups: int, shards: int) -> int:
+    """R, how many consecutive devices of `shards` share each of these groups, such as kv heads. It divides `shards`."""
+    return max(R for R in range(1, max(shards // groups, 1) + 1) if shards % R == 0)
+
+
 def shard_index(R: int) -> Array | int:
     """Which of the R consecutive devices that share a cache this device is."""
     return 0 if R == 1 else jax.lax.rem(jax.lax.axis_index(MODEL_AXES), R)
@@ -454,10 +417,10 @@ class Part:
     in the weight of several experts, a name without it is a packed tensor [experts, input, output], or of vectors.
 
     The rows form `units` of equal size that are never cut, such as heads (0: each row is one). Units form `groups`,
-    such as the query heads of one kv head. A device holds whole groups. If there are more devices than groups, the
-    units of a group are divided among its devices, and the last ones may get fewer or none; a `replicated` part is
-    copied to each of them. `rows` (start, stop) limits the part to these rows. `within` (start, stop) takes these rows
-    of each unit. The units of a device are rounded up to a multiple of `multiple`; the added ones are zeros.
+    such as the query heads of one kv head. A device holds whole groups. If R devices share a group, its units are
+    divided among them; a `replicated` part is copied to each. The last devices may get fewer groups or units, or none,
+    and have zeros for them. `rows` (start, stop) limits the part to these rows. `within` (start, stop) takes these rows
+    of each unit. The units of a device are rounded up to a multiple of `multiple`, with zeros.
     """
 
     tensors: dict[str, int]
@@ -476,12 +439,13 @@ class Part:
 
     def assigned_units(self, shard: int, shards: int) -> tuple[int, int, int]:
         """The units of device `shard` of `shards`: the first, the one after the last, and how many it has room for."""
-        sharers = max(shards // self.groups, 1)  # devices that share a group
-        size = self.layout()[1] // self.groups * max(self.groups // shards, 1)  # units of the groups of a device
-        room = size if self.replicated else ceil_div(size, sharers * self.multiple) * self.multiple
-        begin = shard // sharers * size
-        first = begin if self.replicated else begin + min(shard % sharers * room, size)
-        return first, min(first + room, begin + size), room
+        R, units = sharers(self.groups, shards), self.layout()[1]
+        size = units // self.groups * ceil_div(self.groups, shards // R)  # units of the groups of a device
+        room = size if self.replicated else ceil_div(size, R * self.multiple) * self.multiple
+        begin = min(shard // R * size, units)
+        end = min(begin + size, units)
+        first = begin if self.replicated else min(begin + shard % R * room, end)
+        return first, min(first + room, end), room
 
     def rows_per_device(self, shards: int) -> int:
         """How many rows each of `shards` devices has room for."""
@@ -552,7 +516,10 @@ class Weight:
         return {self.full_name(name, e): shape for e in range(self.experts or 1) for name, shape in shapes.items()}
 
     def abstract(self, mesh: Mesh, dtype: jnp.dtype, int8: bool) -> jax.ShapeDtypeStruct | Int8:
-        """The weight on a mesh, as a jax.ShapeDtypeStruct with its sharding, or as Int8 if `int8` and it is_matrix."""
+        """The weight on a mesh, as a jax.ShapeDtypeStruct with its sharding, or as Int8 if `int8` and it is_matrix.
+        Raises InputError if the devices along ep cannot hold as many experts each."""
+        if self.experts % mesh.shape["ep"]:
+            raise InputError(f"ep = {mesh.shape['ep']} does not divide the {self.experts} experts; choose a divisor")
         shards = math.prod(mesh.shape[axis] for axis in self.axes())
         shape = list(self.shape(shards * sum(part.rows_per_device(shards) for part in self.parts)))
         spec = [] if self.split is None else [None] * len(shape)
@@ -594,12 +561,12 @@ def whole(name: str, *shape: int, dtype: str | None = None) -> Weight:
 
 
 def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = False) -> dict:
-    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises as check_mesh does.
+    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises InputError if the
+    mesh does not divide the experts.
 
     Matrices are [output, input], as in the checkpoint: a row is contiguous, and loading transposes nothing but packed
     experts. If devices cannot share rows evenly, the arrays have rows or columns of zeros, which change nothing.
     """
-    check_mesh(config, mesh)
     return jax.tree.map(lambda weight: weight.abstract(mesh, dtype, int8), weights_of(config))
 
 
@@ -1754,6 +1721,20 @@ def summed(parts: Array, x: Array) -> Array:
 # Routing in plain JAX
 
 
+def check_routing(config: Config, experts: int, best: int = 1) -> None:
+    """Raises InputError if a token cannot choose `num_experts_per_tok` of so many experts, in groups of which the
+    `best` experts count."""
+    k, groups, top = config.num_experts_per_tok, config.n_group, config.topk_group
+    if experts % groups or experts < best * groups:
+        raise InputError(
+            f"config.json: n_group {groups} does not divide {experts} experts into groups of {best} or more"
+        )
+    if top > groups:
+        raise InputError(f"config.json: topk_group {top} exceeds n_group {groups}")
+    if k > (eligible := top * (experts // groups)):
+        raise InputError(f"config.json: num_experts_per_tok {k} exceeds the {eligible} experts that a token can choose")
+
+
 def chosen_experts(scores: Array, choice: Array, best: int, config: Config) -> tuple[Array, Array]:
     """The k experts whose float32 choice [B, E] is highest, and their scores, [B, k] each. If topk_group is less than
     n_group, only experts of so many groups are eligible: of the groups whose `best` highest choices add up to the most.
@@ -1815,6 +1796,12 @@ FOLDERS = {  # of the repository that this file is from, and the model_types tha
 }  # fmt: skip
 
 
+COUNTS = {  # where they are not from 1 to 2**31; layers and experts are bounded before lists of that length are made
+    "num_hidden_layers": range(1, 2**16), "first_k_dense_replace": range(2**16), "max_window_layers": range(2**16),
+    "num_experts": range(2**12), "num_local_experts": range(1, 2**12), "n_routed_experts": range(1, 2**12),
+}  # fmt: skip
+
+
 def check_supported(**features: tuple[object, tuple]) -> None:
     """Each feature is a pair (value, supported values). Raises InputError if a value is not among them."""
     for name, (value, supported) in features.items():
@@ -1833,7 +1820,7 @@ def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:
     kinds = {name: kind for name, kind in get_type_hints(cls, globals()).items() if kind in plain}
     given = {name: value for name, value in given.items() if name in kinds and value is not None}
     for name, value in given.items():
-        if not is_valid(value, kinds[name]):
+        if not is_valid(value, kinds[name], name):
             raise InputError(f"config.json: {name} cannot be {value!r:.40}")
     required = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
     for name in (*required, *needed):
@@ -1842,13 +1829,26 @@ def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:
     return {name: float(value) if kinds[name] is float else value for name, value in given.items()}
 
 
-def is_valid(value: object, kind: type) -> bool:
+def read_list(config: dict, name: str, allowed: Collection, default: Collection, least: int = 0) -> tuple:
+    """A list of config.json, of `least` entries at least, which are all among `allowed`."""
+    values = config.get(name)
+    if values is None:
+        return tuple(default)
+    kind = type(allowed[0])  # True does not pass for 1
+    if not isinstance(values, list) or any(type(value) is not kind or value not in allowed for value in values):
+        raise InputError(f"config.json: {name} cannot be {values!r:.40}")
+    if len(values) < least:
+        raise InputError(f"config.json: {name} has {len(values)} entries for {least} layers")
+    return tuple(values)
+
+
+def is_valid(value: object, kind: type, name: str = "") -> bool:
     """Whether a value of a JSON file can be a field of type `kind`. Numbers are positive and bounded."""
     if kind in (bool, str):
         return isinstance(value, kind)
     if kind is float:
         return type(value) in (int, float) and 1e-30 < value < 1e30
-    return type(value) is int and 0 < value < 2**31  # isinstance would take a bool
+    return type(value) is int and value in COUNTS.get(name, range(1, 2**31))  # isinstance would take a bool
 
 
 # =====================================================================================================================

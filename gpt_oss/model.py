@@ -74,38 +74,27 @@ MODEL_AXES = ("ep", "tp")  # the axes of the mesh whose devices share a layer
 # =====================================================================================================================
 
 
-ROPE = {  # the rope parameters of a config.json that has none
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "original_max_position_embeddings": 4096,
-    "truncate": False,
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The values of config.json that inference needs, under config.json's own names, and a fact of the checkpoint.
-
-    Defaults are those of transformers.
-    """
+    """The values of config.json that inference needs, under config.json's own names, and a fact of the checkpoint."""
 
     vocab_size: int
     hidden_size: int
     intermediate_size: int  # of an expert
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int = 8
-    head_dim: int = 64
-    num_local_experts: int = 128
-    num_experts_per_tok: int = 4
+    num_local_experts: int
+    num_experts_per_tok: int
+    sliding_window: int
+    num_key_value_heads: int = 0  # from_dict sets this and the next two
+    head_dim: int = 0
+    rope: Rope | None = None
     layer_types: tuple[str, ...] = ()  # for each layer "sliding_attention" or "full_attention"
-    sliding_window: int = 128
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
     attention_bias: bool = True
-    rope: Rope | None = None  # from_dict sets it
     experts_are_mxfp4: bool = False  # in the checkpoint
 
     n_group = topk_group = 1  # constants: `choose_experts` can limit the choice to some groups of experts
@@ -117,63 +106,24 @@ class Config:
 
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
-        if not config.get("rope_scaling") and config.get("rope_parameters") is None:
-            config = config | {"rope_parameters": ROPE}
         check_supported(
             model_type=(config.get("model_type"), ("gpt_oss",)),
             is_causal=(config.get("is_causal", True), (True,)),
         )
-        given = {"num_local_experts": config.get("num_experts")} | config  # transformers knows both names
-        given = read_fields(cls, given | {"experts_are_mxfp4": None})
-        if "num_key_value_heads" in config:  # null, for which the reference has another default
-            given.setdefault("num_key_value_heads", given["num_attention_heads"])
-        if "head_dim" in config:
-            given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
+        given = read_heads(cls, config)
+        given["rope"] = read_rope(config, "head_dim", given["head_dim"], rope_theta=150000.0)
         quantization = config.get("quantization_config")
         says_mxfp4 = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
         given["experts_are_mxfp4"] = any(name.endswith("_blocks") for name in names) if names else says_mxfp4
-        layers = given["num_hidden_layers"]
-        if layers >= 2**16:  # before lists of that length are made
-            raise InputError(f"config.json: num_hidden_layers cannot be {layers}")
-        kinds, layer_types = ("sliding_attention", "full_attention"), config.get("layer_types")
-        if layer_types is None:
-            layer_types = [kinds[i % 2] for i in range(layers)]
-        if not isinstance(layer_types, list) or len(layer_types) < layers:
-            raise InputError(f"config.json: layer_types is no list of {layers} entries, one for each layer")
-        check_supported(**{f"layer_types of layer {i}": (kind, kinds) for i, kind in enumerate(layer_types)})
-        if "sliding_attention" in layer_types[:layers] and config.get("sliding_window", 128) is None:
-            raise InputError("config.json: layers with sliding_attention need a sliding_window")
-        given["rope"] = read_rope(config, "head_dim", given.get("head_dim", cls.head_dim), rope_theta=150000.0)
-        result = cls(**given, layer_types=tuple(layer_types[:layers]))
-        result.check()
+        layers, kinds = given["num_hidden_layers"], ("sliding_attention", "full_attention")
+        default = [kinds[i % 2] for i in range(layers)]
+        result = cls(**given, layer_types=read_list(config, "layer_types", kinds, default, layers))
+        check_routing(result, result.num_local_experts)
         return result
-
-    def check(self) -> None:
-        """Raises InputError for inconsistent numbers."""
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        if heads % kv_heads:
-            raise InputError(f"config.json: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
-        if self.num_local_experts >= 2**12:  # before tables of that length are made
-            raise InputError(f"config.json: num_local_experts cannot be {self.num_local_experts}")
-        if self.num_experts_per_tok > self.num_local_experts:
-            raise InputError(
-                f"config.json: num_experts_per_tok {self.num_experts_per_tok} exceeds num_local_experts "
-                f"{self.num_local_experts}"
-            )
 
     def mask(self, layer: int) -> Mask:
         """Which tokens a token attends to in a layer: all up to its own, or the last ones."""
         return Mask(window=self.sliding_window if self.layer_types[layer] == "sliding_attention" else None)
-
-
-def check_mesh(config: Config, mesh: Mesh) -> None:
-    """Raises InputError if the mesh does not divide the model."""
-    shards, kv_heads = model_shards(mesh), config.num_key_value_heads
-    if config.num_local_experts % mesh.shape["ep"]:
-        sizes = f"ep = {mesh.shape['ep']} does not divide num_local_experts {config.num_local_experts}"
-        raise InputError(f"{sizes}; choose a divisor of it")
-    if kv_heads % shards and shards % kv_heads:
-        raise InputError(f"ep x tp = {shards} is neither a divisor nor a multiple of num_key_value_heads {kv_heads}")
 
 
 def weights_of(config: Config) -> dict:
@@ -356,6 +306,11 @@ def model_shards(mesh: Mesh) -> int:
     return mesh.shape["ep"] * mesh.shape["tp"]
 
 
+def sharers(groups: int, shards: int) -> int:
+    """R, how many consecutive devices of `shards` share each of these groups, such as kv heads. It divides `shards`."""
+    return max(R for R in range(1, max(shards // groups, 1) + 1) if shards % R == 0)
+
+
 def shard_index(R: int) -> Array | int:
     """Which of the R consecutive devices that share a cache this device is."""
     return 0 if R == 1 else jax.lax.rem(jax.lax.axis_index(MODEL_AXES), R)
@@ -387,10 +342,10 @@ class Part:
     in the weight of several experts, a name without it is a packed tensor [experts, input, output], or of vectors.
 
     The rows form `units` of equal size that are never cut, such as heads (0: each row is one). Units form `groups`,
-    such as the query heads of one kv head. A device holds whole groups. If there are more devices than groups, the
-    units of a group are divided among its devices, and the last ones may get fewer or none; a `replicated` part is
-    copied to each of them. `rows` (start, stop) limits the part to these rows. `within` (start, stop) takes these rows
-    of each unit. The units of a device are rounded up to a multiple of `multiple`; the added ones are zeros.
+    such as the query heads of one kv head. A device holds whole groups. If R devices share a group, its units are
+    divided among them; a `replicated` part is copied to each. The last devices may get fewer groups or units, or none,
+    and have zeros for them. `rows` (start, stop) limits the part to these rows. `within` (start, stop) takes these rows
+    of each unit. The units of a device are rounded up to a multiple of `multiple`, with zeros.
     """
 
     tensors: dict[str, int]
@@ -409,12 +364,13 @@ class Part:
 
     def assigned_units(self, shard: int, shards: int) -> tuple[int, int, int]:
         """The units of device `shard` of `shards`: the first, the one after the last, and how many it has room for."""
-        sharers = max(shards // self.groups, 1)  # devices that share a group
-        size = self.layout()[1] // self.groups * max(self.groups // shards, 1)  # units of the groups of a device
-        room = size if self.replicated else ceil_div(size, sharers * self.multiple) * self.multiple
-        begin = shard // sharers * size
-        first = begin if self.replicated else begin + min(shard % sharers * room, size)
-        return first, min(first + room, begin + size), room
+        R, units = sharers(self.groups, shards), self.layout()[1]
+        size = units // self.groups * ceil_div(self.groups, shards // R)  # units of the groups of a device
+        room = size if self.replicated else ceil_div(size, R * self.multiple) * self.multiple
+        begin = min(shard // R * size, units)
+        end = min(begin + size, units)
+        first = begin if self.replicated else min(begin + shard % R * room, end)
+        return first, min(first + room, end), room
 
     def rows_per_device(self, shards: int) -> int:
         """How many rows each of `shards` devices has room for."""
@@ -485,7 +441,10 @@ class Weight:
         return {self.full_name(name, e): shape for e in range(self.experts or 1) for name, shape in shapes.items()}
 
     def abstract(self, mesh: Mesh, dtype: jnp.dtype, int8: bool) -> jax.ShapeDtypeStruct | Int8:
-        """The weight on a mesh, as a jax.ShapeDtypeStruct with its sharding, or as Int8 if `int8` and it is_matrix."""
+        """The weight on a mesh, as a jax.ShapeDtypeStruct with its sharding, or as Int8 if `int8` and it is_matrix.
+        Raises InputError if the devices along ep cannot hold as many experts each."""
+        if self.experts % mesh.shape["ep"]:
+            raise InputError(f"ep = {mesh.shape['ep']} does not divide the {self.experts} experts; choose a divisor")
         shards = math.prod(mesh.shape[axis] for axis in self.axes())
         shape = list(self.shape(shards * sum(part.rows_per_device(shards) for part in self.parts)))
         spec = [] if self.split is None else [None] * len(shape)
@@ -527,12 +486,12 @@ def whole(name: str, *shape: int, dtype: str | None = None) -> Weight:
 
 
 def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = False) -> dict:
-    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises as check_mesh does.
+    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises InputError if the
+    mesh does not divide the experts.
 
     Matrices are [output, input], as in the checkpoint: a row is contiguous, and loading transposes nothing but packed
     experts. If devices cannot share rows evenly, the arrays have rows or columns of zeros, which change nothing.
     """
-    check_mesh(config, mesh)
     return jax.tree.map(lambda weight: weight.abstract(mesh, dtype, int8), weights_of(config))
 
 
@@ -1415,6 +1374,16 @@ class LayerCache(NamedTuple):
     v: Array | Int8
 
 
+def read_heads(cls: type, config: dict) -> dict:
+    """read_fields, with the heads: by default a kv head for each query head, which together are hidden_size wide."""
+    given = read_fields(cls, config)
+    heads = given["num_attention_heads"]
+    given = {"num_key_value_heads": heads, "head_dim": given["hidden_size"] // heads} | given
+    if heads % (kv_heads := given["num_key_value_heads"]):
+        raise InputError(f"config.json: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
+    return given
+
+
 def abstract_cache(config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, int8: bool = False):
     """The KV cache as a list of LayerCache of jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens, rounded up. A
     layer with a window or chunks holds no more than that and a piece of prefill: it is a ring then. Dtype and width are
@@ -1427,7 +1396,7 @@ def abstract_cache(config: Config, mesh: Mesh, batch: int, max_seq_len: int, dty
         span = mask.window or mask.chunk
         tokens = min(max_seq_len, span + PREFILL_PIECE) if span else max_seq_len
         slots = cache_slots(ceil_div(tokens, cache_sharers(config, X)))
-        shape = (batch, max(config.num_key_value_heads, X), slots, H)
+        shape = (batch, X * ceil_div(config.num_key_value_heads, X), slots, H)
         side = jax.ShapeDtypeStruct(shape, jnp.int8 if int8 else dtype, sharding=sharding)
         if int8:
             side = Int8(side, jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=sharding))
@@ -1438,7 +1407,7 @@ def abstract_cache(config: Config, mesh: Mesh, batch: int, max_seq_len: int, dty
 
 def cache_sharers(config: Config, shards: int) -> int:
     """R, the number of devices that share a kv head, of `shards` devices that share a layer."""
-    return max(shards // config.num_key_value_heads, 1)
+    return sharers(config.num_key_value_heads, shards)
 
 
 def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Config) -> float:
@@ -1454,9 +1423,9 @@ def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Conf
 
 def split_heads(qkv: Array, config: Config) -> tuple[Array, Array, Array]:
     """This device's queries [B, T, N, H], keys and values [B, T, K, H] of the product with `qkv`. Devices that share a
-    kv head divide its query heads. If R does not divide them, some devices have heads of zeros."""
+    kv head divide its query heads. What does not divide evenly leaves some devices heads of zeros."""
     X, kv_heads = jax.lax.axis_size(MODEL_AXES), config.num_key_value_heads
-    K = max(kv_heads // X, 1)
+    K = ceil_div(kv_heads, X)
     N = K * ceil_div(config.num_attention_heads // kv_heads, cache_sharers(config, X))
     return jnp.split(qkv.reshape(*qkv.shape[:2], N + 2 * K, config.head_dim), [N, N + K], axis=2)
 
@@ -1584,6 +1553,20 @@ def summed(parts: Array, x: Array) -> Array:
 # Routing in plain JAX
 
 
+def check_routing(config: Config, experts: int, best: int = 1) -> None:
+    """Raises InputError if a token cannot choose `num_experts_per_tok` of so many experts, in groups of which the
+    `best` experts count."""
+    k, groups, top = config.num_experts_per_tok, config.n_group, config.topk_group
+    if experts % groups or experts < best * groups:
+        raise InputError(
+            f"config.json: n_group {groups} does not divide {experts} experts into groups of {best} or more"
+        )
+    if top > groups:
+        raise InputError(f"config.json: topk_group {top} exceeds n_group {groups}")
+    if k > (eligible := top * (experts // groups)):
+        raise InputError(f"config.json: num_experts_per_tok {k} exceeds the {eligible} experts that a token can choose")
+
+
 def chosen_experts(scores: Array, choice: Array, best: int, config: Config) -> tuple[Array, Array]:
     """The k experts whose float32 choice [B, E] is highest, and their scores, [B, k] each. If topk_group is less than
     n_group, only experts of so many groups are eligible: of the groups whose `best` highest choices add up to the most.
@@ -1645,6 +1628,12 @@ FOLDERS = {  # of the repository that this file is from, and the model_types tha
 }  # fmt: skip
 
 
+COUNTS = {  # where they are not from 1 to 2**31; layers and experts are bounded before lists of that length are made
+    "num_hidden_layers": range(1, 2**16), "first_k_dense_replace": range(2**16), "max_window_layers": range(2**16),
+    "num_experts": range(2**12), "num_local_experts": range(1, 2**12), "n_routed_experts": range(1, 2**12),
+}  # fmt: skip
+
+
 def check_supported(**features: tuple[object, tuple]) -> None:
     """Each feature is a pair (value, supported values). Raises InputError if a value is not among them."""
     for name, (value, supported) in features.items():
@@ -1663,7 +1652,7 @@ def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:
     kinds = {name: kind for name, kind in get_type_hints(cls, globals()).items() if kind in plain}
     given = {name: value for name, value in given.items() if name in kinds and value is not None}
     for name, value in given.items():
-        if not is_valid(value, kinds[name]):
+        if not is_valid(value, kinds[name], name):
             raise InputError(f"config.json: {name} cannot be {value!r:.40}")
     required = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
     for name in (*required, *needed):
@@ -1672,13 +1661,26 @@ def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:
     return {name: float(value) if kinds[name] is float else value for name, value in given.items()}
 
 
-def is_valid(value: object, kind: type) -> bool:
+def read_list(config: dict, name: str, allowed: Collection, default: Collection, least: int = 0) -> tuple:
+    """A list of config.json, of `least` entries at least, which are all among `allowed`."""
+    values = config.get(name)
+    if values is None:
+        return tuple(default)
+    kind = type(allowed[0])  # True does not pass for 1
+    if not isinstance(values, list) or any(type(value) is not kind or value not in allowed for value in values):
+        raise InputError(f"config.json: {name} cannot be {values!r:.40}")
+    if len(values) < least:
+        raise InputError(f"config.json: {name} has {len(values)} entries for {least} layers")
+    return tuple(values)
+
+
+def is_valid(value: object, kind: type, name: str = "") -> bool:
     """Whether a value of a JSON file can be a field of type `kind`. Numbers are positive and bounded."""
     if kind in (bool, str):
         return isinstance(value, kind)
     if kind is float:
         return type(value) in (int, float) and 1e-30 < value < 1e30
-    return type(value) is int and 0 < value < 2**31  # isinstance would take a bool
+    return type(value) is int and value in COUNTS.get(name, range(1, 2**31))  # isinstance would take a bool
 
 
 # =====================================================================================================================

@@ -147,7 +147,6 @@ def decode(
     checkpoint = folder.convert.open_checkpoint(path, extra_layer=options.get("draft") == "mtp")
     config = checkpoint.config
     mesh = folder.model.make_mesh(*mesh, devices=jax.devices(platform)[: int(np.prod(mesh))])
-    folder.model.check_mesh(config, mesh)
     weights = folder.convert.load(checkpoint, mesh, dtype, int8)
     rows = [[] for _ in prompts]
     for tokens in folder.model.generate(weights, prompts, config, mesh, **options):

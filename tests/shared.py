@@ -1,12 +1,13 @@
 """What the model folders share, so that each can be copied alone: main.py, convert.py, and the blocks of model.py.
 
 A block is what stands below a heading of model.py after its first part, "The model". Blocks with the same heading are
-the same text.
+the same text. So are definitions of the first part with the same name, except for what makes a model its own.
 
-    python3 tests/shared.py llama3            # llama3's main.py, convert.py and blocks to every other folder
-    python3 tests/shared.py llama3 Decoding   # one block alone
+    python3 tests/shared.py llama3            # all of llama3 that is shared, to every other folder
+    python3 tests/shared.py llama3 Decoding   # one block alone, or one definition
 """
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -14,6 +15,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("main.py", "convert.py")
 SECOND_HALF = "# " + 117 * "=" + "\n# Running it\n"
+OWN = {  # what makes a model its own
+    "Config", "weights_of", "left_out", "attention", "feed_forward", "route", "weighed", "activation", "forward",
+    "output_logits",
+}  # fmt: skip
 HEADING = re.compile(r"^# (?:-{117}\n# (.+)|={117}\n# (.+)\n# ={117})\n", re.M)
 
 
@@ -33,19 +38,30 @@ def blocks(folder: str) -> dict[str, str]:
     return {"": text[:half]} | {heading: block.rstrip("\n") + "\n" for heading, block in found.items()}
 
 
-def propagate(source: str, heading: str | None = None) -> None:
-    """Gives every other folder the files and the blocks of `source`, or one block alone."""
-    wanted = blocks(source)
+def definitions(folder: str) -> dict[str, str]:
+    """The text of each function, class and constant of a folder's first part, by its name, except for OWN."""
+    text = blocks(folder)[""]
+    lines, found = text.splitlines(keepends=True), {}
+    for node in ast.parse(text).body:
+        names = [node.name] if hasattr(node, "name") else [t.id for t in getattr(node, "targets", [])]
+        start = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+        found |= {name: "".join(lines[start - 1 : node.end_lineno]) for name in names if name not in OWN}
+    return found
+
+
+def propagate(source: str, name: str | None = None) -> None:
+    """Gives every other folder the files, the blocks and the definitions of `source`, or what bears a name alone."""
+    wanted = blocks(source) | definitions(source)
     for folder in folders():
         if folder == source:
             continue
-        for file in FILES if heading is None else ():
+        for file in FILES if name is None else ():
             (ROOT / folder / file).write_bytes((ROOT / source / file).read_bytes())
         path, text = ROOT / folder / "model.py", (ROOT / folder / "model.py").read_text()
-        for name, block in blocks(folder).items():
-            if name and name in wanted and heading in (None, name) and block != wanted[name]:
-                text = text.replace(block, wanted[name])
-                print(f"{folder}/model.py: {name}")
+        for key, old in (blocks(folder) | definitions(folder)).items():
+            if key and key in wanted and name in (None, key) and old != wanted[key]:
+                text = text.replace(old, wanted[key])
+                print(f"{folder}/model.py: {key}")
         path.write_text(text)
 
 

@@ -171,8 +171,8 @@ def test_kimi_k2_from_the_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        (deepseek_3, {"n_group": 3}, "n_group 3 does not divide n_routed_experts 16"),
-        (deepseek_3, {"n_group": 16}, "a group less than two"),
+        (deepseek_3, {"n_group": 3}, "n_group 3 does not divide 16 experts"),
+        (deepseek_3, {"n_group": 16}, "n_group 16 does not divide 16 experts into groups of 2 or more"),
         (deepseek_3, {"topk_group": 5}, "topk_group 5 exceeds n_group 4"),
         (deepseek_3, {"topk_group": 1, "num_experts_per_tok": 5}, "num_experts_per_tok 5 exceeds the 4"),
         (deepseek_3, {"qk_rope_head_dim": 7}, "must be even"),
@@ -189,7 +189,7 @@ def test_kimi_k2_from_the_command_line(tmp_path):
         (deepseek_3, {"rope_parameters": YARN | {"beta_fast": []}}, r"beta_fast cannot be \[\]"),
         (deepseek_2, {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
         (deepseek_2, {"mlp_bias": True}, "mlp_bias True is not supported"),
-        (flash, {"mlp_layer_types": ["dense"]}, "mlp_layer_types cannot be"),
+        (flash, {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries for"),
         (flash, {"mlp_layer_types": ["dense", "odd", "dense"]}, "mlp_layer_types cannot be"),
         (flash, {"model_type": "glm4_moe"}, "model_type 'glm4_moe' is not supported"),
     ],
@@ -198,22 +198,6 @@ def test_configurations_that_cannot_be(family, changes, words):
     modules, _, config = family()
     with pytest.raises(modules.model.InputError, match=words):
         modules.model.Config.from_dict(config.to_dict() | changes)
-
-
-@pytest.mark.parametrize(
-    ("options", "mesh", "words"),
-    [
-        ({"n_routed_experts": 12}, (1, 8, 1), "ep = 8 does not divide n_routed_experts 12"),
-        ({"moe_intermediate_size": 36}, (1, 1, 8), "tp = 8 does not divide moe_intermediate_size 36"),
-        ({"moe_intermediate_size": 36}, (1, 4, 2), "ep x tp = 8 does not divide n_shared_experts x moe_int"),
-        ({"intermediate_size": 100}, (1, 4, 2), "ep x tp = 8 does not divide intermediate_size 100"),
-    ],
-)
-def test_meshes_that_cannot_be(options, mesh, words):
-    _, _, config = deepseek_3(**options)
-    config = deepseek.model.Config.from_dict(config.to_dict())
-    with pytest.raises(deepseek.model.InputError, match=words):
-        deepseek.model.check_mesh(config, deepseek.model.make_mesh(*mesh))
 
 
 def test_latents_of_2048_numbers_in_bfloat16(tmp_path):

@@ -75,7 +75,7 @@ def test_excerpts_are_verbatim(page):
 
 def test_excerpts_that_are_not_are_found():
     """What the test above would miss, it would miss in silence."""
-    line = "    return max(shards // config.num_key_value_heads, 1)\n"
+    line = "    return sharers(config.num_key_value_heads, shards)\n"
     check_excerpt("See `llama3/model.py`, `cache_sharers`:", line)
     for before, lines in [
         ("See `llama3/model.py`:", line),
@@ -85,8 +85,8 @@ def test_excerpts_that_are_not_are_found():
         ("See `llama3/model.py`, `split_heads`:", line),
         ("See `deepseek/model.py`, `cache_sharers`:", line),
         ("See `llama3/model.py`, `cache_sharers`:", line.strip() + "\n"),
-        ("See `llama3/model.py`, `cache_sharers`:", line.replace("max", "min")),
-        ("See `llama3/model.py`, `cache_sharers`:", line.replace(", 1)", ", 1")),
+        ("See `llama3/model.py`, `cache_sharers`:", line.replace("sharers", "divisors")),
+        ("See `llama3/model.py`, `cache_sharers`:", line.replace(")", "")),
         ("See `llama3/model.py`, `cache_sharers`:", ""),
     ]:
         with pytest.raises(AssertionError):

@@ -17,7 +17,7 @@ import pytest
 from helpers import ROOT, environment_of_users, import_folder, reference_logprobs, save_random
 from safetensors.numpy import load_file, save_file
 from shared import folders
-from test_parity import llama
+from test_parity import llama, qwen_3_moe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FOLDERS = {name: import_folder(name) for name in folders()}
@@ -454,13 +454,12 @@ def test_interrupted(main, tmp_path, output):
         assert (first + rest).endswith("\n" + first.removesuffix("> cde\n"))
 
 
-def test_a_mesh_that_does_not_divide_the_model(main, tmp_path):
-    _, model_class, config = llama(num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
+def test_a_mesh_that_does_not_divide_the_experts(main, tmp_path):
+    _, model_class, config = qwen_3_moe(num_experts=6)
     save_random(tmp_path, model_class, config)
-    arguments = ["--model_path", tmp_path, "--prompt", "a"]
-    assert_refused(main(*arguments), "does not divide num_attention_heads 6")
-    assert_refused(main(*arguments, "--dp", "2"), "does not divide num_attention_heads 6")
-    assert main(*arguments, "--dp", "4", "--max_new_tokens", "2")[0] == 0
+    arguments = ["--model_path", tmp_path, "--prompt", "a", "--max_new_tokens", "2"]
+    assert_refused(main(*arguments, "--ep", "4", folder="qwen3"), "ep = 4 does not divide the 6 experts")
+    assert main(*arguments, "--ep", "2", folder="qwen3")[0] == 0
 
 
 def test_streamed_text_is_the_decoded_text(main, tmp_path):

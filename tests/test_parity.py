@@ -274,9 +274,15 @@ def random_prompts(*lengths):
     return [rng.integers(0, SMALL["vocab_size"], length).tolist() for length in lengths]
 
 
-OTHER_MESHES = {  # meshes that replace (2, 2, 2): tp beyond the kv heads too, and dp that does not divide the batch
+OTHER_MESHES = {  # meshes that replace (2, 2, 2): tp beyond the kv heads or dividing nothing, dp that divides no batch
     "llama 3.2, tied": [(8, 1, 1)],
     "llama 3.1": [(1, 1, 1), (2, 2, 2)],
+    "llama 2, no groups, linear rope": [(1, 1, 5)],
+    "mistral 0.3": [(1, 1, 3)],
+    "glm": [(1, 1, 7)],
+    "llama 4 scout, nested": [(1, 2, 3)],
+    "moonlight": [(1, 2, 3)],
+    "qwen3": [(1, 1, 6)],
     "llama, biases, large eps, wide heads, one kv head": [(1, 1, 8)],
     "glm, tied, a quarter turned, one kv head": [(1, 2, 2)],
     "glm 0414": [(2, 1, 4)],

@@ -40,7 +40,7 @@ def test_8b_on_two_by_four_chips():
         (["nothing", "--config", "llama-3.1-8b", "--target", "v5e:2x4"], "nothing: no such model folder"),
         (["llama3", "--config", "llama-9b", "--target", "v5e:2x4"], "llama-9b"),
         (["llama3", "--config", "llama-3.1-8b", "--target", "v9:2x4"], "v9:2x4"),
-        (["llama3", "--config", "llama-3.2-3b", "--target", "v5e:4x4"], "num_attention_heads 24"),
+        (["qwen3", "--config", "qwen3-30b-a3b", "--target", "v5e:2x4", "--ep", "3"], "1 x 3 x 2 needs 6"),
     ],
 )
 def test_errors(arguments, words):

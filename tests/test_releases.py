@@ -101,7 +101,7 @@ ABSENT = {  # keys of configs/ that the released file does not have: they are th
     "llama4": {"llama-4-scout": ("attn_temperature_tuning", "floor_scale", "attn_scale", "tie_word_embeddings")},
     "deepseek": {"moonlight": ("rope_scaling",)},
     "qwen3": {"qwen3-coder-480b": ("attention_bias",)},
-    "gpt_oss": {"gpt-oss-": ("attention_bias", "head_dim", "layer_types", "swiglu_limit", "rope_scaling")},
+    "gpt_oss": {"gpt-oss-": ("attention_bias", "layer_types", "swiglu_limit")},
 }
 
 

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 from helpers import import_folder
-from shared import FILES, ROOT, blocks, folders, propagate
+from shared import FILES, ROOT, blocks, definitions, folders, propagate
 
 REMEDY = "python3 tests/shared.py FOLDER takes FOLDER's text to the others"
 
@@ -21,6 +21,15 @@ def test_blocks_of_one_heading_are_the_same_text():
             texts.setdefault(heading, set()).add(block)
     assert len(texts) > 10
     assert not [heading for heading, found in texts.items() if len(found) > 1], REMEDY
+
+
+def test_a_name_of_the_first_part_is_one_text():
+    texts = {}
+    for folder in folders():
+        for name, text in definitions(folder).items():
+            texts.setdefault(name, set()).add(text)
+    assert {"MODEL_AXES", "mlp", "predict", "softmax_scale"} <= set(texts)
+    assert not [name for name, found in texts.items() if len(found) > 1], REMEDY
 
 
 def test_blocks_have_one_order():
@@ -41,7 +50,7 @@ def test_below_the_model_are_blocks_alone():
         assert {"generate", "step", "linear"} <= second
 
 
-def test_a_changed_block_is_found_and_mended(tmp_path, monkeypatch):
+def test_a_changed_text_is_found_and_mended(tmp_path, monkeypatch):
     import shared
 
     for folder in ("llama3", "glm4"):
@@ -50,9 +59,10 @@ def test_a_changed_block_is_found_and_mended(tmp_path, monkeypatch):
             (tmp_path / folder / file).write_bytes((ROOT / folder / file).read_bytes())
     monkeypatch.setattr(shared, "ROOT", tmp_path)
     (tmp_path / "glm4" / "convert.py").write_text("")
-    for before, after in (("LOOKAHEAD = 2", "LOOKAHEAD = 3"), ("PREFILL_PIECE = 1024", "PREFILL_PIECE = 512")):
+    for before, after in (("LOOKAHEAD = 2", "LOOKAHEAD = 3"), ('"ep", "tp")', '"tp", "ep")')):
         path = tmp_path / "glm4" / "model.py"
         path.write_text(path.read_text().replace(before, after))
+    assert definitions("glm4")["MODEL_AXES"] != definitions("llama3")["MODEL_AXES"]
     assert blocks("glm4")["Decoding"] != blocks("llama3")["Decoding"]
     propagate("llama3")
     for file in ("model.py", "convert.py"):
