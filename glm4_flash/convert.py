@@ -64,7 +64,7 @@ class Stored(NamedTuple):
     offset: int  # of its first byte in the file
     dtype: str  # of what read_rows returns, a key of DTYPES; any other is safetensors' name, and cannot be read
     shape: tuple[int, ...]  # with the input dimension last
-    is_packed: bool = False  # packed experts: on disk, the last two dimensions are exchanged unless they are MXFP4
+    is_transposed: bool = False  # on disk, the last two dimensions are exchanged; but not in MXFP4
     scale: "Stored | None" = None  # for a matrix in FP8 (e4m3): one factor for each block of it
     block: tuple[int, int] = (1, 1)  # rows and columns of such a block
     exponents: "Stored | None" = None  # for MXFP4: one for each 32 numbers of a row
@@ -234,10 +234,10 @@ def check_tensors(folder: Path, found: dict[str, Stored], config: Config, int8: 
     expected, rounded = {}, set()
     for weight in jax.tree.leaves(weights_of(config)):
         expected |= weight.tensors()
-        for name in weight.tensors() if weight.is_packed() and weight.is_matrix() else ():
+        for name in weight.tensors() if weight.is_transposed() else ():
             if tensor := found.get(name):
                 shape = tensor.shape if tensor.exponents else swapped(tensor.shape)
-                found[name] = tensor._replace(shape=shape, is_packed=True)
+                found[name] = tensor._replace(shape=shape, is_transposed=True)
         if int8 and weight.is_matrix():
             rounded |= weight.tensors().keys()
     expected |= {f"{name}_scale": expected[name][:-1] for name in expected if name in rounded}
@@ -266,9 +266,11 @@ def check_tensors(folder: Path, found: dict[str, Stored], config: Config, int8: 
 
 
 def pieces(tensor: Stored) -> Iterator[slice]:
-    """The rows of a tensor in slices of some PIECE_BYTES, at least a row each."""
+    """The rows of a tensor in slices of some PIECE_BYTES, at least a row each. All rows of a transposed matrix are one
+    slice: on disk they do not stand one behind the other."""
     row_bytes = max(1, math.prod(tensor.shape[1:])) * DTYPES[tensor.dtype].itemsize
-    step = max(1, PIECE_BYTES // row_bytes)
+    is_whole = tensor.is_transposed and len(tensor.shape) == 2
+    step = max(1, tensor.shape[0] if is_whole else PIECE_BYTES // row_bytes)
     return (slice(first, first + step) for first in range(0, tensor.shape[0], step))
 
 
@@ -282,10 +284,10 @@ def read_rows(tensor: Stored, *index: slice | int) -> np.ndarray:
     float32, MXFP4 bfloat16."""
     if tensor.exponents:
         return read_mxfp4(tensor, *index)
-    on_disk = swapped(tensor.shape) if tensor.is_packed else tensor.shape
+    on_disk = swapped(tensor.shape) if tensor.is_transposed else tensor.shape
     dtype = ml_dtypes.float8_e4m3fn if tensor.scale else DTYPES.get(tensor.dtype, np.uint8)
     array = np.memmap(tensor.file, dtype, "r", tensor.offset, on_disk)
-    array = (array.swapaxes(-1, -2) if tensor.is_packed else array)[index]
+    array = (array.swapaxes(-1, -2) if tensor.is_transposed else array)[index]
     if tensor.scale is None:
         return array
     index = (*index, slice(None), slice(None))
@@ -406,7 +408,7 @@ def read_4_bits(tensors: dict, weight: Weight, values, exponents) -> Iterator[ja
         return dataclasses.replace(weight, parts=(part,))
 
     def pairs(index):
-        plain = {"dtype": "U8", "exponents": None, "is_packed": False}
+        plain = {"dtype": "U8", "exponents": None, "is_transposed": False}
         shapes = {name: (*tensors[name].shape[:-1], tensors[name].shape[-1] // 2) for name in weight.tensors()}
         stored = {name: tensors[name]._replace(shape=shape, **plain) for name, shape in shapes.items()}
         found = block_of(stored, with_columns(2), index, values.shape, values.dtype)
@@ -568,7 +570,7 @@ def write_shard(path: Path, metadata: dict[str, str], groups: list, tensors: dic
     header, end = {"__metadata__": metadata}, 0
     outputs = [output for group in groups for output in group]
     for name, dtype, shape, size in sorted(outputs, key=lambda output: -DTYPES[output[1]].itemsize):
-        shape = swapped(shape) if name in tensors and tensors[name].is_packed else shape
+        shape = swapped(shape) if name in tensors and tensors[name].is_transposed else shape
         header[name] = {"dtype": stored[dtype], "shape": shape, "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -594,7 +596,7 @@ def write_shard(path: Path, metadata: dict[str, str], groups: list, tensors: dic
                     raise InputError(f"{tensor.file}: {name} has NaN or values too large for {dtype}")
                 for (part, *_), array in zip(group, map(np.asarray, arrays), strict=True):
                     f.seek(written[part])
-                    f.write((array.swapaxes(-1, -2) if tensor.is_packed and part == name else array).tobytes())
+                    f.write((array.swapaxes(-1, -2) if tensor.is_transposed and part == name else array).tobytes())
                     written[part] += array.nbytes
                     bar.update(array.nbytes)
 

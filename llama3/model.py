@@ -340,7 +340,8 @@ class Weight:
     `split` is the dimension that devices split: 0 the output, 1 the input, None: each device holds all of it.
     `other_dim` is the size of the other dimension of a matrix, None for a vector. `experts` is how many matrices are
     stacked along a first dimension, 0 for one matrix alone. `dtype` is a fixed one, also in converted checkpoints.
-    `per_head` says that each head is multiplied on its own (see head_dtype).
+    `per_head` says that each head is multiplied on its own (see head_dtype). `transposed` says that the checkpoint has
+    the matrix as [input, output], as it always has packed experts.
     """
 
     parts: tuple[Part, ...]
@@ -350,6 +351,7 @@ class Weight:
     experts: int = 0
     dtype: str | None = None
     per_head: bool = False
+    transposed: bool = False
 
     def axes(self) -> tuple[str, ...]:
         """The axes of the mesh that split one matrix. Experts are split over ep, so only tp splits each one."""
@@ -363,6 +365,10 @@ class Weight:
         """Whether it is a matrix that devices split: it can be Int8."""
         return self.split is not None and self.other_dim is not None
 
+    def is_transposed(self) -> bool:
+        """Whether the checkpoint has its matrices as [input, output]."""
+        return self.is_matrix() and (self.transposed or self.is_packed())
+
     def full_name(self, name: str, expert: int = 0) -> str:
         """The full name in the checkpoint of a part's tensor."""
         return name.format(expert) + self.suffix
@@ -374,7 +380,7 @@ class Weight:
         return (self.other_dim, rows) if self.split == 1 else (rows, self.other_dim)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """The tensors of the checkpoint, with their shapes. Input dimensions are last, those of packed experts too."""
+        """The tensors of the checkpoint, with their shapes. Input dimensions are last, of transposed ones too."""
         shapes = {name: self.shape(rows) for part in self.parts for name, rows in part.tensors.items()}
         if self.is_packed():
             return {self.full_name(name): (self.experts, *shape) for name, shape in shapes.items()}
@@ -404,15 +410,15 @@ class Weight:
         return array(shape, spec, self.dtype or (head_dtype(dtype, mesh) if self.per_head else dtype))
 
 
-def by_output(inputs: int, *parts: Part, experts: int = 0, per_head: bool = False) -> Weight:
+def by_output(inputs: int, *parts: Part, experts: int = 0, per_head=False, transposed=False) -> Weight:
     """A matrix [rows of the parts, inputs] split by output, or `experts` of them."""
-    weight = Weight(parts, 0, inputs, ".weight", experts, per_head=per_head)
+    weight = Weight(parts, 0, inputs, ".weight", experts, per_head=per_head, transposed=transposed)
     return dataclasses.replace(weight, suffix="") if weight.is_packed() else weight
 
 
-def by_input(outputs: int, part: Part, experts: int = 0) -> Weight:
+def by_input(outputs: int, part: Part, experts: int = 0, transposed=False) -> Weight:
     """A matrix [outputs, rows of the part] split by input, or `experts` of them."""
-    return dataclasses.replace(by_output(outputs, part, experts=experts), split=1)
+    return dataclasses.replace(by_output(outputs, part, experts=experts, transposed=transposed), split=1)
 
 
 def bias(*parts: Part, suffix: str = ".bias", experts: int = 0, dtype: str | None = None) -> Weight:
@@ -430,7 +436,8 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = 
     mesh does not divide the experts.
 
     Matrices are [output, input], as in the checkpoint: a row is contiguous, and loading transposes nothing but packed
-    experts. If devices cannot share rows evenly, the arrays have rows or columns of zeros, which change nothing.
+    experts and what is declared so. If devices cannot share rows evenly, the arrays have rows or columns of zeros,
+    which change nothing.
     """
     return jax.tree.map(lambda weight: weight.abstract(mesh, dtype, int8), weights_of(config))
 
