@@ -577,7 +577,7 @@ def read_inputs(args) -> Inputs:
         raise InputError(f"{folder}: --chat needs a chat template, and its tokenizer has none")
     prompt_tokens = encode(tokenizer, prompts, args.raw or not tokenizer.chat_template)
     if not args.chat:
-        model.check_prompts(prompt_tokens, config, args.max_seq_len)
+        model.check_prompts(prompt_tokens, config, args.max_seq_len, args.max_new_tokens)
     check_context(prompt_tokens, checkpoint.raw_config)
     mesh = model.make_mesh(*mesh_shape(config, jax.devices(), args.dp, args.ep, args.tp))
     if args.profile:

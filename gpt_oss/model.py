@@ -740,7 +740,7 @@ def generate(
     stats |= dict.fromkeys(("compile_s", "prefill_s", "decode_s"), 0.0)
     stats |= dict.fromkeys(("prefill_tokens", "decode_steps", "decode_tokens", "row_steps", "busy_row_steps"), 0)
     stats |= dict.fromkeys(("drafts", "drafts_accepted"), 0)
-    check_prompts(prompts, config, max_seq_len)
+    check_prompts(prompts, config, max_seq_len, max_new_tokens)
     if not 0 < draft_tokens < FEW:
         raise InputError(f"draft_tokens {draft_tokens} is not from 1 to {FEW - 1}")
     longest, dp, dtype = max(map(len, prompts)), mesh.shape["dp"], weights["norm"].dtype
@@ -918,8 +918,10 @@ def generate(
         kept |= {"cache": cache, "past": (host.history, host.filled, known, stored), "programs": programs}
 
 
-def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None) -> None:
-    """Raises InputError for no prompt, and one that is empty, longer than `max_seq_len` or outside the vocabulary."""
+def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None, max_new_tokens: int) -> None:
+    """Raises InputError for no prompt, and one that is empty, longer than `max_seq_len` or outside the vocabulary; with
+    its answer, beyond `n_positions` of a model that has learned no more."""
+    positions = getattr(config, "n_positions", math.inf)
     if not prompts:
         raise InputError("there is no prompt")
     for row, prompt in enumerate(prompts, 1):
@@ -927,6 +929,10 @@ def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | N
             raise InputError(f"prompt {row} is empty: it has no tokens")
         if max_seq_len and len(prompt) > max_seq_len:
             raise InputError(f"prompt {row} has {len(prompt)} tokens, more than max_seq_len {max_seq_len}; raise it")
+        needed = len(prompt) + max_new_tokens - 1  # the last token needs none
+        if min(needed, max_seq_len or needed) > positions:
+            what = f"prompt {row} and its answer need {needed} positions, more than n_positions {positions}"
+            raise InputError(f"{what}; shorten it, lower max_new_tokens or give max_seq_len {positions}")
         if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
             raise InputError(f"prompt {row} has a token outside the model's vocabulary of {config.vocab_size}")
 
