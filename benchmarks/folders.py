@@ -106,7 +106,7 @@ def attention_flops(config, first: int, last: int) -> int:
 
 def tokens_attended(config, layer: int, position: int) -> int:
     """How many tokens the one at `position` attends to in a layer."""
-    window, chunk = config.mask(layer) if hasattr(config, "mask") else (None, None)
+    window, chunk, _ = config.mask(layer) if hasattr(config, "mask") else (None, None, None)
     return position % chunk + 1 if chunk else min(position + 1, window or position + 1)
 
 

@@ -1152,10 +1152,12 @@ FEW = 8  # tokens of a row that a step takes as decoding does: with all rows, an
 
 
 class Mask(NamedTuple):
-    """Which tokens up to its own one attends to: all, the last `window`, or those of its chunk of `chunk` tokens."""
+    """Which tokens up to its own one attends to: all, the last `window`, or those of its chunk of `chunk` tokens. And
+    how far from 0 scores may be: see softcapped."""
 
     window: int | None = None
     chunk: int | None = None
+    softcap: float | None = None
 
     def first_seen(self, positions: Array) -> Array:
         """The first position that tokens at `positions` attend to."""
@@ -1175,12 +1177,18 @@ class Mask(NamedTuple):
         return bool(span) and slots >= span + T - 1
 
 
-def attention_scores(q: Array, k: Array | Int8, mask: Array) -> Array:
-    """q [B, K, A, M, H], k [B, K, S, H], mask [.., M, S]: float32 [B, K, A, M, S]."""
+def softcapped(x: Array, cap: float | None) -> Array:
+    """x within `cap` of 0, by a tanh (Bello et al. 2016), or x as it is."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def attention_scores(q: Array, k: Array | Int8, mask: Array, softcap: float | None = None) -> Array:
+    """q [B, K, A, M, H], k [B, K, S, H], mask [.., M, S]: float32 [B, K, A, M, S]. With `softcap` they cannot be added
+    to those of another side of the keys."""
     keys, scale = values_and_scale(k, q.dtype)
     scores = query_key_product(q.astype(keys.dtype), keys)
     scores = scores if scale is None else scores * scale[:, :, None, None]
-    return jnp.where(mask, scores, MASKED)
+    return jnp.where(mask, softcapped(scores, softcap), MASKED)
 
 
 def attention_with_sum(scores: Array, v: Array | Int8, dtype: jnp.dtype) -> tuple[Array, Array]:
@@ -1259,7 +1267,7 @@ def plain_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None,
             keys += last - last % (R * S)
             keys = jnp.where(keys > last, keys - R * S, keys)
         seen = mask.is_attended(keys[:, None], at[:, :, None])[:, None, None]
-        scores = attention_scores(queries[..., :width], first, seen)
+        scores = attention_scores(queries[..., :width], first, seen, mask.softcap)
         if width < H:
             scores, second = scores + attention_scores(queries[..., width:], second, seen), first
         return attention_with_sum(scores, second, q.dtype)
@@ -1427,7 +1435,7 @@ def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Conf
     """Bytes of the cache that a decode step has to read, on all devices, for rows of these lengths."""
     read = 0.0
     for i, layer in enumerate(cache):
-        window, chunk = config.mask(i)
+        window, chunk, _ = config.mask(i)
         tokens = sum((length - 1) % chunk + 1 if chunk else min(length, window or length) for length in lengths)
         batch, heads, slots, _ = layer.k.shape
         read += stored_bytes(layer) * tokens / (batch * heads * slots / config.num_key_value_heads)
@@ -2525,6 +2533,7 @@ def attention_kernel(
                 if width > split:
                     scores += einsum("th,sh->ts", queries[:, split:], second) * second_scale
                     second, second_scale = first, first_scale
+                scores = softcapped(scores, mask.softcap)
                 if seen is not None:
                     scores = jnp.where(seen, scores.reshape(A, tile, block), MASKED).reshape(scores.shape)
                 new_m = jnp.maximum(m[h], jnp.max(scores, axis=-1, keepdims=True))

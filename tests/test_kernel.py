@@ -37,6 +37,7 @@ def reference(q, history, starts, mask):
         position = starts[b] + t
         first = position - position % mask.chunk if mask.chunk else max(0, position + 1 - (mask.window or position + 1))
         scores = k[b, n // G, first : position + 1] @ q[b, t, n]
+        scores = mask.softcap * np.tanh(scores / mask.softcap) if mask.softcap else scores
         weights = np.exp(scores - scores.max())
         out[b, t, n], sums[b, t, n] = weights @ v[b, n // G, first : position + 1] / weights.sum(), scores.max()
         sums[b, t, n] += np.log(weights.sum())
@@ -65,16 +66,19 @@ def cache_with(history, lengths, S, R, ring):
         ((2, 4, 1024, 64), 1, (0, 255, 256, 1023), {"window": 100}, 256),
         ((8, 1, 512, 128), 1, (511, 77), {"window": 300}, 128),  # no groups, a window wider than a block
         ((1, 9, 768, 96), 1, (3, 700, 127), {}, None),  # more query heads than sublanes
+        ((2, 2, 512, 256), 1, (300, 0), {"softcap": 2.0}, 256),  # most scores are beyond it
         ((2, 3, 512, 64), 3, (0, 126, 254, 509), {}, 256),  # two tiles, two blocks
         ((1, 2, 512, 64), 8, (120, 252, 376, 0), {}, 128),
         ((1, 1, 256, 64), 4, (254, 5, 600), {"window": 90}, 128),  # a ring; a row that has begun it anew
         ((2, 1, 256, 64), 8, (249, 1003, 511), {"window": 249}, 128),  # the shortest ring there may be
+        ((1, 2, 256, 64), 3, (255, 300, 2), {"window": 90, "softcap": 5.0}, 128),
         ((1, 2, 256, 64), 2, (255, 300, 95), {"chunk": 96}, 128),  # a chunk ends between the tokens
         ((2, 4, 512, 64), 64, (0, 448, 77), {}, 128),  # several tiles
         ((2, 3, 768, 128), 128, (384, 1), {}, 128),  # no power of two of heads
         ((1, 2, 512, 96), 40, (300, 0), {"window": 70}, 128),
         ((2, 1, 256, 64), 130, (77, 126), {}, 256),  # tiles that are not full
         ((1, 2, 256, 64), 64, (1000, 3, 230), {"window": 100}, 64),  # rings
+        ((1, 2, 512, 64), 64, (448, 3), {"softcap": 2.0}, 128),
         ((1, 2, 256, 64), 64, (990, 30), {"chunk": 100}, 128),  # chunks end in a piece, the ring too
     ],
 )  # fmt: skip
@@ -122,7 +126,7 @@ def test_against_float64(monkeypatch, shape, T, starts, mask, block, dtype, int8
         ((1, 1, 3), 1, 1, 5, (765, 2), {}),  # tokens beyond the last slot are not stored
         ((1, 1, 8), 1, 2, 8, (1023, 77), {"chunk": 100}),
         ((1, 1, 4), 2, 3, 64, (0, 77, 400), {"window": 70}),
-        ((1, 1, 8), 1, 1, 32, (5, 4001), {"window": 1000}),  # a ring of 2,048
+        ((1, 1, 8), 1, 1, 32, (5, 4001), {"window": 1000, "softcap": 2.0}),  # a ring of 2,048
         ((1, 2, 2), 2, 2, 48, (464, 11), {}),
     ],
 )
@@ -213,6 +217,7 @@ def abstract_side(array, shape, int8):
         ((2, 3, 5, 1280, 256), 3, {"window": 1000}),  # nothing a power of two
         ((1, 8, 8, 1280, 128), 8, {"window": 128}),  # gpt-oss
         ((1, 1, 5, 10240, 128), 5, {"chunk": 8192}),  # Scout
+        ((1, 4, 2, 5120, 256), 1, {"window": 4096, "softcap": 50.0}),  # Gemma 2 2B
     ],
 )
 def test_compiles_for_tpus(topology, int8, shape, T, mask):
@@ -239,7 +244,7 @@ def test_compiles_for_tpus(topology, int8, shape, T, mask):
     ("shape", "T", "mask", "int8"),
     [
         ((1, 2, 4, 2048, 128), 1024, {}, True),  # 8B on four chips
-        ((1, 2, 16, 1280, 128), 256, {"window": 300}, False),
+        ((1, 2, 16, 1280, 128), 256, {"window": 300, "softcap": 50.0}, False),
         ((2, 1, 5, 2560, 128), 512, {"chunk": 2000}, True),
         ((2, 3, 1, 512, 192), 512, {}, False),  # heads of a latent model, which are wider than their values
     ],
