@@ -1811,12 +1811,15 @@ def values_and_scale(x, dtype: jnp.dtype) -> tuple[Array, Array | None]:
 
 
 FOLDERS = {  # of the repository that this file is from, and the model_types that each reads
-    "deepseek": ("deepseek_v2", "deepseek_v3", "kimi_k2"), "glm4": ("glm", "glm4"), "glm4_flash": ("glm4_moe_lite",),
-    "gpt_oss": ("gpt_oss",), "llama3": ("llama", "mistral"), "llama4": ("llama4", "llama4_text"),
+    "deepseek": ("deepseek_v2", "deepseek_v3", "kimi_k2"),
+    "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text"),
+    "glm4": ("glm", "glm4"),
+    "glm4_flash": ("glm4_moe_lite",),
+    "gpt_oss": ("gpt_oss",),
+    "llama3": ("llama", "mistral"),
+    "llama4": ("llama4", "llama4_text"),
     "qwen3": ("qwen3", "qwen3_moe"),
-}  # fmt: skip
-
-
+}
 COUNTS = {  # where they are not from 1 to 2**31; layers and experts are bounded before lists of that length are made
     "num_hidden_layers": range(1, 2**16), "first_k_dense_replace": range(2**16), "max_window_layers": range(2**16),
     "num_experts": range(2**12), "num_local_experts": range(1, 2**12), "n_routed_experts": range(1, 2**12),

@@ -10,6 +10,14 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
     Glm4MoeLiteConfig,
@@ -34,7 +42,7 @@ from transformers import (
 
 llama3, glm4, llama4 = import_folder("llama3"), import_folder("glm4"), import_folder("llama4")
 deepseek, glm4_flash = import_folder("deepseek"), import_folder("glm4_flash")
-qwen3, gpt_oss = import_folder("qwen3"), import_folder("gpt_oss")
+qwen3, gpt_oss, gemma = import_folder("qwen3"), import_folder("gpt_oss"), import_folder("gemma")
 
 SMALL = {
     "vocab_size": 331,  # no multiple of anything: the vocabulary's shards are uneven
@@ -169,6 +177,43 @@ def oss(**options):
     return gpt_oss, GptOssForCausalLM, GptOssConfig(**SMALL | options)
 
 
+def gemma_1(**options):
+    return gemma, GemmaForCausalLM, GemmaConfig(**SMALL | {"head_dim": 16} | options)
+
+
+SOFTCAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}  # far below the largest score and logit
+
+
+def gemma_2(**options):
+    """With a window within a prompt in every other layer."""
+    options = {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 50, "query_pre_attn_scalar": 24} | options
+    return gemma, Gemma2ForCausalLM, Gemma2Config(**SMALL | SOFTCAPS | options)
+
+
+GEMMA3 = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "sliding_window": 50,
+    "sliding_window_pattern": 3,  # the third layer sees all tokens
+    "query_pre_attn_scalar": 24,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+
+
+def gemma_3(**options):
+    return gemma, Gemma3ForCausalLM, Gemma3TextConfig(**SMALL | GEMMA3 | options)
+
+
+def gemma_3_with_vision(**options):
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    vision |= {"image_size": 28, "patch_size": 14}
+    text, others = SMALL | GEMMA3 | options, {"eos_token_id": None, "mm_tokens_per_image": 4}
+    return gemma, Gemma3ForConditionalGeneration, Gemma3Config(text_config=text, vision_config=vision, **others)
+
+
 CASES = {
     "llama 3.2, tied": llama(tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
     "llama 3.1": llama(rope_parameters=LLAMA3_ROPE),
@@ -251,6 +296,24 @@ CASES = {
         num_experts_per_tok=4,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
+    "gemma": gemma_1(num_key_value_heads=8),
+    "gemma, one kv head, large eps": gemma_1(num_key_value_heads=1, head_dim=24, rms_norm_eps=0.1),
+    "gemma 2": gemma_2(),
+    "gemma 2, other layers, one kv head, large eps": gemma_2(
+        num_key_value_heads=1, rms_norm_eps=0.1, layer_types=["full_attention", "sliding_attention", "full_attention"]
+    ),
+    "gemma 3, nested": gemma_3_with_vision(),
+    "gemma 3, four heads, other bases, softcap of logits, large eps": gemma_3(
+        num_attention_heads=4,  # on eight devices, some have heads of zeros
+        num_key_value_heads=1,
+        rms_norm_eps=0.1,
+        final_logit_softcapping=5.0,
+        attn_logit_softcapping=2.0,  # which the reference does not use
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+        },
+    ),
 }
 
 
@@ -297,6 +360,9 @@ OTHER_MESHES = {  # meshes that replace (2, 2, 2): tp beyond the kv heads or div
     "qwen3 moe, other layers, weights as they are, window": [(1, 4, 2)],
     "gpt-oss": [(1, 1, 1), (2, 2, 2), (1, 1, 8)],
     "gpt-oss, tied, no biases of attention, small limit, one kv head": [(1, 4, 2)],
+    "gemma 2": [(1, 1, 1), (2, 2, 2)],
+    "gemma 2, other layers, one kv head, large eps": [(1, 1, 8)],
+    "gemma 3, four heads, other bases, softcap of logits, large eps": [(1, 1, 8)],
 }
 
 
@@ -310,7 +376,7 @@ def test_unequal_prompts_in_one_batch(checkpoints, name, mesh):
     assert_matches(reference, prompts, decode(modules, path, prompts, mesh, max_new_tokens=12))
 
 
-@pytest.mark.parametrize("name", ["mistral 0.1, window", "llama 4 maverick", "deepseek v3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["mistral 0.1, window", "llama 4 maverick", "deepseek v3", "gpt-oss", "gemma 2"])
 def test_long_prompt_and_a_long_answer(checkpoints, name, monkeypatch):
     """Many pieces of prefill, then decoding over several blocks of the cache: of one row, and of more than 8."""
     modules, path, reference = checkpoints(name)
@@ -330,6 +396,7 @@ def test_long_prompt_and_a_long_answer(checkpoints, name, monkeypatch):
         (glm_0414, 0.3, {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
         (deepseek_3, 0.3, YARN),
         (qwen_3, 0.3, QWEN_YARN),
+        (gemma_3, 0.3, GEMMA3["rope_parameters"]),
     ],
 )
 def test_sharp_attention_far_along(tmp_path, family, scale, rope):
