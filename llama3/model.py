@@ -1479,6 +1479,7 @@ FOLDERS = {  # of the repository that this file is from, and the model_types tha
     "gpt_oss": ("gpt_oss",),
     "llama3": ("llama", "mistral"),
     "llama4": ("llama4", "llama4_text"),
+    "mixtral": ("mixtral",),
     "qwen3": ("qwen3", "qwen3_moe"),
 }
 COUNTS = {  # where they are not from 1 to 2**31; layers and experts are bounded before lists of that length are made

@@ -34,6 +34,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -43,6 +45,7 @@ from transformers import (
 llama3, glm4, llama4 = import_folder("llama3"), import_folder("glm4"), import_folder("llama4")
 deepseek, glm4_flash = import_folder("deepseek"), import_folder("glm4_flash")
 qwen3, gpt_oss, gemma = import_folder("qwen3"), import_folder("gpt_oss"), import_folder("gemma")
+mixtral = import_folder("mixtral")
 
 SMALL = {
     "vocab_size": 331,  # no multiple of anything: the vocabulary's shards are uneven
@@ -170,6 +173,10 @@ def qwen_3_moe(**options):
     return qwen3, Qwen3MoeForCausalLM, Qwen3MoeConfig(**SMALL | moe | options)
 
 
+def mixtral_8(**options):
+    return mixtral, MixtralForCausalLM, MixtralConfig(**SMALL | {"num_local_experts": 8} | options)
+
+
 def oss(**options):
     """With experts of 96 columns, for which a device has 128, and a window within a prompt."""
     options = {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 50} | options
@@ -284,6 +291,17 @@ CASES = {
         sliding_window=33,
         rope_parameters=QWEN_YARN | {"attention_factor": 1.3, "truncate": False},
     ),
+    "mixtral": mixtral_8(),
+    "mixtral, tied, window, three of four experts, wide heads, one kv head, large eps": mixtral_8(
+        tie_word_embeddings=True,
+        sliding_window=50,
+        num_local_experts=4,
+        num_experts_per_tok=3,
+        head_dim=24,
+        num_key_value_heads=1,
+        rms_norm_eps=0.1,
+        rope_parameters=QWEN_YARN,
+    ),
     "gpt-oss": oss(),
     "gpt-oss, tied, no biases of attention, small limit, one kv head": oss(
         tie_word_embeddings=True,
@@ -358,6 +376,8 @@ OTHER_MESHES = {  # meshes that replace (2, 2, 2): tp beyond the kv heads or div
     "qwen3, tied, biases, yarn, later layers with a window, large eps": [(1, 1, 8)],
     "qwen3 moe": [(2, 2, 2), (1, 8, 1)],
     "qwen3 moe, other layers, weights as they are, window": [(1, 4, 2)],
+    "mixtral": [(1, 1, 1), (2, 2, 2)],
+    "mixtral, tied, window, three of four experts, wide heads, one kv head, large eps": [(1, 2, 4)],
     "gpt-oss": [(1, 1, 1), (2, 2, 2), (1, 1, 8)],
     "gpt-oss, tied, no biases of attention, small limit, one kv head": [(1, 4, 2)],
     "gemma 2": [(1, 1, 1), (2, 2, 2)],
