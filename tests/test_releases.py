@@ -71,6 +71,7 @@ FORMS = {
         "gpt_oss",
         lambda raw: flat(raw) | {"experts_per_token": 2, "initial_context_length": 512, "swiglu_limit": 7.0},
     ),
+    "mixtral": ("mixtral", lambda raw: {k: v for k, v in flat(raw).items() if k != "head_dim"}),
     "llama 4": ("llama4", llama_4),
     "llama 4, text alone": ("llama4", lambda raw: flat(raw) | {"attn_temperature_tuning": 4}),
 }
@@ -102,6 +103,7 @@ ABSENT = {  # keys of configs/ that the released file does not have: they are th
     "deepseek": {"moonlight": ("rope_scaling",)},
     "qwen3": {"qwen3-coder-480b": ("attention_bias",)},
     "gpt_oss": {"gpt-oss-": ("attention_bias", "layer_types", "swiglu_limit")},
+    "mixtral": {"mixtral-": ("sliding_window", "tie_word_embeddings", "hidden_act")},
 }
 
 

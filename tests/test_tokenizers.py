@@ -292,7 +292,7 @@ def test_any_tokens_as_they_come(tmp_path, monkeypatch, name):
         assert "".join(written) == tokenizer.decode(ids, skip_special_tokens=True) + "\n", ids
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "mixtral"])
 @pytest.mark.parametrize("legacy", [True, False])
 @pytest.mark.parametrize("prefix", [None, False])
 def test_the_class_that_transformers_chooses(tmp_path, model_type, legacy, prefix):

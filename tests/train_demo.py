@@ -9,7 +9,7 @@ trained in float32 and saved as bfloat16. What differs from family to family is 
 One run takes some minutes on one CPU core and is deterministic for a given machine and torch version. It ends by
 answering every training question greedily with the saved checkpoint, and fails if fewer than 99 % are exact.
 
-    python tests/train_demo.py llama3|glm4|llama4|deepseek|glm4_flash|qwen3|gpt_oss [--output DIR]
+    python tests/train_demo.py llama3|glm4|llama4|deepseek|glm4_flash|qwen3|gpt_oss|mixtral [--output DIR]
 
 The default output is the demo/ folder of that family, such as llama3/demo/. Needs torch, transformers and tokenizers.
 """
@@ -43,6 +43,8 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -327,6 +329,23 @@ def build_gpt_oss(**token_ids):
     return GptOssForCausalLM(config)
 
 
+def build_mixtral(**token_ids):
+    """Return an untrained Mixtral model."""
+    config = MixtralConfig(
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        **token_ids,
+    )
+    return MixtralForCausalLM(config)
+
+
 FAMILIES = {
     "llama3": Family(
         build_model=build_llama3,
@@ -446,6 +465,22 @@ FAMILIES = {
         bos="<|startoftext|>",
         eos="<|return|>",
         pad="<|endoftext|>",
+    ),
+    "mixtral": Family(
+        build_model=build_mixtral,
+        special_tokens=["<unk>", "<s>", "</s>", "[INST]", "[/INST]"],
+        prefix=["<s>"],
+        stops=["</s>"],
+        # No generation prompt. A system prompt is the beginning of the first question.
+        chat_template="{{ bos_token }}{% for message in messages %}"
+        "{% if message['role'] == 'user' %}{{ '[INST] ' }}"
+        "{% if loop.index0 == 1 and messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}"
+        "{{ message['content'] + ' [/INST]' }}"
+        "{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}",
+        template_words=["\n\n"],
+        bos="<s>",
+        eos="</s>",
+        pad="<unk>",
     ),
 }  # fmt: skip
 
