@@ -1484,7 +1484,7 @@ FOLDERS = {  # of the repository that this file is from, and the model_types tha
     "llama3": ("llama", "mistral"),
     "llama4": ("llama4", "llama4_text"),
     "mixtral": ("mixtral",),
-    "qwen3": ("qwen3", "qwen3_moe"),
+    "qwen3": ("qwen2", "qwen3", "qwen3_moe"),
 }
 COUNTS = {  # where they are not from 1 to 2**31; layers and experts are bounded before lists of that length are made
     "num_hidden_layers": range(1, 2**16), "first_k_dense_replace": range(2**16), "max_window_layers": range(2**16),

@@ -1,14 +1,14 @@
-"""Qwen3 inference in JAX: the whole model in one file.
+"""Qwen2 and Qwen3 inference in JAX: the whole model in one file.
 
-It covers `Qwen3ForCausalLM` and `Qwen3MoeForCausalLM` of transformers: Qwen3 from 0.6B to 32B, Qwen3-30B-A3B and
-235B-A22B with their releases of July 2025 (2507), and Qwen3-Coder. The file has three parts. "The model" is what makes
-this a Qwen3: its configuration, its weights, its layers. "Running it" is the rest in plain JAX: sharding, prefill and
-decoding, attention over the cache, int8. "Fast on each machine" is the appendix: kernels, and what compilers need to be
-told. The last two consist of blocks that other models have too, with options that not every model uses. The file needs
-only jax and numpy.
+It covers `Qwen2ForCausalLM`, `Qwen3ForCausalLM` and `Qwen3MoeForCausalLM` of transformers: Qwen2 and Qwen2.5 with Coder
+and QwQ, DeepSeek-R1-Distill-Qwen, Qwen3 from 0.6B to 32B, Qwen3-30B-A3B and 235B-A22B with their releases of July 2025
+(2507), and Qwen3-Coder. The file has three parts. "The model" is what makes this a Qwen: its configuration, its
+weights, its layers. "Running it" is the rest in plain JAX: sharding, prefill and decoding, attention over the cache,
+int8. "Fast on each machine" is the appendix: kernels, and what compilers need to be told. The last two consist of
+blocks that other models have too, with options that not every model uses. The file needs only jax and numpy.
 
-Differs from llama3 in: `attention`, which has a norm of each query head and each key head; `feed_forward`, which can
-have experts, chosen by `route`; `Config`, which says what each layer has.
+Differs from llama3 in: `attention`, which has a norm of each query head and each key head or, in Qwen2, biases;
+`feed_forward`, which can have experts, chosen by `route`; `Config`, which says what each layer has.
 
     config = Config.from_dict(json.loads(Path("config.json").read_text()))
     mesh = make_mesh(tp=jax.device_count())
@@ -78,6 +78,7 @@ MODEL_AXES = ("ep", "tp")  # the axes of the mesh whose devices share a layer
 class Config:
     """The values of config.json that inference needs, under config.json's own names."""
 
+    model_type: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int  # of a layer without experts
@@ -109,7 +110,7 @@ class Config:
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
         check_supported(
-            model_type=(config.get("model_type"), ("qwen3", "qwen3_moe")),
+            model_type=(config.get("model_type"), ("qwen2", "qwen3", "qwen3_moe")),
             hidden_act=(config.get("hidden_act", "silu"), ("silu", "swish")),
             is_causal=(config.get("is_causal", True), (True,)),
         )
@@ -161,13 +162,15 @@ def weights_of(config: Config) -> dict:
         weights = {
             "attention_norm": whole(f"model.layers.{i}.input_layernorm.weight", D, dtype="float32"),
             "qkv": by_output(D, q, k, v),
-            "q_norm": whole(f"{attention}.q_norm.weight", H, dtype="float32"),
-            "k_norm": whole(f"{attention}.k_norm.weight", H, dtype="float32"),
             "o": by_input(D, o),
             "mlp_norm": whole(f"model.layers.{i}.post_attention_layernorm.weight", D, dtype="float32"),
         }
+        if config.model_type != "qwen2":
+            weights |= {f"{x}_norm": whole(f"{attention}.{x}_norm.weight", H, dtype="float32") for x in ("q", "k")}
+        if config.attention_bias or config.model_type == "qwen2":
+            weights["qkv_bias"] = bias(q, k, v)
         if config.attention_bias:
-            weights |= {"qkv_bias": bias(q, k, v), "o_bias": whole(f"{attention}.o_proj.bias", D)}
+            weights["o_bias"] = whole(f"{attention}.o_proj.bias", D)
 
         def mlp_of(module, columns, experts=0):
             gate, up, down = (Part({f"{module}.{name}": columns}) for name in ("gate_proj", "up_proj", "down_proj"))
@@ -211,7 +214,8 @@ def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, co
     """
     h = all_tokens(rms_norm(x, w["attention_norm"], config.rms_norm_eps)).reshape(*positions.shape, -1)
     q, k, v = split_heads(linear(h, w["qkv"], w.get("qkv_bias")), config)
-    q, k = rms_norm(q, w["q_norm"], config.rms_norm_eps), rms_norm(k, w["k_norm"], config.rms_norm_eps)  # of each head
+    if "q_norm" in w:  # of each head; not in Qwen2
+        q, k = rms_norm(q, w["q_norm"], config.rms_norm_eps), rms_norm(k, w["k_norm"], config.rms_norm_eps)
     q, k = rotate(q, positions, config.rope), rotate(k, positions, config.rope)
     q = (q * config.head_dim**-0.5).astype(x.dtype)  # scales the attention scores
     out, cache = attend(q, k, v, cache, positions, mask)
@@ -1654,7 +1658,7 @@ FOLDERS = {  # of the repository that this file is from, and the model_types tha
     "llama3": ("llama", "mistral"),
     "llama4": ("llama4", "llama4_text"),
     "mixtral": ("mixtral",),
-    "qwen3": ("qwen3", "qwen3_moe"),
+    "qwen3": ("qwen2", "qwen3", "qwen3_moe"),
 }
 COUNTS = {  # where they are not from 1 to 2**31; layers and experts are bounded before lists of that length are made
     "num_hidden_layers": range(1, 2**16), "first_k_dense_replace": range(2**16), "max_window_layers": range(2**16),

@@ -36,6 +36,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -163,6 +165,10 @@ def flash(**options):
     return glm4_flash, Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig(**options)
 
 
+def qwen_2(**options):
+    return qwen3, Qwen2ForCausalLM, Qwen2Config(**SMALL | options)
+
+
 def qwen_3(**options):
     return qwen3, Qwen3ForCausalLM, Qwen3Config(**SMALL | {"head_dim": 16} | options)
 
@@ -269,6 +275,19 @@ CASES = {
     "glm 4.7 flash, other layers, groups": flash(
         mlp_layer_types=["sparse", "dense"], q_lora_rank=None, n_group=4, topk_group=1, rms_norm_eps=0.1
     ),
+    "qwen2.5": qwen_2(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "qwen2.5 0.5b, tied, seven query heads to a kv head": qwen_2(
+        tie_word_embeddings=True, hidden_size=112, num_attention_heads=14, num_key_value_heads=2
+    ),
+    "qwen2, yarn, later layers with a window, wide heads, large eps, one kv head": qwen_2(
+        rope_parameters=QWEN_YARN,
+        use_sliding_window=True,
+        sliding_window=50,
+        max_window_layers=1,
+        head_dim=24,
+        rms_norm_eps=0.1,
+        num_key_value_heads=1,
+    ),
     "qwen3": qwen_3(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "qwen3, tied, biases, yarn, later layers with a window, large eps": qwen_3(
         tie_word_embeddings=True,
@@ -373,6 +392,7 @@ OTHER_MESHES = {  # meshes that replace (2, 2, 2): tp beyond the kv heads or div
     "deepseek v2 lite": [(2, 1, 4)],
     "deepseek v2": [(1, 1, 1)],
     "glm 4.7 flash, other layers, groups": [(1, 2, 2)],
+    "qwen2.5 0.5b, tied, seven query heads to a kv head": [(1, 1, 8)],
     "qwen3, tied, biases, yarn, later layers with a window, large eps": [(1, 1, 8)],
     "qwen3 moe": [(2, 2, 2), (1, 8, 1)],
     "qwen3 moe, other layers, weights as they are, window": [(1, 4, 2)],

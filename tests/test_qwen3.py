@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 from helpers import assert_matches, decode
 from test_deepseek import save_fp8
-from test_parity import qwen3, qwen_3, qwen_3_moe, random_prompts
+from test_parity import qwen3, qwen_2, qwen_3, qwen_3_moe, random_prompts
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
@@ -18,7 +18,7 @@ def test_fp8_against_its_dequantized_twin(tmp_path, mesh):
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        (qwen_3, {"model_type": "qwen2"}, "model_type 'qwen2' is not supported"),
+        (qwen_3, {"model_type": "qwen2_moe"}, "model_type 'qwen2_moe' is not supported"),
         (qwen_3, {"model_type": "qwen3_next"}, "model_type 'qwen3_next' is not supported"),
         (qwen_3, {"layer_types": ["sliding_attention"] * 2}, "layer_types cannot be"),
         (qwen_3, {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
@@ -56,17 +56,22 @@ def test_what_config_json_may_not_say(family, changes, words):
         (qwen_3, {"num_experts": 0}, (), ()),
         (qwen_3, {"use_sliding_window": True, "max_window_layers": 3}, (), (3, 4)),
         (qwen_3, {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, (), ()),
+        (qwen_2, {}, (), ()),
+        (qwen_2, {"use_sliding_window": True, "max_window_layers": 2}, (), (2, 3, 4)),
         (qwen_3_moe, {}, (0, 1, 2, 3, 4), ()),
         (qwen_3_moe, {"num_experts": 0}, (), ()),
         (qwen_3_moe, {"decoder_sparse_step": 2, "mlp_only_layers": [1], "use_sliding_window": True}, (3,), range(5)),
     ],
 )
 def test_what_a_layer_has(family, options, moe_layers, windowed_layers):
-    """As transformers' own classes have it, whose modules say so."""
+    """As transformers' own classes have it, whose modules say so. Releases are older than the list layer_types."""
     _, model_class, config = family(num_hidden_layers=5, **options)
-    read = qwen3.model.Config.from_dict(config.to_dict())
-    windowed = tuple(i for i in range(5) if read.mask(i).window)
-    assert (tuple(filter(read.has_experts, range(5))), windowed) == (moe_layers, tuple(windowed_layers))
+    written = config.to_dict()
+    for raw in (written, {name: value for name, value in written.items() if name != "layer_types"}):
+        raw |= {"sliding_window": options.get("sliding_window", 4096)}  # transformers 5 writes null where none has one
+        read = qwen3.model.Config.from_dict(raw)
+        windowed = tuple(i for i in range(5) if read.mask(i).window)
+        assert (tuple(filter(read.has_experts, range(5))), windowed) == (moe_layers, tuple(windowed_layers))
     layers = model_class(config).model.layers
     assert moe_layers == tuple(i for i, layer in enumerate(layers) if hasattr(layer.mlp, "experts"))
     assert tuple(windowed_layers) == tuple(i for i, layer in enumerate(layers) if layer.self_attn.sliding_window)
