@@ -436,7 +436,6 @@ def test_long_prompt_and_a_long_answer(checkpoints, name, monkeypatch):
         (glm_0414, 0.3, {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
         (deepseek_3, 0.3, YARN),
         (qwen_3, 0.3, QWEN_YARN),
-        (gemma_3, 0.3, GEMMA3["rope_parameters"]),
     ],
 )
 def test_sharp_attention_far_along(tmp_path, family, scale, rope):
