@@ -44,6 +44,24 @@ def qwen3(raw: dict) -> dict:
     return raw | {"num_experts": raw.pop("num_local_experts")}
 
 
+def gemma_3(raw: dict) -> dict:
+    """A scaling of the layers that see all tokens, a second base for the others; kinds of layers by a period alone."""
+    added = ("architectures", "layer_types", "_sliding_window_pattern", "max_position_embeddings")
+    raw = {k: v for k, v in raw.items() if k not in added} | {"sliding_window_pattern": 2}
+    tables, torch_dtype = raw.pop("rope_parameters"), raw.pop("dtype")
+    full, local = (tables[f"{kind}_attention"] for kind in ("full", "sliding"))
+    raw |= {"rope_theta": full.pop("rope_theta"), "rope_local_base_freq": local["rope_theta"], "rope_scaling": full}
+    return raw | OLD | {"torch_dtype": torch_dtype, "cache_implementation": "hybrid"}
+
+
+def gemma_3_with_vision(raw: dict) -> dict:
+    """As transformers 4 wrote it: nothing that is the default."""
+    text = {k: v for k, v in gemma_3(raw).items() if k not in ("rope_theta", "rope_local_base_freq", "torch_dtype")}
+    vision = {"hidden_size": 1152, "image_size": 896, "model_type": "siglip_vision_model", "num_hidden_layers": 27}
+    nested = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "mm_tokens_per_image": 256}
+    return nested | {"text_config": text, "vision_config": vision, "torch_dtype": "bfloat16"}
+
+
 def llama_4(raw: dict) -> dict:
     """Llama 4's: the text model nested beside a vision tower, a number for a switch, special token ids of images."""
     text = {k: v for k, v in flat(raw).items() if k not in ("architectures", "layer_types", "_name_or_path")}
@@ -72,6 +90,8 @@ FORMS = {
         lambda raw: flat(raw) | {"experts_per_token": 2, "initial_context_length": 512, "swiglu_limit": 7.0},
     ),
     "mixtral": ("mixtral", lambda raw: {k: v for k, v in flat(raw).items() if k != "head_dim"}),
+    "gemma 3 1b": ("gemma", gemma_3),
+    "gemma 3 4b": ("gemma", gemma_3_with_vision),
     "llama 4": ("llama4", llama_4),
     "llama 4, text alone": ("llama4", lambda raw: flat(raw) | {"attn_temperature_tuning": 4}),
 }

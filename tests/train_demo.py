@@ -9,7 +9,7 @@ trained in float32 and saved as bfloat16. What differs from family to family is 
 One run takes some minutes on one CPU core and is deterministic for a given machine and torch version. It ends by
 answering every training question greedily with the saved checkpoint, and fails if fewer than 99 % are exact.
 
-    python tests/train_demo.py llama3|glm4|llama4|deepseek|glm4_flash|qwen3|gpt_oss|mixtral [--output DIR]
+    python tests/train_demo.py FOLDER [--output DIR]
 
 The default output is the demo/ folder of that family, such as llama3/demo/. Needs torch, transformers and tokenizers.
 """
@@ -33,6 +33,8 @@ from transformers import (
     AutoTokenizer,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     Glm4MoeLiteConfig,
@@ -346,6 +348,28 @@ def build_mixtral(**token_ids):
     return MixtralForCausalLM(config)
 
 
+def build_gemma(**token_ids):
+    """Return an untrained Gemma 3 text model, with a window shorter than a conversation in two of its four layers."""
+    config = Gemma3TextConfig(
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        intermediate_size=256,
+        sliding_window=32,
+        sliding_window_pattern=2,
+        max_position_embeddings=2048,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        **token_ids,
+    )
+    return Gemma3ForCausalLM(config)
+
+
 FAMILIES = {
     "llama3": Family(
         build_model=build_llama3,
@@ -481,6 +505,24 @@ FAMILIES = {
         bos="<s>",
         eos="</s>",
         pad="<unk>",
+    ),
+    "gemma": Family(
+        build_model=build_gemma,
+        special_tokens=["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"],
+        prefix=["<bos>"],
+        stops=["<eos>", "<end_of_turn>"],
+        # There is no system turn: what it would say begins the user's first one.
+        chat_template="{{ bos_token }}{% for message in messages %}"
+        "{% if message['role'] == 'assistant' %}"
+        "{{ '<start_of_turn>model\n' + message['content'] | trim + '<end_of_turn>\n' }}"
+        "{% elif message['role'] == 'user' %}{{ '<start_of_turn>user\n' }}"
+        "{% if loop.index0 == 1 and messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}"
+        "{{ message['content'] | trim + '<end_of_turn>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
+        template_words=["user", "model", "\n", "\n\n"],
+        bos="<bos>",
+        eos="<eos>",
+        pad="<pad>",
     ),
 }  # fmt: skip
 
