@@ -38,6 +38,8 @@ EXPERTS = ["mlp_norm", "router", "experts_gate_up", "silu(gate) * up * score", "
 GPT_OSS = over_heads("+ qkv_bias; rope on q and k", "+ o_bias", what="attention with sinks")
 GPT_OSS += ["mlp_norm", "router", "experts_gate_up", "+ bias; clamped SwiGLU * score", "experts_down"]
 GPT_OSS += ["+ experts_down_bias * score", PSUM, ADD]
+GEMMA = over_heads("q_norm, k_norm on each head; rope", "post_attention_norm", what="attention, in a window or not")
+GEMMA += ["mlp_norm", "gate_up", "gelu(gate) * up", "down", PSUM, "post_mlp_norm", ADD]
 LLAMA4 = over_heads("rope, then a norm, on q and k") + with_experts("silu(gate * score) * up * score")
 DRAWN = {  # folder: the released size, the layer, its steps
     "llama3": ("llama-3.1-8b", 0, [*over_heads("rope on q and k"), "mlp_norm", *MLP, PSUM, ADD]),
@@ -48,6 +50,7 @@ DRAWN = {  # folder: the released size, the layer, its steps
     "qwen3": ("qwen3-30b-a3b", 0, [*over_heads("q_norm, k_norm on each head; rope"), *EXPERTS]),
     "gpt_oss": ("gpt-oss-20b", 0, GPT_OSS),
     "mixtral": ("mixtral-8x7b", 0, [*over_heads("rope on q and k"), *EXPERTS]),
+    "gemma": ("gemma-3-27b", 0, GEMMA),
 }
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328; text-anchor: middle }
