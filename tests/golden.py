@@ -30,8 +30,8 @@ def answers(folder: str) -> list[dict]:
         tokens.append(int(logprobs[-1].argmax()))  # a stop token
         assert tokens == logprobs.argmax(-1).tolist() and tokens[-1] in stop
         found.append({"prompt_tokens": asked, "tokens": tokens, "logprobs": logprobs.max(-1)})
-    tokens = []
-    while len(tokens) < 8 and tokens[-1:] != stop[:1]:
+    tokens, ended = [], {row["tokens"][-1] for row in found}
+    while len(tokens) < 8 and not ended & set(tokens):
         logprobs = reference_logprobs(reference, UNKNOWN_PROMPT, [*tokens, 0])
         tokens.append(int(logprobs[-1].argmax()))
     found.append({"tokens": tokens, "logprobs": logprobs.max(-1)})
