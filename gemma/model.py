@@ -235,7 +235,7 @@ def left_out(name: str, config: Config) -> str | None:
 
 def norm_plus_one(x: Array, weight: Array, eps: float) -> Array:
     """rms_norm times 1 + weight, in float32: in bfloat16 the sum would lose the weight's last bits. It is x + x weight,
-    since XLA for TPUs gives 1 + weight a kernel of its own, by estimate an eighth of a step of Gemma 3 27B."""
+    since the compiler may give 1 + weight a kernel of its own, by estimate an eighth of a step of Gemma 3 27B."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (x32 + x32 * weight.astype(jnp.float32)).astype(x.dtype)
@@ -285,7 +285,10 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCac
 
     @partial(jax.jit, static_argnums=(3, 4))
     def layer(x, w, layer_cache, mask, rope):
-        x, layer_cache = attention(x, w, layer_cache, positions, attend, config, mask, rope)
+        at = positions
+        if rope != config.local_rope:  # if the angles of both ropes are kept for all layers, few weights are fetched ahead
+            x, at = jax.lax.optimization_barrier((x, at))
+        x, layer_cache = attention(x, w, layer_cache, at, attend, config, mask, rope)
         return feed_forward(x, w, config), layer_cache
 
     x = embed(tokens, weights, config).reshape(-1, config.hidden_size)
