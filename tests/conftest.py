@@ -6,6 +6,7 @@ pytest-xdist and main.py's own.
 """
 
 import argparse
+import gc
 import os
 import sys
 import tempfile
@@ -22,6 +23,7 @@ else:  # what one of the workers compiles is kept for all, and not in the user's
     os.environ.update(
         JAX_NUM_CPU_DEVICES="8",
         NPROC="16",  # XLA's threads: a device that waits for another in an interpreted kernel occupies one
+        OMP_NUM_THREADS="1",  # torch's, which spin when they have nothing to do
         HF_HUB_OFFLINE="1",
         JAX_COMPILATION_CACHE_DIR=compiled.name,
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.1",
@@ -38,6 +40,7 @@ else:  # what one of the workers compiles is kept for all, and not in the user's
 
 import jax
 import pytest
+from jax._src import compiler
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 
 tests = Path(__file__).parent.glob("test_*.py")
@@ -55,6 +58,18 @@ def recorded(new=interpreter.RaceDetectionState, **options):
 interpreter.RaceDetectionState = recorded
 
 
+def get_compile_options(*arguments, new=compiler.get_compile_options, env_options_overrides=None, **options):
+    """XLA's emitters of fusions, which start a compiler for each, take a third of the time to compile. Without most
+    optimizations they are left out too."""
+    if compiler._DISABLE_MOST_OPTIMIZATIONS.value and options["backend"].platform == "cpu":
+        env_options_overrides = {"xla_cpu_use_fusion_emitters": False} | (env_options_overrides or {})
+    return new(*arguments, env_options_overrides=env_options_overrides, **options)
+
+
+if not ON_DEVICE:
+    compiler.get_compile_options = get_compile_options
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "optimized: compiles as users do, with all optimizations")
     config.addinivalue_line("markers", "device: runs on an accelerator too: pytest -m device")
@@ -65,6 +80,14 @@ def pytest_configure(config):
 def pytest_xdist_auto_num_workers(config):
     """On two cores three, since some tests wait. An accelerator belongs to one process."""
     return 0 if ON_DEVICE else 3
+
+
+def pytest_collection_finish(session):
+    """Python's garbage collector does not look at what is imported by now, and seldom at what tracing makes."""
+    if not ON_DEVICE:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 50)
 
 
 def pytest_terminal_summary(terminalreporter):
