@@ -34,6 +34,7 @@ LATENT += ["rope on the last part of each query", "exchange of queries over ep x
 LATENT += ["attention over latents, with k_b and v_b", "exchange of outputs over ep x tp (decoding)", "o", PSUM, ADD]
 LATENT += with_experts("silu(gate) * up * score")
 GLM4 = over_heads("+ qkv_bias; rope on a part of q and k", "post_attention_norm")
+GLM4_MOE = over_heads("+ qkv_bias; rope on half of each head of q and k") + with_experts("silu(gate) * up * score")
 EXPERTS = ["mlp_norm", "router", "experts_gate_up", "silu(gate) * up * score", "experts_down", PSUM, ADD]
 GPT_OSS = over_heads("+ qkv_bias; rope on q and k", "+ o_bias", what="attention with sinks")
 GPT_OSS += ["mlp_norm", "router", "experts_gate_up", "+ bias; clamped SwiGLU * score", "experts_down"]
@@ -47,6 +48,7 @@ DRAWN = {  # folder: the released size, the layer, its steps
     "llama4": ("llama-4-scout-17b-16e", 0, LLAMA4),
     "deepseek": ("deepseek-r1", 3, LATENT),
     "glm4_flash": ("glm-4.7-flash", 1, LATENT),
+    "glm4_moe": ("glm-4.5-air", 1, GLM4_MOE),
     "qwen3": ("qwen3-30b-a3b", 0, [*over_heads("q_norm, k_norm on each head; rope"), *EXPERTS]),
     "gpt_oss": ("gpt-oss-20b", 0, GPT_OSS),
     "mixtral": ("mixtral-8x7b", 0, [*over_heads("rope on q and k"), *EXPERTS]),

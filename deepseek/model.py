@@ -1823,6 +1823,7 @@ FOLDERS = {  # of the repository that this file is from, and the model_types tha
     "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text"),
     "glm4": ("glm", "glm4"),
     "glm4_flash": ("glm4_moe_lite",),
+    "glm4_moe": ("glm4_moe",),
     "gpt_oss": ("gpt_oss",),
     "llama3": ("llama", "mistral"),
     "llama4": ("llama4", "llama4_text"),

@@ -286,7 +286,9 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCac
     @partial(jax.jit, static_argnums=(3, 4))
     def layer(x, w, layer_cache, mask, rope):
         at = positions
-        if rope != config.local_rope:  # if the angles of both ropes are kept for all layers, few weights are fetched ahead
+        if (
+            rope != config.local_rope
+        ):  # if the angles of both ropes are kept for all layers, few weights are fetched ahead
             x, at = jax.lax.optimization_barrier((x, at))
         x, layer_cache = attention(x, w, layer_cache, at, attend, config, mask, rope)
         return feed_forward(x, w, config), layer_cache
@@ -1453,7 +1455,8 @@ def abstract_cache(config: Config, mesh: Mesh, batch: int, max_seq_len: int, dty
             side = Int8(side, jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=sharding))
         return LayerCache(side, side)
 
-    return [layer_cache(i) for i in range(config.num_hidden_layers)]
+    layers = config.num_hidden_layers + getattr(config, "uses_extra_layer", False)
+    return [layer_cache(i) for i in range(layers)]
 
 
 def cache_sharers(config: Config, shards: int) -> int:
@@ -1566,6 +1569,7 @@ FOLDERS = {  # of the repository that this file is from, and the model_types tha
     "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text"),
     "glm4": ("glm", "glm4"),
     "glm4_flash": ("glm4_moe_lite",),
+    "glm4_moe": ("glm4_moe",),
     "gpt_oss": ("gpt_oss",),
     "llama3": ("llama", "mistral"),
     "llama4": ("llama4", "llama4_text"),

@@ -1423,7 +1423,8 @@ def abstract_cache(config: Config, mesh: Mesh, batch: int, max_seq_len: int, dty
             side = Int8(side, jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=sharding))
         return LayerCache(side, side)
 
-    return [layer_cache(i) for i in range(config.num_hidden_layers)]
+    layers = config.num_hidden_layers + getattr(config, "uses_extra_layer", False)
+    return [layer_cache(i) for i in range(layers)]
 
 
 def cache_sharers(config: Config, shards: int) -> int:
@@ -1647,6 +1648,7 @@ FOLDERS = {  # of the repository that this file is from, and the model_types tha
     "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text"),
     "glm4": ("glm", "glm4"),
     "glm4_flash": ("glm4_moe_lite",),
+    "glm4_moe": ("glm4_moe",),
     "gpt_oss": ("gpt_oss",),
     "llama3": ("llama", "mistral"),
     "llama4": ("llama4", "llama4_text"),

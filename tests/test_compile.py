@@ -61,6 +61,7 @@ def tpu_mesh(topology, tp, ep=1):
         ("gpt_oss", "gpt-oss-120b", "v5e:4x4", 2, 8, True, 2048, 1),
         ("mixtral", "mixtral-8x7b", "v5e:2x4", 1, 8, True, 2048, 1),
         ("gemma", "gemma-2-9b", "v5e:4x4", 1, 16, False, 8192, 1),
+        ("glm4_moe", "glm-4.5-air", "v5e:4x4", 16, 1, True, 2048, 1),
     ],
 )
 def test_full_size_on_tpus(folder, name, topology, ep, tp, int8, slots, T):

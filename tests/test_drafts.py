@@ -12,7 +12,7 @@ from helpers import ROOT, extra_layer_tensors, import_folder, random_extra_layer
 from jax.sharding import PartitionSpec as P
 from safetensors.torch import load_file, save_file
 from test_main import assert_refused, json_rows, main  # noqa: F401 (a fixture)
-from test_parity import deepseek_3, flash
+from test_parity import deepseek_3, flash, glm_moe
 from test_rows import LENGTHS, assert_equal, collected, demo, random_prompts
 
 MTP, LOOKUP = ["--draft", "mtp"], ["--draft", "lookup"]
@@ -115,8 +115,10 @@ def reference_drafts(reference, mtp, tokens, count):
     return guesses, hidden.numpy()
 
 
-@pytest.mark.parametrize("case", [deepseek_3, flash])
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 4), (1, 2, 4)])
+@pytest.mark.parametrize(
+    ("case", "mesh"),
+    [(deepseek_3, (1, 1, 1)), (deepseek_3, (1, 2, 4)), (flash, (2, 1, 4)), (glm_moe, (2, 1, 4)), (glm_moe, (1, 4, 2))],
+)
 def test_the_extra_layer_guesses_as_the_reference(tmp_path, case, mesh):
     """Hidden states, and the guesses behind a prompt read in two pieces, and behind each step that follows."""
     folder, reference, mtp = save_with_extra_layer(tmp_path, case)
@@ -162,6 +164,7 @@ def test_the_extra_layer_guesses_as_the_reference(tmp_path, case, mesh):
         (deepseek_3, (2, 2, 2), 0.5, 2, True),
         (flash, (1, 1, 4), 0.5, 7, False),
         (flash, (1, 2, 1), 0.0, 1, True),
+        (glm_moe, (1, 2, 2), 0.0, 3, False),
     ],
 )
 def test_guesses_of_the_extra_layer_change_no_token(tmp_path, case, mesh, temperature, drafts, int8):
@@ -182,7 +185,7 @@ def test_guesses_of_the_extra_layer_change_no_token(tmp_path, case, mesh, temper
     assert stats["drafts"] and stats["decode_tokens"] == stats["busy_row_steps"] + stats["drafts_accepted"]
 
 
-@pytest.mark.parametrize("name", ["deepseek", "glm4_flash"])
+@pytest.mark.parametrize("name", ["deepseek", "glm4_moe"])
 def test_the_demo_accepts_its_drafts(main, name):  # noqa: F811
     """Over 60 %, in rows that say how many. Without drafts the tokens are the same."""
     flags = "--dtype", "float32", "--output", "json", "--logprobs", "--batch_size", "2"

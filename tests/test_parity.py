@@ -20,6 +20,8 @@ from transformers import (
     GemmaForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
     GlmConfig,
@@ -46,8 +48,8 @@ from transformers import (
 
 llama3, glm4, llama4 = import_folder("llama3"), import_folder("glm4"), import_folder("llama4")
 deepseek, glm4_flash = import_folder("deepseek"), import_folder("glm4_flash")
-qwen3, gpt_oss, gemma = import_folder("qwen3"), import_folder("gpt_oss"), import_folder("gemma")
-mixtral = import_folder("mixtral")
+glm4_moe, gemma, mixtral = import_folder("glm4_moe"), import_folder("gemma"), import_folder("mixtral")
+qwen3, gpt_oss = import_folder("qwen3"), import_folder("gpt_oss")
 
 SMALL = {
     "vocab_size": 331,  # no multiple of anything: the vocabulary's shards are uneven
@@ -163,6 +165,17 @@ def deepseek_2(**options):
 def flash(**options):
     options = SMALL | LATENT | {"n_group": 1, "topk_group": 1} | options
     return glm4_flash, Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig(**options)
+
+
+def glm_moe(**options):
+    """With heads that together are wider than the residual stream, and biases of q, k and v."""
+    names = ("moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group")
+    latent = {name: LATENT[name] for name in (*names, "topk_group", "first_k_dense_replace")}
+    return (
+        glm4_moe,
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig(**SMALL | latent | {"head_dim": 16, "attention_bias": True} | options),
+    )
 
 
 def qwen_2(**options):
@@ -288,6 +301,16 @@ CASES = {
         rms_norm_eps=0.1,
         num_key_value_heads=1,
     ),
+    "glm 4.5": glm_moe(use_qk_norm=True, n_group=1, topk_group=1, routed_scaling_factor=2.5),
+    "glm 4.5 air, groups, no biases, all turned, weights as they are, large eps": glm_moe(
+        attention_bias=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        norm_topk_prob=False,
+        n_shared_experts=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        rms_norm_eps=0.1,
+    ),
     "qwen3": qwen_3(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "qwen3, tied, biases, yarn, later layers with a window, large eps": qwen_3(
         tie_word_embeddings=True,
@@ -393,6 +416,7 @@ OTHER_MESHES = {  # meshes that replace (2, 2, 2): tp beyond the kv heads or div
     "deepseek v2": [(1, 1, 1)],
     "glm 4.7 flash, other layers, groups": [(1, 2, 2)],
     "qwen2.5 0.5b, tied, seven query heads to a kv head": [(1, 1, 8)],
+    "glm 4.5 air, groups, no biases, all turned, weights as they are, large eps": [(1, 4, 2)],
     "qwen3, tied, biases, yarn, later layers with a window, large eps": [(1, 1, 8)],
     "qwen3 moe": [(2, 2, 2), (1, 8, 1)],
     "qwen3 moe, other layers, weights as they are, window": [(1, 4, 2)],

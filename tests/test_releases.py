@@ -78,6 +78,10 @@ FORMS = {
         "glm4_flash",
         lambda raw: flat(raw) | {"rope_scaling": None, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1},
     ),
+    "glm-4.5-air": (
+        "glm4_moe",
+        lambda raw: flat(raw) | {"rope_scaling": None, "attention_dropout": 0.0, "num_nextn_predict_layers": 1},
+    ),
     "deepseek r1": ("deepseek", lambda raw: deepseek(raw, int)),
     "kimi k2": ("deepseek", lambda raw: deepseek(raw, float) | {"model_type": "kimi_k2"}),
     "qwen3 30b-a3b": ("qwen3", qwen3),

@@ -37,6 +37,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
     GptOssConfig,
@@ -287,6 +289,29 @@ def build_glm4_flash(**token_ids):
     return set_router_biases(Glm4MoeLiteForCausalLM(config))
 
 
+def build_glm4_moe(**token_ids):
+    """Return an untrained model of the GLM-4.5 architecture, with norms of heads as in the largest ones."""
+    config = Glm4MoeConfig(
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        routed_scaling_factor=1.5,
+        attention_bias=True,
+        use_qk_norm=True,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        **token_ids,
+    )
+    return set_router_biases(Glm4MoeForCausalLM(config))
+
+
 def build_qwen3(**token_ids):
     """Return an untrained Qwen3 model, whose first layer has no experts."""
     config = Qwen3MoeConfig(
@@ -444,6 +469,24 @@ FAMILIES = {
     ),
     "glm4_flash": Family(
         build_model=build_glm4_flash,
+        special_tokens=[
+            "<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>",
+            "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
+        ],
+        prefix=["[gMASK]", "<sop>"],
+        stops=["<|endoftext|>", "<|user|>", "<|observation|>"],  # as in glm4
+        chat_template="[gMASK]<sop>"
+        "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
+        template_words=[],
+        bos=None,
+        eos="<|endoftext|>",
+        pad="<|endoftext|>",
+        conversation_end="<|user|>",
+        has_extra_layer=True,
+    ),
+    "glm4_moe": Family(
+        build_model=build_glm4_moe,
         special_tokens=[
             "<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>",
             "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
