@@ -3,8 +3,8 @@
     python3 benchmarks/tables.py    # rewrites what the markers enclose in PAGES
 
 A table stands between the markers `<!-- KIND NAME [NAME ...] -->` and `<!-- end -->`. KIND is a function below. A NAME
-is a file of benchmarks/results without .json, and for `sizes` and `weights` a model. The index of benchmarks/results
-has the command of each file.
+is a file of benchmarks/results without .json, a pattern like `*-prefill` stands for several, and for `sizes` and
+`weights` it is a model. The index of benchmarks/results has the command of each file.
 """
 
 import argparse
@@ -145,15 +145,15 @@ def divergences(names: list[str]) -> list[str]:
 
 
 def index(names: list[str]) -> list[str]:
-    """The command of every file of benchmarks/results; `names` is "all"."""
+    """The command of each file of benchmarks/results."""
     rows = []
-    for file in sorted(RESULTS.glob("*.json")):
-        report = read(file.stem)
+    for name in names:
+        report = read(name)
         command = re.sub(r" --save \S+", "", report["command"].removeprefix("python3 benchmarks/"))
         device = report.get("device", {}).get("kind", "cpu")
         measured = f"measured, {report['host']['processor'] if device == 'cpu' else device}"
         kind = "estimated" if "plans" in report else measured
-        rows.append([f"[{file.stem}]({file.name})", f"`{command}`", kind, report["date"]])
+        rows.append([f"[{name}]({name}.json)", f"`{command}`", kind, report["date"]])
     return table(["file", "command, after `python3 benchmarks/`", "", "date"], rows)
 
 
@@ -231,8 +231,12 @@ def bytes_of(weight, int8: bool) -> int:
 def filled(text: str) -> str:
     """A page with its tables written anew."""
 
+    def files(name: str) -> list[str]:
+        return sorted(file.stem for file in RESULTS.glob(f"{name}.json")) if "*" in name else [name]
+
     def replaced(match: re.Match) -> str:
-        return match[1] + "\n".join(globals()[match[2]](match[3].split())) + "\n" + match[4]
+        names = [file for name in match[3].split() for file in files(name)]
+        return match[1] + "\n".join(globals()[match[2]](names)) + "\n" + match[4]
 
     return MARKED.sub(replaced, text)
 
