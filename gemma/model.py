@@ -286,9 +286,7 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCac
     @partial(jax.jit, static_argnums=(3, 4))
     def layer(x, w, layer_cache, mask, rope):
         at = positions
-        if (
-            rope != config.local_rope
-        ):  # if the angles of both ropes are kept for all layers, few weights are fetched ahead
+        if config.rope != config.local_rope:  # or the angles of both are kept, and later weights not fetched ahead
             x, at = jax.lax.optimization_barrier((x, at))
         x, layer_cache = attention(x, w, layer_cache, at, attend, config, mask, rope)
         return feed_forward(x, w, config), layer_cache
