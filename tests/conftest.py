@@ -40,7 +40,6 @@ else:  # what one of the workers compiles is kept for all, and not in the user's
 
 import jax
 import pytest
-from jax._src import compiler
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 
 tests = Path(__file__).parent.glob("test_*.py")
@@ -56,18 +55,6 @@ def recorded(new=interpreter.RaceDetectionState, **options):
 
 
 interpreter.RaceDetectionState = recorded
-
-
-def get_compile_options(*arguments, new=compiler.get_compile_options, env_options_overrides=None, **options):
-    """XLA's emitters of fusions, which start a compiler for each, take a third of the time to compile. Without most
-    optimizations they are left out too."""
-    if compiler._DISABLE_MOST_OPTIMIZATIONS.value and options["backend"].platform == "cpu":
-        env_options_overrides = {"xla_cpu_use_fusion_emitters": False} | (env_options_overrides or {})
-    return new(*arguments, env_options_overrides=env_options_overrides, **options)
-
-
-if not ON_DEVICE:
-    compiler.get_compile_options = get_compile_options
 
 
 def pytest_configure(config):
