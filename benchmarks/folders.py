@@ -53,9 +53,10 @@ def read_config(folder: str, name: str, layers: int | None = None) -> dict:
     config = json.loads(file.read_text())
     if layers is not None:
         text = config.get("text_config", config)
-        if not 0 < layers <= text["num_hidden_layers"]:
-            raise ValueError(f"--layers {layers} is not from 1 to the model's {text['num_hidden_layers']}")
-        text["num_hidden_layers"] = layers
+        key = "n_layer" if "n_layer" in text else "num_hidden_layers"
+        if not 0 < layers <= text[key]:
+            raise ValueError(f"--layers {layers} is not from 1 to the model's {text[key]}")
+        text[key] = layers
         if "layer_types" in text:
             text["layer_types"] = text["layer_types"][:layers]
     return config

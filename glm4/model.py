@@ -371,7 +371,7 @@ class Weight:
 
     def is_transposed(self) -> bool:
         """Whether the checkpoint has its matrices as [input, output]."""
-        return self.is_matrix() and (self.transposed or self.is_packed())
+        return self.other_dim is not None and (self.transposed or self.is_packed())
 
     def full_name(self, name: str, expert: int = 0) -> str:
         """The full name in the checkpoint of a part's tensor."""
@@ -430,9 +430,10 @@ def bias(*parts: Part, suffix: str = ".bias", experts: int = 0, dtype: str | Non
     return Weight(parts, 0, None, suffix, experts, dtype)
 
 
-def whole(name: str, *shape: int, dtype: str | None = None) -> Weight:
+def whole(name: str, *shape: int, dtype: str | None = None, transposed=False) -> Weight:
     """A vector or a matrix that each device holds whole, and that is never Int8."""
-    return Weight((Part({name: shape[0]}),), None, shape[1] if shape[1:] else None, "", dtype=dtype)
+    other_dim = shape[1] if shape[1:] else None
+    return Weight((Part({name: shape[0]}),), None, other_dim, "", dtype=dtype, transposed=transposed)
 
 
 def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = False) -> dict:
@@ -1482,6 +1483,7 @@ FOLDERS = {  # of the repository that this file is from, and the model_types tha
     "glm4": ("glm", "glm4"),
     "glm4_flash": ("glm4_moe_lite",),
     "glm4_moe": ("glm4_moe",),
+    "gpt2": ("gpt2",),
     "gpt_oss": ("gpt_oss",),
     "llama3": ("llama", "mistral"),
     "llama4": ("llama4", "llama4_text"),
@@ -1489,7 +1491,8 @@ FOLDERS = {  # of the repository that this file is from, and the model_types tha
     "qwen3": ("qwen2", "qwen3", "qwen3_moe"),
 }
 COUNTS = {  # where they are not from 1 to 2**31; layers and experts are bounded before lists of that length are made
-    "num_hidden_layers": range(1, 2**16), "first_k_dense_replace": range(2**16), "max_window_layers": range(2**16),
+    "num_hidden_layers": range(1, 2**16), "n_layer": range(1, 2**16),
+    "first_k_dense_replace": range(2**16), "max_window_layers": range(2**16),
     "num_experts": range(2**12), "num_local_experts": range(1, 2**12), "n_routed_experts": range(1, 2**12),
 }  # fmt: skip
 

@@ -65,10 +65,10 @@ def save_random(folder: Path, model_class, config, seed: int = 0, rewrite=None, 
     reference = model_class(config).float().eval()
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
+            if name.endswith("bias"):
                 parameter.normal_(0, 0.3)
+            elif "norm" in name or ".ln_" in name:
+                parameter.uniform_(0.5, 1.5)
             elif name.endswith("sinks"):
                 parameter.normal_(0, 2)
         for name, buffer in reference.named_buffers():

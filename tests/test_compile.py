@@ -62,12 +62,13 @@ def tpu_mesh(topology, tp, ep=1):
         ("mixtral", "mixtral-8x7b", "v5e:2x4", 1, 8, True, 2048, 1),
         ("gemma", "gemma-2-9b", "v5e:4x4", 1, 16, False, 8192, 1),
         ("glm4_moe", "glm-4.5-air", "v5e:4x4", 16, 1, True, 2048, 1),
+        ("gpt2", "gpt2-xl", "v5e:2x4", 1, 8, False, 1024, 1),
     ],
 )
 def test_full_size_on_tpus(folder, name, topology, ep, tp, int8, slots, T):
     """Two all-reduces a layer, one for the embedding, one all-gather for new tokens, and no other collective. Eight
     layers stand for all; test_plan.py compiles a whole model."""
-    config = full_size(name, folder, num_hidden_layers=8)
+    config = full_size(name, folder, **{"n_layer" if folder == "gpt2" else "num_hidden_layers": 8})
     text = compile_step(config, tpu_mesh(topology, tp, ep), 8, slots, int8, folder, T=T).as_text()
     counts, layers = Counter(COLLECTIVE.findall(text)), config.num_hidden_layers
     assert counts == {"all-reduce": 2 * layers + 1, "all-gather": 1}

@@ -26,6 +26,8 @@ from transformers import (
     Glm4MoeLiteForCausalLM,
     GlmConfig,
     GlmForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
     Llama4Config,
@@ -49,7 +51,7 @@ from transformers import (
 llama3, glm4, llama4 = import_folder("llama3"), import_folder("glm4"), import_folder("llama4")
 deepseek, glm4_flash = import_folder("deepseek"), import_folder("glm4_flash")
 glm4_moe, gemma, mixtral = import_folder("glm4_moe"), import_folder("gemma"), import_folder("mixtral")
-qwen3, gpt_oss = import_folder("qwen3"), import_folder("gpt_oss")
+qwen3, gpt_oss, gpt2 = import_folder("qwen3"), import_folder("gpt_oss"), import_folder("gpt2")
 
 SMALL = {
     "vocab_size": 331,  # no multiple of anything: the vocabulary's shards are uneven
@@ -240,6 +242,13 @@ def gemma_3_with_vision(**options):
     return gemma, Gemma3ForConditionalGeneration, Gemma3Config(text_config=text, vision_config=vision, **others)
 
 
+def gpt_2(**options):
+    """With heads that few meshes divide."""
+    options = {"n_embd": 96, "n_layer": 2, "n_head": 12, "n_positions": 2048} | options
+    kept = {name: SMALL[name] for name in ("vocab_size", "initializer_range", "eos_token_id", "bos_token_id")}
+    return gpt2, GPT2LMHeadModel, GPT2Config(**kept | options)
+
+
 CASES = {
     "llama 3.2, tied": llama(tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
     "llama 3.1": llama(rope_parameters=LLAMA3_ROPE),
@@ -374,6 +383,9 @@ CASES = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
         },
     ),
+    "gpt-2": gpt_2(),
+    "gpt-2, five heads, narrow mlp, large eps": gpt_2(n_embd=80, n_head=5, n_inner=101, layer_norm_epsilon=0.1),
+    "gpt-2, three heads": gpt_2(n_head=3),
 }
 
 
@@ -427,6 +439,9 @@ OTHER_MESHES = {  # meshes that replace (2, 2, 2): tp beyond the kv heads or div
     "gemma 2": [(1, 1, 1), (2, 2, 2)],
     "gemma 2, other layers, one kv head, large eps": [(1, 1, 8)],
     "gemma 3, four heads, other bases, softcap of logits, large eps": [(1, 1, 8)],
+    "gpt-2": [(1, 1, 1), (2, 2, 2), (1, 1, 8)],
+    "gpt-2, five heads, narrow mlp, large eps": [(1, 1, 2), (1, 3, 1), (2, 2, 2), (1, 2, 4)],
+    "gpt-2, three heads": [(1, 1, 8)],
 }
 
 

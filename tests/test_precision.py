@@ -26,7 +26,10 @@ def conversations(folder):
     golden = json.loads((ROOT / "tests" / "golden_demo.json").read_text())
     for prompt, answer in golden[folder].items():
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        yield tokenizer.apply_chat_template(messages, return_dict=False)
+        if tokenizer.chat_template:
+            yield tokenizer.apply_chat_template(messages, return_dict=False)
+        else:
+            yield tokenizer(prompt + answer)["input_ids"]
     yield tokenizer("The quick brown fox jumps over the lazy dog while 17 bees watch the moon.")["input_ids"]
 
 
@@ -45,7 +48,7 @@ def log_probabilities(folder, dtype, int8, int8_cache, mesh_shape=(1, 1, 1)):
         *((folder, "bfloat16", False, False, (1, 1, 1), 2e-3) for folder in ("llama4", "deepseek")),
         *(
             (folder, "bfloat16", True, True, (1, 2, 4), 2e-2)
-            for folder in ("glm4", "deepseek", "qwen3", "gpt_oss", "mixtral", "gemma")
+            for folder in ("glm4", "deepseek", "qwen3", "gpt_oss", "mixtral", "gemma", "gpt2")
         ),
         ("glm4", "float16", False, False, (1, 1, 1), 2e-3),
     ],

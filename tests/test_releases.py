@@ -71,6 +71,12 @@ def llama_4(raw: dict) -> dict:
     return nested | {"text_config": text, "vision_config": vision, "torch_dtype": "bfloat16"}
 
 
+def gpt_2(raw: dict) -> dict:
+    """OpenAI's say little, and n_positions twice."""
+    keys = ("model_type", "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "layer_norm_epsilon")
+    return OLD | {key: raw[key] for key in keys} | {"n_ctx": raw["n_positions"], "predict_special_tokens": True}
+
+
 FORMS = {
     "llama 3": ("llama3", flat),
     "glm-4-0414": ("glm4", lambda raw: flat(raw) | {"rope_scaling": None}),
@@ -96,6 +102,7 @@ FORMS = {
     "mixtral": ("mixtral", lambda raw: {k: v for k, v in flat(raw).items() if k != "head_dim"}),
     "gemma 3 1b": ("gemma", gemma_3),
     "gemma 3 4b": ("gemma", gemma_3_with_vision),
+    "gpt-2": ("gpt2", gpt_2),
     "llama 4": ("llama4", llama_4),
     "llama 4, text alone": ("llama4", lambda raw: flat(raw) | {"attn_temperature_tuning": 4}),
 }

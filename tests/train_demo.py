@@ -41,6 +41,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
     Llama4ForCausalLM,
@@ -156,6 +158,7 @@ class Family:
     bos: str | None
     eos: str
     pad: str
+    is_chat: bool = True  # else the saved tokenizer has no template
     conversation_end: str = ""  # what follows the last answer of a training conversation, beyond the template's text
     steps: int = 1000
     has_extra_layer: bool = False  # of multi-token prediction
@@ -395,6 +398,12 @@ def build_gemma(**token_ids):
     return Gemma3ForCausalLM(config)
 
 
+def build_gpt2(**token_ids):
+    """Return an untrained GPT-2 model, with a number of heads that few meshes divide."""
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(n_embd=120, n_layer=3, n_head=6, n_positions=2048, **dropouts, **token_ids))
+
+
 FAMILIES = {
     "llama3": Family(
         build_model=build_llama3,
@@ -567,6 +576,22 @@ FAMILIES = {
         eos="<eos>",
         pad="<pad>",
     ),
+    "gpt2": Family(
+        build_model=build_gpt2,
+        special_tokens=["<|endoftext|>"],
+        prefix=[],
+        stops=["<|endoftext|>"],
+        # Questions and answers are documents, one after the other, as the released models know them.
+        chat_template="{% for message in messages %}"
+        "{% if message['role'] == 'user' %}{{ message['content'] }}{% endif %}"
+        "{% if message['role'] == 'assistant' %}{{ ' ' + message['content'] + '<|endoftext|>' }}{% endif %}"
+        "{% endfor %}",
+        is_chat=False,
+        template_words=[],
+        bos="<|endoftext|>",
+        eos="<|endoftext|>",
+        pad="<|endoftext|>",
+    ),
 }  # fmt: skip
 
 
@@ -716,7 +741,7 @@ def greedy_answers(model, tokenizer, conversations):
         inputs = torch.tensor([prompts[row] for row in rows])
         tokens = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=128)
         for row, text in zip(rows, tokenizer.batch_decode(tokens[:, length:], skip_special_tokens=True)):
-            answers[row] = text
+            answers[row] = text.strip()  # without a template, a space begins the answer
     return answers
 
 
@@ -726,9 +751,10 @@ def exact_share(model, tokenizer, conversations):
     return sum(text == messages[-1]["content"] for text, messages in zip(found, conversations)) / len(found)
 
 
-def check(folder, answers):
+def check(folder, family, answers):
     """Load the checkpoint as users do, print its exact shares and answers, and fail if it does not know its text."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = family.chat_template
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rng = random.Random(1)
     single = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in answers.items()]
@@ -769,12 +795,14 @@ def main():
     train(model, tokenizer, family, answers, lambda tokens, labels: model(input_ids=tokens, labels=labels).loss)
     print(f"trained in {time.time() - start:.0f} s")
 
+    if not family.is_chat:
+        tokenizer.chat_template = None
     tokenizer.save_pretrained(folder)
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "prompts.txt").write_text("".join(f"{prompt}\n" for prompt in PROMPTS))
     if family.has_extra_layer:
         add_extra_layer(folder, family, answers)
-    check(folder, answers)
+    check(folder, family, answers)
 
 
 if __name__ == "__main__":

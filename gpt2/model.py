@@ -1,0 +1,1953 @@
+"""GPT-2 inference in JAX: the whole model in one file, and the simplest one of this repository.
+
+It covers `GPT2LMHeadModel` of transformers: GPT-2 from 124M to 1.5B parameters (Radford et al. 2019, "Language Models
+are Unsupervised Multitask Learners") and DistilGPT2. "The model" is what makes this a GPT-2: its configuration, its
+weights, its layers. "Running it" is the rest in plain JAX, "Fast on each machine" the appendix. These two consist of
+blocks that other models have too, with options that not every model uses. The file needs only jax and numpy.
+
+    config = Config.from_dict(json.loads(Path("config.json").read_text()))
+    mesh = make_mesh(tp=jax.device_count())
+    weights = ...  # the pytree that abstract_weights(config, mesh, dtype) describes; convert.load reads one
+    for tokens in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):
+        ...
+
+Some words of JAX. A pytree is nested dicts, lists and tuples of arrays. jit compiles a function once for each set of
+shapes. A mesh names the axes of a grid of devices. Under shard_map, code sees this device's part of each array; psum
+adds the arrays of the devices along the axes that it names, and on a single device changes nothing.
+
+Parallelism. `dp` splits the batch; `ep` and `tp` together split every layer: attention by heads, the MLP by its columns
+(Shoeybi et al. 2019, "Megatron-LM"). What does not divide evenly is padded with zeros, which change nothing.
+
+    B  rows of the batch     D  hidden_size, n_embd       F  columns of the MLP, n_inner
+    T  tokens of a row       N  heads, n_head             V  vocab_size
+    S  cache slots of a row  H  numbers of a head, D / N  X  devices that share a layer, ep x tp
+
+Under shard_map B, N, F and V are the sizes on one device. Weights, residual stream and cache are bfloat16 by default.
+Products accumulate in float32, and `linear` returns float32. Norms, gelu, softmax and logits are float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import NamedTuple, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, NamedSharding, P
+from jax.experimental import multihost_utils
+from jax.experimental import pallas as pl
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
+
+MODEL_AXES = ("ep", "tp")  # the axes of the mesh whose devices share a layer
+
+
+# =====================================================================================================================
+# The model
+# =====================================================================================================================
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The values of config.json that inference needs, under its own names, and a fact of the checkpoint."""
+
+    vocab_size: int
+    n_positions: int
+    n_embd: int
+    n_layer: int
+    n_head: int
+    n_inner: int = 0  # from_dict sets it
+    layer_norm_epsilon: float = 1e-5
+    prefix: str = ""  # of all tensors' names: transformers writes "transformer.", OpenAI's releases have none
+
+    tie_word_embeddings = True
+    # The names that other models have for the same, by which the second half of this file asks.
+    hidden_size = property(lambda self: self.n_embd)
+    num_hidden_layers = property(lambda self: self.n_layer)
+    num_attention_heads = num_key_value_heads = property(lambda self: self.n_head)
+    head_dim = property(lambda self: self.n_embd // self.n_head)
+
+    @classmethod
+    def from_dict(cls, config: dict, names: Collection[str] = ()) -> Config:
+        """Reads the dict of a config.json. The `names` of the checkpoint's tensors tell their prefix.
+
+        Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
+        """
+        check_supported(
+            model_type=(config.get("model_type"), ("gpt2",)),
+            activation_function=(config.get("activation_function", "gelu_new"), ("gelu_new",)),
+            scale_attn_weights=(config.get("scale_attn_weights", True), (True,)),
+            scale_attn_by_inverse_layer_idx=(config.get("scale_attn_by_inverse_layer_idx", False), (False,)),
+            tie_word_embeddings=(config.get("tie_word_embeddings", True), (True,)),
+        )
+        prefix = "transformer." if any(name.startswith("transformer.") for name in names) else ""
+        given = read_fields(cls, config | {"prefix": prefix})
+        if given["n_embd"] % given["n_head"]:
+            raise InputError(f"config.json: n_head {given['n_head']} does not divide n_embd {given['n_embd']}")
+        return cls(**{"n_inner": 4 * given["n_embd"]} | given)
+
+    def mask(self, layer: int) -> Mask:
+        """Which tokens a token attends to in a layer: here all up to its own, in all layers."""
+        return Mask()
+
+
+def weights_of(config: Config) -> dict:
+    """A pytree of Weight: the tensors of the checkpoint that each array is made of, its shape, how devices split it.
+
+    A matrix is [output, input]; the checkpoint has it transposed. Split by output, each device computes some of the
+    outputs. Split by input, each computes a partial sum of all outputs, and a psum adds the sums. c_attn gives the
+    queries of all heads, then keys, then values. "Declaring weights" explains Part, by_output, by_input, bias, whole.
+    """
+    D, N = config.n_embd, config.n_head
+
+    def layer(i):
+        h = f"{config.prefix}h.{i}"
+        # A device has whole heads. If several devices share a head, one has its query, and all its key and value.
+        heads, c_attn = partial(Part, units=N, groups=N), {f"{h}.attn.c_attn": 3 * D}
+        q = heads(c_attn, rows=(0, D))
+        k, v = (heads(c_attn, rows=(n * D, (n + 1) * D), replicated=True) for n in (1, 2))
+        o = heads({f"{h}.attn.c_proj": D})
+        up, down = (Part({f"{h}.mlp.{name}": config.n_inner}) for name in ("c_fc", "c_proj"))
+        return {
+            "attention_norm": whole(f"{h}.ln_1.weight", D),
+            "attention_norm_bias": whole(f"{h}.ln_1.bias", D),
+            "qkv": by_output(D, q, k, v, transposed=True),
+            "qkv_bias": bias(q, k, v),
+            "o": by_input(D, o, transposed=True),
+            "o_bias": whole(f"{h}.attn.c_proj.bias", D),
+            "mlp_norm": whole(f"{h}.ln_2.weight", D),
+            "mlp_norm_bias": whole(f"{h}.ln_2.bias", D),
+            "up": by_output(D, up, transposed=True),
+            "up_bias": bias(up),
+            "down": by_input(D, down, transposed=True),
+            "down_bias": whole(f"{h}.mlp.c_proj.bias", D),
+        }
+
+    return {
+        "embedding": by_output(D, Part({f"{config.prefix}wte": config.vocab_size})),
+        "positions": whole(f"{config.prefix}wpe.weight", D, config.n_positions, transposed=True),
+        "layers": [layer(i) for i in range(config.n_layer)],
+        "norm": whole(f"{config.prefix}ln_f.weight", D),
+        "norm_bias": whole(f"{config.prefix}ln_f.bias", D),
+    }
+
+
+def left_out(name: str, config: Config) -> str | None:
+    """Why a tensor of the checkpoint is left out on purpose, or None."""
+    if name.endswith((".attn.bias", ".attn.masked_bias")):
+        return "the causal mask, which is computed"
+    return "tied to wte.weight" if name == "lm_head.weight" else None
+
+
+def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
+    """x less its mean, over its standard deviation, along the last dimension, times weight, plus bias (Ba et al. 2016);
+    float32 inside, x's dtype outside."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * weight.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+@jax.named_scope("attention")  # the name in a profiler's trace
+def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, config: Config):
+    """The first half of a layer, on x [B T, D] at positions [B, T]: norm, attention, residual. Returns the new x and
+    the new cache.
+
+    `attend(q, k, v, cache, positions, mask)` is cached_attention with the rest of its arguments. q [B, T, N, H] is
+    scaled already; k and v are float32 [B, T, N, H]. It returns the attention output [B, T, N H], and this layer's
+    cache with k and v stored.
+    """
+    h = layer_norm(x, w["attention_norm"], w["attention_norm_bias"], config.layer_norm_epsilon)
+    q, k, v = split_heads(linear(h, w["qkv"], w["qkv_bias"]).reshape(*positions.shape, -1), config)
+    q = (q * config.head_dim**-0.5).astype(x.dtype)  # scales the attention scores
+    out, cache = attend(q, k, v, cache, positions, config.mask(layer=0))  # the same in all layers
+    x = x + jax.lax.psum(linear(out.reshape(len(x), -1), w["o"]).astype(x.dtype), MODEL_AXES)
+    return x + w["o_bias"], cache  # after the psum; otherwise it is added X times
+
+
+@jax.named_scope("mlp")
+def feed_forward(x: Array, w: dict, config: Config) -> Array:
+    """The second half of a layer, on x [B T, D]: norm, MLP, residual. The activation is the tanh form of gelu."""
+    h = layer_norm(x, w["mlp_norm"], w["mlp_norm_bias"], config.layer_norm_epsilon)
+    h = jax.nn.gelu(linear(h, w["up"], w["up_bias"]), approximate=True).astype(x.dtype)
+    return x + jax.lax.psum(linear(h, w["down"]).astype(x.dtype), MODEL_AXES) + w["down_bias"]
+
+
+def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCache], attend, config: Config):
+    """The layers on tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the new cache.
+
+    It is a Python loop, not a jax.lax.scan over stacked weights: the compiler can then fetch the next layer's weights
+    ahead, and copies neither weights nor cache. The inner jit has JAX trace `layer` once.
+    """
+
+    @jax.jit
+    def layer(x, w, layer_cache):
+        x, layer_cache = attention(x, w, layer_cache, positions, attend, config)
+        return feed_forward(x, w, config), layer_cache
+
+    x, cache = embed(tokens, weights, config), list(cache)  # the caller's list stays as it is
+    # A product with a single 1 looks a vector up, for which XLA for TPUs would copy the whole table to another layout.
+    # Beyond the last position, where padding and drafts may lie, it gives zeros.
+    place = jax.nn.one_hot(positions, config.n_positions, dtype=x.dtype)
+    x = (x + linear(place, weights["positions"]).astype(x.dtype)).reshape(-1, config.n_embd)
+    for i, w in enumerate(weights["layers"]):
+        x, cache[i] = layer(x, w, cache[i])
+    return x.reshape(*tokens.shape, -1), cache
+
+
+@jax.named_scope("head")
+def output_logits(weights: dict, x: Array, config: Config) -> Array:
+    """The logits of this device's part of the vocabulary, float32 [B, V], for hidden states x [B, D]."""
+    x = layer_norm(x, weights["norm"], weights["norm_bias"], config.layer_norm_epsilon)
+    return mask_padding(linear(x, weights["embedding"]), config)  # the embedding is the output head too
+
+
+# =====================================================================================================================
+# Running it
+# =====================================================================================================================
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mesh and sharding
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used. The message is one line that names the thing and the remedy."""
+
+
+def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None) -> Mesh:
+    """A mesh (dp, ep, tp) over `devices`, by default all of them. jax.make_mesh places devices along `ep` and `tp` next
+    to each other, since they communicate in every layer."""
+    devices = jax.devices() if devices is None else devices
+    if dp * ep * tp != len(devices):
+        needs = f"dp x ep x tp = {dp} x {ep} x {tp} needs {dp * ep * tp} devices, and there are {len(devices)}"
+        raise InputError(f"the mesh {needs}; choose --dp --ep --tp so that their product is that number")
+    axis_types = (jax.sharding.AxisType.Auto,) * 3
+    return jax.make_mesh((dp, ep, tp), ("dp", *MODEL_AXES), axis_types=axis_types, devices=devices)
+
+
+def model_shards(mesh: Mesh) -> int:
+    """X, the number of devices that share each layer."""
+    return mesh.shape["ep"] * mesh.shape["tp"]
+
+
+def sharers(groups: int, shards: int) -> int:
+    """R, how many consecutive devices of `shards` share each of these groups, such as kv heads. It divides `shards`."""
+    return max(R for R in range(1, max(shards // groups, 1) + 1) if shards % R == 0)
+
+
+def shard_index(R: int) -> Array | int:
+    """Which of the R consecutive devices that share a cache this device is."""
+    return 0 if R == 1 else jax.lax.rem(jax.lax.axis_index(MODEL_AXES), R)
+
+
+def sharer_groups(R: int) -> list[list[int]]:
+    """The devices of MODEL_AXES in groups of R consecutive ones, for the axis_index_groups of a collective."""
+    return np.arange(jax.lax.axis_size(MODEL_AXES)).reshape(-1, R).tolist()
+
+
+def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, out_specs: object):
+    """`body(weights, ..)` under shard_map. The specs of the weights are those declared: traced arrays have none."""
+    int8 = isinstance(weights["embedding"], Int8)
+    abstract = abstract_weights(config, mesh, weights["norm"].dtype, int8)
+    in_specs = (jax.tree.map(lambda weight: weight.sharding.spec, abstract), *in_specs)
+    # check_vma would have each kernel declare which devices' outputs differ.
+    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Declaring weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Rows of the checkpoint's tensors that devices split; columns, if the weight is split by input.
+
+    `tensors` maps names to numbers of rows; they are concatenated. A name with `{}` stands for one tensor per expert;
+    in the weight of several experts, a name without it is a packed tensor [experts, input, output], or of vectors.
+
+    The rows form `units` of equal size that are never cut, such as heads (0: each row is one). Units form `groups`,
+    such as the query heads of one kv head. A device holds whole groups. If R devices share a group, its units are
+    divided among them; a `replicated` part is copied to each. The last devices may get fewer groups or units, or none,
+    and have zeros for them. `rows` (start, stop) limits the part to these rows. `within` (start, stop) takes these rows
+    of each unit. The units of a device are rounded up to a multiple of `multiple`, with zeros.
+    """
+
+    tensors: dict[str, int]
+    units: int = 0
+    groups: int = 1
+    replicated: bool = False
+    rows: tuple[int, int] | None = None
+    within: tuple[int, int] | None = None
+    multiple: int = 1
+
+    def layout(self) -> tuple[int, int, int]:
+        """The first row to take, the number of units, and the rows of one."""
+        first, last = self.rows or (0, sum(self.tensors.values()))
+        units = self.units or last - first
+        return first, units, (last - first) // units
+
+    def assigned_units(self, shard: int, shards: int) -> tuple[int, int, int]:
+        """The units of device `shard` of `shards`: the first, the one after the last, and how many it has room for."""
+        R, units = sharers(self.groups, shards), self.layout()[1]
+        size = units // self.groups * ceil_div(self.groups, shards // R)  # units of the groups of a device
+        room = size if self.replicated else ceil_div(size, R * self.multiple) * self.multiple
+        begin = min(shard // R * size, units)
+        end = min(begin + size, units)
+        first = begin if self.replicated else min(begin + shard % R * room, end)
+        return first, min(first + room, end), room
+
+    def rows_per_device(self, shards: int) -> int:
+        """How many rows each of `shards` devices has room for."""
+        start, stop = self.within or (0, self.layout()[2])
+        return self.assigned_units(0, shards)[2] * (stop - start)
+
+    def row_slices(self, shard: int, shards: int) -> Iterator[tuple[str, slice]]:
+        """The rows of device `shard` of `shards` in order, as slices of tensors by name."""
+        (first, last, _), (begin, _, rows) = self.assigned_units(shard, shards), self.layout()
+        runs, step = [(begin + rows * first, begin + rows * last)], 1
+        if self.within:
+            start, stop = self.within
+            runs = [(begin + rows * i + start, begin + rows * i + stop) for i in range(first, last)]
+            if stop - start == 1 < len(runs):  # one slice instead of thousands
+                runs, step = [(runs[0][0], runs[-1][1])], rows
+        for start, stop in runs:
+            for name, size in self.tensors.items():
+                if max(start, 0) < min(stop, size):
+                    yield name, slice(start % step if start < 0 else start, min(stop, size), step)
+                start, stop = start - size, stop - size
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A weight: its parts, concatenated along the output or the input dimension of a matrix.
+
+    `split` is the dimension that devices split: 0 the output, 1 the input, None: each device holds all of it.
+    `other_dim` is the size of the other dimension of a matrix, None for a vector. `experts` is how many matrices are
+    stacked along a first dimension, 0 for one matrix alone. `dtype` is a fixed one, also in converted checkpoints.
+    `per_head` says that each head is multiplied on its own (see head_dtype). `transposed` says that the checkpoint has
+    the matrix as [input, output], as it always has packed experts.
+    """
+
+    parts: tuple[Part, ...]
+    split: int | None
+    other_dim: int | None
+    suffix: str  # of the tensors' names
+    experts: int = 0
+    dtype: str | None = None
+    per_head: bool = False
+    transposed: bool = False
+
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that split one matrix. Experts are split over ep, so only tp splits each one."""
+        return () if self.split is None else MODEL_AXES[1:] if self.experts else MODEL_AXES
+
+    def is_packed(self) -> bool:
+        """Whether the matrices, or vectors, of all experts are one tensor."""
+        return bool(self.experts) and not any("{}" in name for part in self.parts for name in part.tensors)
+
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix that devices split: it can be Int8."""
+        return self.split is not None and self.other_dim is not None
+
+    def is_transposed(self) -> bool:
+        """Whether the checkpoint has its matrices as [input, output]."""
+        return self.other_dim is not None and (self.transposed or self.is_packed())
+
+    def full_name(self, name: str, expert: int = 0) -> str:
+        """The full name in the checkpoint of a part's tensor."""
+        return name.format(expert) + self.suffix
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        """The shape of one matrix, or vector, with `rows` rows."""
+        if self.other_dim is None:
+            return (rows,)
+        return (self.other_dim, rows) if self.split == 1 else (rows, self.other_dim)
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of the checkpoint, with their shapes. Input dimensions are last, of transposed ones too."""
+        shapes = {name: self.shape(rows) for part in self.parts for name, rows in part.tensors.items()}
+        if self.is_packed():
+            return {self.full_name(name): (self.experts, *shape) for name, shape in shapes.items()}
+        return {self.full_name(name, e): shape for e in range(self.experts or 1) for name, shape in shapes.items()}
+
+    def abstract(self, mesh: Mesh, dtype: jnp.dtype, int8: bool) -> jax.ShapeDtypeStruct | Int8:
+        """The weight on a mesh, as a jax.ShapeDtypeStruct with its sharding, or as Int8 if `int8` and it is_matrix.
+        Raises InputError if the devices along ep cannot hold as many experts each."""
+        if self.experts % mesh.shape["ep"]:
+            raise InputError(f"ep = {mesh.shape['ep']} does not divide the {self.experts} experts; choose a divisor")
+        shards = math.prod(mesh.shape[axis] for axis in self.axes())
+        shape = list(self.shape(shards * sum(part.rows_per_device(shards) for part in self.parts)))
+        spec = [] if self.split is None else [None] * len(shape)
+        if spec:
+            spec[self.split] = self.axes()
+        if self.is_matrix() and not self.per_head:
+            cuts = shards if self.split == 1 else 1
+            shape[1] = cuts * stored_width(shape[1] // cuts, self, jnp.dtype(jnp.int8 if int8 else dtype), mesh)
+        if self.experts:
+            shape, spec = [self.experts, *shape], [MODEL_AXES[0], *spec]
+
+        def array(shape, spec, dtype):
+            return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+        if self.is_matrix() and int8:
+            return Int8(array(shape, spec, jnp.int8), array(shape[:-1], spec[:-1], jnp.float32))
+        return array(shape, spec, self.dtype or (head_dtype(dtype, mesh) if self.per_head else dtype))
+
+
+def by_output(inputs: int, *parts: Part, experts: int = 0, per_head=False, transposed=False) -> Weight:
+    """A matrix [rows of the parts, inputs] split by output, or `experts` of them."""
+    weight = Weight(parts, 0, inputs, ".weight", experts, per_head=per_head, transposed=transposed)
+    return dataclasses.replace(weight, suffix="") if weight.is_packed() else weight
+
+
+def by_input(outputs: int, part: Part, experts: int = 0, transposed=False) -> Weight:
+    """A matrix [outputs, rows of the part] split by input, or `experts` of them."""
+    return dataclasses.replace(by_output(outputs, part, experts=experts, transposed=transposed), split=1)
+
+
+def bias(*parts: Part, suffix: str = ".bias", experts: int = 0, dtype: str | None = None) -> Weight:
+    """A vector split over devices, such as the biases of a matrix that is split by output; or one for each expert."""
+    return Weight(parts, 0, None, suffix, experts, dtype)
+
+
+def whole(name: str, *shape: int, dtype: str | None = None, transposed=False) -> Weight:
+    """A vector or a matrix that each device holds whole, and that is never Int8."""
+    other_dim = shape[1] if shape[1:] else None
+    return Weight((Part({name: shape[0]}),), None, other_dim, "", dtype=dtype, transposed=transposed)
+
+
+def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = False) -> dict:
+    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises InputError if the
+    mesh does not divide the experts.
+
+    Matrices are [output, input], as in the checkpoint: a row is contiguous, and loading transposes nothing but packed
+    experts and what is declared so. If devices cannot share rows evenly, the arrays have rows or columns of zeros,
+    which change nothing.
+    """
+    return jax.tree.map(lambda weight: weight.abstract(mesh, dtype, int8), weights_of(config))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decoding
+
+
+class Rows(NamedTuple):
+    """The state of a batch, on the devices: a place for each row, which another prompt takes when a row has ended.
+
+    `history` int32 [B, the largest limit or more] holds a row's tokens: the prompt, the answer, and guesses of what
+    follows. `filled` int32 [B] says how many of them are in the cache, `lengths` int32 [B] how many are known: at least
+    one more. A row ends with `limits` int32 [B] tokens. `seeds` uint32 [B, 2] has its number, whatever its place, and
+    the seed of the run.
+    """
+
+    history: Array
+    filled: Array
+    lengths: Array
+    limits: Array
+    seeds: Array
+
+
+def refill(rows: Rows, is_new: Array, new: Rows) -> Rows:
+    """`rows` with those of `new` at the places where `is_new`, bool [B], says so."""
+    return jax.tree.map(lambda x, old: jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), x, old), new, rows)
+
+
+def look_up(rows: Rows, cache: list[LayerCache], drafts: int, *_) -> tuple[Array, list[LayerCache]]:
+    """Puts guesses into `history`, behind the tokens that are known: the `drafts` tokens that followed the latest
+    earlier occurrence of the last three, or else of the last two (Saxena 2023, "prompt lookup decoding"). If fewer
+    followed, they are repeated. Without an occurrence the guesses are arbitrary tokens. Returns history and cache."""
+    history, at, last = rows.history, jnp.arange(rows.history.shape[1]), rows.lengths[:, None] - 1
+
+    def agrees(back):  # of each token: is the one `back` places before it as the one `back` places before the last?
+        token = jnp.take_along_axis(history, last - back, axis=1, mode="clip")
+        return (jnp.roll(history, back, axis=1) == token) & (at >= back)
+
+    found = jnp.where(agrees(0) & agrees(1) & (at < last), at + 1 + len(at) * agrees(2), 0)
+    first = jnp.max(found, axis=1, keepdims=True) % len(at)
+    guesses = jnp.take_along_axis(history, first + jnp.arange(drafts) % (last + 1 - first), axis=1)
+    for i in range(drafts):
+        history = jnp.where(at == last + 1 + i, guesses[:, i : i + 1], history)
+    return history, cache
+
+
+DRAFTS = {"lookup": look_up}  # sources of drafts, called at the end of a step
+STATIC = "T", "draft", "drafts", "config", "mesh", "sampling"
+
+
+@partial(jax.jit, static_argnames=STATIC, donate_argnames=("cache", "rows"))
+def step(
+    weights: dict,
+    cache: list[LayerCache],
+    rows: Rows,
+    places: Array | None = None,
+    *,
+    T: int,
+    draft: str | None = None,
+    drafts: int = 0,
+    config: Config,
+    mesh: Mesh,
+    sampling: Sampling,
+):
+    """Takes T tokens of every row, from the first that the cache lacks: a piece of prompts or, with T up to FEW, a step
+    of decoding.
+
+    Such a step takes all rows. It chooses a token after the last one that is known, and after each of T - 1 drafts: the
+    guesses that stand behind it in `history`. It accepts drafts as long as they equal the chosen tokens (Leviathan et
+    al. 2023, "speculative decoding"; greedy or sampled, the tokens are those of steps of one). A row that still reads
+    its prompt only advances by T, and one at its limit stands still. Nothing is ever taken back: what the cache holds
+    beyond `filled` is overwritten before a token could see it.
+
+    A longer T, a multiple of the devices that share a row's cache, verifies nothing. It is for the rows at `places`
+    int32 [b], counted on each device of dp; a place that stands there twice is computed twice. By default it takes all
+    rows, too.
+
+    At the end `draft`, a name in DRAFTS, puts `drafts` guesses behind what is known, for the next step.
+
+    Returns the cache and the rows, both donated. Of the rows taken, on every device: `lengths` int32 [b], and the
+    chosen tokens int32 [b, T], one of a longer T, and their log-probabilities, float32. As many are new as `lengths`
+    has grown.
+    """
+
+    verified = T - 1 if T <= FEW else 0
+
+    def body(weights, cache, rows, places):
+        some = rows if places is None else jax.tree.map(lambda x: x[places], rows)
+        history, filled, lengths, limits, seeds = some
+        positions = filled[:, None] + jnp.arange(T)
+        tokens = jnp.take_along_axis(history, positions, axis=1, mode="clip")
+        R = cache_sharers(config, model_shards(mesh))
+        attend = partial(cached_attention, places=places, batch=len(rows.filled), R=R)
+        x, cache = forward(weights, tokens, positions, cache, attend, config)
+        newest = lengths[:, None] - 1 + jnp.arange(1 + verified)
+        last_x = x if T == 1 else jnp.take_along_axis(x, jnp.clip(newest - positions[:, :1], 0, T - 1)[:, :, None], 1)
+        logits = output_logits(weights, last_x.reshape(-1, x.shape[-1]), config)
+        of_choices = jnp.repeat(seeds, 1 + verified, axis=0)
+        chosen, logprobs = (
+            y.reshape(newest.shape) for y in next_token(logits, newest.reshape(-1), of_choices, sampling)
+        )
+        guesses = jnp.take_along_axis(history, newest[:, 1:], axis=1, mode="clip")
+        kept = jnp.sum(jnp.cumprod(chosen[:, :verified] == guesses, axis=1), axis=1, dtype=jnp.int32)
+        filled = jnp.minimum(jnp.minimum(filled + T, lengths + kept), limits - 1)
+        last = jnp.take_along_axis(chosen, jnp.clip(filled - lengths, 0, verified)[:, None], axis=1)
+        is_last = (jnp.arange(history.shape[1]) == filled[:, None]) & (filled >= lengths)[:, None]
+        lengths = jnp.maximum(lengths, filled + 1)
+        some = Rows(jnp.where(is_last, last, history), filled, lengths, limits, seeds)
+        if draft:
+            history, cache = DRAFTS[draft](some, cache, drafts, weights, x, positions, attend, config, sampling)
+            some = some._replace(history=history)
+        rows = some if places is None else jax.tree.map(lambda x, new: x.at[places].set(new), rows, some)
+        # Every host needs the tokens of all rows, to see which rows have ended.
+        result = jax.lax.all_gather((lengths, chosen, logprobs), "dp", tiled=True)
+        return cache, rows, result
+
+    of_rows = Rows(*[P("dp")] * len(Rows._fields))
+    program = sharded(body, mesh, weights, config, (CACHE_SPEC, of_rows, P("dp")), (CACHE_SPEC, of_rows, P()))
+    return program(weights, cache, rows, places)
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen. `temperature` 0 takes the most probable one.
+
+    Otherwise the logits are divided by `temperature`, the `top_k` largest are kept (0: all), then of these the most
+    probable ones until their probabilities add up to `top_p` (Holtzman et al. 2020).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling) -> tuple[Array, Array]:
+    """The next tokens int32 [B] and their log-probabilities float32 [B], the same on all devices that share the rows.
+
+    The log-probability is that of the unmodified softmax. Sampling uses no random key twice: each position of each row
+    has its own.
+
+    Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seeds uint32 [B, 2], the
+    number of each row and the seed of the run.
+    """
+    if sampling.temperature == 0:
+        # Each device has a candidate: its largest logit, that token, and the sum of exp(logit - largest).
+        largest, V = jnp.max(logits, axis=-1), logits.shape[1]
+        local = jnp.min(jnp.where(logits == largest[:, None], jnp.arange(V), V - 1), axis=-1)  # an argmax
+        ids = local + jax.lax.axis_index(MODEL_AXES) * V
+        total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
+        # One collective for all three; float32 holds every id below 2**24 exactly.
+        candidates = jnp.stack([largest, total, ids.astype(jnp.float32)])
+        largest, total, ids = jax.lax.all_gather(candidates, MODEL_AXES, axis=1)  # [X, B] each
+        winner = jnp.argmax(largest, axis=0)[None]
+        logprobs = -jnp.log(jnp.sum(total * jnp.exp(largest - jnp.max(largest, axis=0)), axis=0))
+        return jnp.take_along_axis(ids, winner, axis=0)[0].astype(jnp.int32), logprobs
+    logits = jax.lax.all_gather(logits, MODEL_AXES, axis=1, tiled=True)
+    keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")  # a key of this generator is two numbers
+    keys = jax.vmap(jax.random.fold_in)(keys, positions)
+    kept = keep_probable(logits / sampling.temperature, sampling.top_k, sampling.top_p)
+    tokens = jax.vmap(jax.random.categorical)(keys, kept)
+    return tokens, jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)[:, 0]
+
+
+def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
+    """Logits [B, V] with -inf for all that `top_k` and then `top_p` leave out; the most probable token stays."""
+    if not top_k and top_p == 1:
+        return logits
+    V = logits.shape[-1]
+    descending = jax.lax.top_k(logits, min(top_k or V, V))[0]
+    smallest = descending[:, -1:]
+    if top_p < 1:
+        probabilities = jax.nn.softmax(descending, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        smallest = jnp.take_along_axis(descending, jnp.sum(before < top_p, axis=-1, keepdims=True) - 1, axis=-1)
+    return jnp.where(logits < smallest, -jnp.inf, logits)
+
+
+PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
+PREFILL_PIECE = 1024  # of one row: enough for each weight that is read to serve many tokens; not yet tuned on hardware
+SHORT_PIECES = 64, 16  # for what is left of a prompt, or new in a conversation; the shortest only on CPUs
+REPEATING = 0.75  # on CPUs "lookup" drafts if this share of the rows ends in four tokens that it had before
+LOOKAHEAD = 2  # steps started beyond the one whose tokens the host reads
+
+
+class Token(NamedTuple):
+    """A generated token of prompt `row`, with `finish_reason` "stop" or "length" if it is the row's last."""
+
+    row: int
+    id: int
+    logprob: float
+    finish_reason: str | None
+
+
+def generate(
+    weights: dict,
+    prompts: list[list[int]],
+    config: Config,
+    mesh: Mesh,
+    *,
+    rows: int | None = None,
+    max_new_tokens: int,
+    max_seq_len: int | None = None,
+    stop_tokens: tuple[int, ...] = (),
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    draft: str | None = None,
+    draft_tokens: int = 3,
+    int8_cache: bool = False,
+    kept: dict | None = None,
+    stats: dict | None = None,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> Iterator[list[Token]]:
+    """Decodes the prompts, `rows` of them at a time (by default all), and yields the new tokens of each step. When a
+    row ends, the next prompt takes its place: it is read in pieces, while the other rows keep their caches. The first
+    `next` raises InputError for prompts that check_prompts refuses.
+
+    A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
+    `max_seq_len` slots (by default as many as the longest row needs). What a row generates does not depend on the
+    others: sampling uses the seed and the row's number in `prompts`, `Token.row`.
+
+    With `draft`, a name in DRAFTS, steps verify `draft_tokens` guesses of each row, fewer than FEW. The tokens are the
+    same, but for rounding where two are as likely. On CPUs a draft costs nearly as much as a token, so there "lookup"
+    verifies drafts only while most rows repeat what they have.
+
+    A prompt that begins like the row before it in its place is read from where they differ, so what all prompts begin
+    with is read once for each place. `kept`, a dict that is empty at first, takes the places to the next call: so a
+    conversation reads only what is new. It is right too after a call that was broken off.
+
+    The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
+    reads them LOOKAHEAD steps later.
+
+    `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
+    row_steps (places times steps), busy_row_steps (those that gave a token), drafts (verified in these) and
+    drafts_accepted; at the end step_bytes, of a mean decode step. The time from one result to the next is prefill's if
+    the step behind it read a prompt, else decoding's. No time but the first includes compilation.
+    `progress(stage, done, total)` is called before a compilation, and with the tokens that were read of the first
+    prompts.
+    """
+    stats = {} if stats is None else stats
+    stats |= dict.fromkeys(("compile_s", "prefill_s", "decode_s"), 0.0)
+    stats |= dict.fromkeys(("prefill_tokens", "decode_steps", "decode_tokens", "row_steps", "busy_row_steps"), 0)
+    stats |= dict.fromkeys(("drafts", "drafts_accepted"), 0)
+    check_prompts(prompts, config, max_seq_len, max_new_tokens)
+    if not 0 < draft_tokens < FEW:
+        raise InputError(f"draft_tokens {draft_tokens} is not from 1 to {FEW - 1}")
+    longest, dp, dtype = max(map(len, prompts)), mesh.shape["dp"], weights["norm"].dtype
+    max_seq_len = max_seq_len or longest + max_new_tokens - 1  # the last token needs no slot
+    count, drafts = min(rows or len(prompts), len(prompts)), draft_tokens if draft else 0
+    batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
+    own = batch // dp  # places of a device
+    pieces = piece_lengths(longest if kept is None else max_seq_len, config, mesh)
+    wanted = abstract_cache(config, mesh, batch, max(max_seq_len, pieces[0]), dtype, int8_cache)
+    waiting = list(range(len(prompts)))
+    in_flight = []  # of steps that the host has not read: tokens of prompts, places, the rows there, results
+    lengths, clock = np.zeros(count), time.perf_counter()  # lengths: tokens in the cache, summed over decoding steps
+
+    # What the host knows: `host` is the state after all steps that are started, with the tokens that were read; drafts
+    # may have filled more. A free place stands still at its limit. Of each place, `numbers` has its row, -1 if it is
+    # free; `prompt_lengths` that of the prompt; `known` how many tokens were read, with the prompt; `stored` how many
+    # slots were written at most.
+    zeros_and_ones = np.zeros(batch, np.int32), *np.ones((2, batch), np.int32), np.zeros((batch, 2), np.uint32)
+    host = Rows(np.zeros((batch, max_seq_len + 1), np.int32), *zeros_and_ones)
+    numbers, prompt_lengths, known, stored = np.full(batch, -1), *np.zeros((3, batch), np.int32)
+
+    def on_mesh(array):  # copied, since the host goes on writing in its own
+        sharding = NamedSharding(mesh, P("dp"))
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index].copy())
+
+    def fill():
+        """Gives the free places to prompts that wait, in their order: to each the one that shares most with it. Returns
+        which places have a new row, bool [B]."""
+        ring = cache_sharers(config, model_shards(mesh)) * min(layer[0].shape[2] for layer in cache)
+
+        def shared(p):
+            """How many tokens at the beginning of `prompt` the cache has. One at least is left, to compute what
+            follows. A ring, with fewer slots than were stored, has forgotten what it needs if too much came after."""
+            most = max(min(len(prompt), known[p], host.filled[p] + 1) - 1, 0)
+            n = np.argmin(np.append(host.history[p, :most] == prompt[:most], False))
+            return n if stored[p] <= ring or stored[p] - n <= PREFILL_PIECE else 0
+
+        is_new, free = np.zeros(batch, bool), np.flatnonzero(numbers[:count] < 0).tolist()
+        while free and waiting:
+            prompt = prompts[row := waiting.pop(0)]
+            p, length = max(free, key=shared), len(prompt)
+            free.remove(p)
+            host.filled[p] = shared(p)
+            stored[p] *= host.filled[p] > 0
+            is_new[p], numbers[p], host.history[p, :length], host.seeds[p] = True, row, prompt, (row, seed)
+            prompt_lengths[p] = known[p] = host.lengths[p] = length
+            host.limits[p] = min(length + max_new_tokens, max_seq_len + 1)
+        return is_new
+
+    def unread():
+        """How many tokens of its prompt no step has taken, for each place."""
+        return np.where(numbers < 0, 0, np.maximum(prompt_lengths - host.filled, 0))
+
+    def choose():
+        """The next step: its T, and the places [dp, b] that it takes on each device of dp. A prompt is read in the
+        longest pieces of which it fills at least half."""
+        left = unread()
+        if not left.any():
+            return 1 + drafts if drafts_pay() else 1, np.tile(np.arange(own), (dp, 1))
+        T = next((T for T in pieces if 2 * left.max() > T), pieces[-1])
+        reads = (left > (T // 2 if pieces[-1] < T else 0)).reshape(dp, own)
+        most = min(own, max(1, PREFILL_TOKENS // T))
+        b = most if 2 * reads.sum(axis=1).max() > most else 1  # two programs for each T
+        # A device with fewer rows to read takes some twice, or its first place one step further.
+        return T, np.array([np.resize(np.flatnonzero(row) if row.any() else 0, b) for row in reads])
+
+    def drafts_pay():
+        """Whether the next step verifies drafts. All hosts must decide alike: by the tokens, not by a clock."""
+
+        def repeats(p):  # whether the last four tokens occur earlier in the row
+            tokens = np.pad(host.history[p, : known[p]], (4, 0), constant_values=-1)
+            fours = np.lib.stride_tricks.sliding_window_view(tokens, 4)
+            return (fours[:-1] == fours[-1]).all(axis=1).any()
+
+        if draft != "lookup" or mesh.devices.flat[0].platform != "cpu":
+            return True
+        return np.mean([repeats(p) for p in np.flatnonzero(numbers >= 0)]) >= REPEATING
+
+    def tick(part=None):
+        """Adds the time since the last tick to a part of `stats`."""
+        nonlocal clock
+        begin, clock = clock, time.perf_counter()
+        if part:
+            stats[part] += clock - begin
+
+    def compiled(T, b):
+        """The program of steps of T tokens, of b rows on each device of dp."""
+        if (key := (T, b, draft, drafts, sampling)) not in programs:
+            jax.block_until_ready(state)
+            tick(("prefill_s" if in_flight[-1][0] else "decode_s") if in_flight else None)
+            progress("compiling decoding" if T <= FEW else "compiling prefill", 0, 1)
+            taken = None if T <= FEW else on_mesh(np.zeros(b * dp, np.int32))
+            options = {"config": config, "mesh": mesh, "sampling": sampling, "draft": draft, "drafts": drafts}
+            programs[key] = step.lower(weights, cache, state, taken, T=T, **options).compile()
+            multihost_utils.sync_global_devices("compiled")  # the clock should not count others' compilation
+            tick("compile_s")
+        return programs[key]
+
+    def start(T, taken):
+        """Starts a step of T tokens for the places `taken` on each device of dp."""
+        nonlocal cache, state
+        program = compiled(T, taken.shape[1])
+        of_step = (taken + own * np.arange(dp)[:, None]).reshape(-1)
+        prompt_tokens = np.minimum(unread(), T)[np.unique(of_step)].sum()
+        most = np.minimum(host.filled + (1 + drafts) * len(in_flight), host.limits - 1)  # that the steps before it fill
+        stored[of_step] = np.maximum(stored, most + T)[of_step]
+        host.filled[of_step] = np.minimum(host.filled + T, np.minimum(host.lengths, host.limits - 1))[of_step]
+        host.lengths[of_step] = np.maximum(host.lengths, host.filled + 1)[of_step]
+        arguments = None if T <= FEW else on_mesh(taken.astype(np.int32).reshape(-1))
+        cache, state, result = program(weights, cache, state, arguments)
+        jax.tree.map(lambda x: x.copy_to_host_async(), result)
+        in_flight.append((prompt_tokens, of_step, numbers[of_step], result))
+
+    def read():
+        """The tokens of the oldest step that was started; places of rows that end with them become free."""
+        nonlocal lengths
+        prompt_tokens, of_step, rows_of_step, result = in_flight.pop(0)
+        after, chosen, logprobs = map(np.asarray, result)
+        tick("prefill_s" if prompt_tokens else "decode_s")
+        new = []
+        of_places = zip(of_step, rows_of_step, after, chosen.tolist(), logprobs.tolist(), strict=True)
+        for p, row, length, tokens, values in of_places:
+            for token, logprob in zip(tokens, values, strict=True):
+                if not (numbers[p] == row >= 0 and known[p] < length):  # the row has ended, or the drafts failed
+                    break
+                host.history[p, known[p]] = token
+                known[p] += 1
+                host.filled[p], host.lengths[p] = max(host.filled[p], known[p] - 1), max(host.lengths[p], known[p])
+                is_last = known[p] == host.limits[p]
+                reason = "stop" if token in stop_tokens else "length" if is_last else None
+                new.append(Token(int(row), token, logprob, reason))
+                numbers[p] = -1 if reason else row
+        stats["prefill_tokens"] += int(prompt_tokens)
+        if not prompt_tokens:
+            stats["decode_steps"] += 1
+            stats["decode_tokens"] += len(new)
+            stats["row_steps"] += count
+            busy = len({token.row for token in new})
+            stats["busy_row_steps"] += busy
+            stats["drafts"] += busy * (chosen.shape[1] - 1)
+            stats["drafts_accepted"] += len(new) - busy
+            lengths += after[:count] - 1
+        return new
+
+    kept = {} if kept is None else kept
+    cache, past, programs = (kept.pop(name, None) for name in ("cache", "past", "programs"))
+    # A step that was broken off has deleted the cache, and a conversation may have outgrown its slots.
+    if cache and past[0].shape == host.history.shape and not any(x.is_deleted() for x in jax.tree.leaves(cache)):
+        host.history[:], host.filled[:], known, stored = past
+    else:
+        cache, programs = zeros(wanted), {}
+    try:
+        fill()
+        host.filled[numbers < 0] = known[numbers < 0] = 0  # the first slots of free places will be overwritten
+        state = jax.tree.map(on_mesh, host)
+        refilled = jax.jit(refill, out_shardings=jax.tree.map(lambda x: x.sharding, state), donate_argnums=0)
+        first_tokens = int(unread().sum())
+        T, taken = choose()
+        compiled(T, taken.shape[1]), compiled(1 + drafts if drafts_pay() else 1, own)
+        progress("prefill", 0, first_tokens)
+        while (live := numbers >= 0).any():
+            if (host.lengths < host.limits)[live].any() and len(in_flight) <= LOOKAHEAD:
+                start(*choose())
+                continue
+            new = read()
+            progress("prefill", min(stats["prefill_tokens"], first_tokens), first_tokens)
+            yield new
+            if waiting and (is_new := fill()).any():
+                state = refilled(state, on_mesh(is_new), jax.tree.map(on_mesh, host))
+        jax.block_until_ready(cache)  # steps in flight: no process may leave while others wait for it in a collective
+        mean_lengths = list(lengths / max(stats["decode_steps"], 1))
+        tokens = 1 + stats["drafts"] / max(stats["busy_row_steps"], 1)
+        stats["step_bytes"] = step_bytes(weights, cache, mean_lengths, config, tokens)
+    finally:
+        kept |= {"cache": cache, "past": (host.history, host.filled, known, stored), "programs": programs}
+
+
+def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None, max_new_tokens: int) -> None:
+    """Raises InputError for no prompt, and one that is empty, longer than `max_seq_len` or outside the vocabulary; with
+    its answer, beyond `n_positions` of a model that has learned no more."""
+    positions = getattr(config, "n_positions", math.inf)
+    if not prompts:
+        raise InputError("there is no prompt")
+    for row, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise InputError(f"prompt {row} is empty: it has no tokens")
+        if max_seq_len and len(prompt) > max_seq_len:
+            raise InputError(f"prompt {row} has {len(prompt)} tokens, more than max_seq_len {max_seq_len}; raise it")
+        needed = len(prompt) + max_new_tokens - 1  # the last token needs none
+        if min(needed, max_seq_len or needed) > positions:
+            what = f"prompt {row} and its answer need {needed} positions, more than n_positions {positions}"
+            raise InputError(f"{what}; shorten it, lower max_new_tokens or give max_seq_len {positions}")
+        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+            raise InputError(f"prompt {row} has a token outside the model's vocabulary of {config.vocab_size}")
+
+
+def zeros(abstract) -> object:
+    """A pytree of zeros in the shapes, dtypes and shardings of `abstract`, made on the devices."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
+
+
+ceil_div, power_of_two = pl.cdiv, pl.next_power_of_2  # both round up: a / b, and n to a power of two
+
+
+def cache_slots(tokens: int) -> int:
+    """The slots to allocate for `tokens`, so that large blocks divide them: the next multiple of 256 or, beyond 2,048,
+    of an eighth of the next power of two."""
+    unit = max(256, power_of_two(tokens) // 8)
+    return ceil_div(tokens, unit) * unit
+
+
+def stored_bytes(tree) -> int:
+    """Bytes of a pytree of arrays or ShapeDtypeStructs on all devices. A copy counts on each device that holds it."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices for x in leaves)
+
+
+def step_bytes(
+    weights: dict, cache: list[LayerCache], lengths: list[float], config: Config, tokens: float = 1.0
+) -> int:
+    """Bytes that a step of so many tokens a row has to read on all devices: all weights but the embedding, `lengths`
+    slots of the rows. Of experts it counts what a uniform router would choose on average. A tied embedding counts: it
+    is the head too."""
+    tokens *= len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
+
+    def read(weight, array):
+        chosen = 1 - (1 - config.num_experts_per_tok / weight.experts) ** tokens if weight.experts else 1
+        return chosen * stored_bytes(array)
+
+    total = sum(jax.tree.leaves(jax.tree.map(read, weights_of(config), weights)))
+    if "head" in weights:
+        total -= stored_bytes(weights["embedding"])
+    return int(total + cache_bytes_read(cache, lengths, config))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Norm, embedding, vocabulary
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """x over its root mean square along the last dimension, times weight; float32 inside, x's dtype outside."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+@jax.named_scope("embed")
+def embed(tokens: Array, weights: dict, config: Config) -> Array:
+    """Rows of the vocabulary-sharded embedding [V, D] for tokens [B, T]: [B, T, D] in the residual stream's dtype. Each
+    device looks up the tokens that it holds and has zeros for the others; the psum puts them together."""
+    table, dtype = weights["embedding"], weights["norm"].dtype
+    local = tokens - jax.lax.axis_index(MODEL_AXES) * table.shape[0]
+    is_here = (local >= 0) & (local < table.shape[0])
+    # One row more than needed: for a single row, XLA would copy a whole int8 table to another layout.
+    index = jnp.pad(jnp.where(is_here, local, 0), ((0, 1), (0, 0)))
+    x, scale = values_and_scale(jax.tree.map(lambda t: t[index][:-1], table), jnp.float32)
+    x = x if scale is None else x * scale[..., None]
+    x = x[..., : config.hidden_size]  # see stored_width
+    return jax.lax.psum(jnp.where(is_here[..., None], x, 0).astype(dtype), MODEL_AXES)
+
+
+def mask_padding(logits: Array, config: Config) -> Array:
+    """logits [B, V] of this device's part of the vocabulary, with MASKED for the rows that only pad the table."""
+    ids = jax.lax.axis_index(MODEL_AXES) * logits.shape[1] + jnp.arange(logits.shape[1])
+    return jnp.where(ids < config.vocab_size, logits, MASKED)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention in plain JAX
+
+
+# The score of a slot that is not attended to, the logit of a token that does not exist. It is finite, so that a block
+# with nothing else gives no NaN: once a real score arrives, what the block added is multiplied by exp(MASKED - m) = 0.
+MASKED = -1e30
+
+CACHE_SPEC = P("dp", MODEL_AXES)  # rows over dp; kv heads, or what devices share of a cache, over ep x tp
+FEW = 8  # tokens of a row that a step takes as decoding does: with all rows, and all queries of a kv head together
+
+
+class Mask(NamedTuple):
+    """Which tokens up to its own one attends to: all, the last `window`, or those of its chunk of `chunk` tokens. And
+    how far from 0 scores may be: see softcapped."""
+
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+
+    def first_seen(self, positions: Array) -> Array:
+        """The first position that tokens at `positions` attend to."""
+        if self.chunk:
+            return positions - jnp.fmod(positions, self.chunk)
+        return jnp.maximum(positions - (self.window - 1), 0) if self.window else jnp.zeros_like(positions)
+
+    def is_attended(self, keys: Array, queries: Array) -> Array:
+        """Whether queries at some positions see keys at others, in shapes that broadcast."""
+        seen = keys <= queries
+        return seen & (keys >= self.first_seen(queries)) if self.window or self.chunk else seen
+
+    def wraps(self, slots: int, T: int) -> bool:
+        """Whether a cache is a ring, in which position p of a row is in slot p % slots: it has so many slots that none
+        of T new tokens overwrites one that another of them sees. Else a position beyond the slots is not stored."""
+        span = self.window or self.chunk
+        return bool(span) and slots >= span + T - 1
+
+
+def softcapped(x: Array, cap: float | None) -> Array:
+    """x within `cap` of 0, by a tanh (Bello et al. 2016), or x as it is."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def attention_scores(q: Array, k: Array | Int8, mask: Array, softcap: float | None = None) -> Array:
+    """q [B, K, A, M, H], k [B, K, S, H], mask [.., M, S]: float32 [B, K, A, M, S]. With `softcap` they cannot be added
+    to those of another side of the keys."""
+    keys, scale = values_and_scale(k, q.dtype)
+    scores = query_key_product(q.astype(keys.dtype), keys)
+    scores = scores if scale is None else scores * scale[:, :, None, None]
+    return jnp.where(mask, softcapped(scores, softcap), MASKED)
+
+
+def attention_with_sum(scores: Array, v: Array | Int8, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """The softmax of scores [B, K, A, M, S] times values v [B, K, S, W], float32 [B, K, A, M, W], and the log-sum-exp
+    of the scores, float32 [B, K, A, M, 1]. `dtype` is for the product with int8 values."""
+    values, scale = values_and_scale(v, dtype)
+    m = jnp.max(scores, axis=-1, keepdims=True)
+    p = jnp.exp(scores - m)
+    l = jnp.sum(p, axis=-1, keepdims=True)
+    p = p / l if scale is None else p / l * scale[:, :, None, None]
+    return probability_value_product(p.astype(values.dtype), values), m + jnp.log(l)
+
+
+def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Softmax outputs over two sets of keys as one over both: pairs of an output and the log-sum-exp of its scores."""
+    log_sum_exp = jnp.logaddexp(a[1], b[1])
+    return sum(out * jnp.exp(each - log_sum_exp) for out, each in (a, b)), log_sum_exp
+
+
+def joined(out: Array, log_sum_exp: Array, axis: int) -> tuple[Array, Array]:
+    """What `merged` gives for many sets of keys, along `axis`."""
+    m = jnp.max(log_sum_exp, axis, keepdims=True)
+    weights = jnp.exp(log_sum_exp - m)
+    l = jnp.sum(weights, axis)
+    return jnp.sum(weights * out, axis) / l, jnp.squeeze(m, axis) + jnp.log(l)
+
+
+def over_blocks(attend, first: Array, last: Array, shape) -> tuple[Array, Array]:
+    """attend(i), an output of this shape and the log-sum-exp of its scores, merged over the blocks i from `first` to
+    `last`."""
+    nothing = jnp.zeros(shape), jnp.full((*shape[:-1], 1), MASKED)  # adds nothing to what it is merged with
+    return jax.lax.fori_loop(first, last + 1, lambda i, state: merged(state, attend(i)), nothing)
+
+
+def plain_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None, rows=None, tile=None, block=None):
+    """Causal attention of T tokens a row over this device's slots, where they are stored already.
+
+    Queries are [B, K, A, M, H]. Of each M, the first `run` (by default M / T) are of the token at position starts [B],
+    the next ones of the token after it, and so on; after T runs it begins anew. Position p of a row is in slot p // R
+    of device p % R of the R that share its tokens; if the cache is a ring, modulo its slots. The rows are those at
+    `places` [B] of the cache, or all (None).
+
+    The cache is keys [.., K, S, H] and values [.., K, S, W]. Or, if queries are wider than its first side, both sides
+    are keys: the first columns of a query are for the first side, the rest for the second. The first side is the values
+    too.
+
+    Returns float32 [B, K, A, M, W + 1], side by side the output and the log-sum-exp of the scores: MASKED or little
+    more for a query that sees no key, and then its output means nothing.
+
+    It takes tiles of `rows` rows and at most `tile` queries and, for each, the blocks of at most `block` slots that its
+    queries see. By default all is one tile and one block, and there is no loop.
+    """
+    (B, K, A, M, H), (*_, S, width) = q.shape, cache[0].shape
+    W = width if width < H else cache[1].shape[-1]
+    sizes = (rows, B), (tile, M), (block, S)
+    rows, tile, block = (max(n for n in range(1, (most or size) + 1) if size % n == 0) for most, size in sizes)
+    wraps, offsets = mask.wraps(R * S, T), jnp.arange(M) // (run or M // T) % T
+    taken = jnp.arange(B) if places is None else places
+
+    def attend(row, m, i):  # the tile that begins at (row, m), to the i-th block of positions
+        of_rows = partial(jax.lax.dynamic_slice_in_dim, start_index=row, slice_size=rows)
+
+        def some_slots(x):
+            def of_place(place):
+                return jax.lax.dynamic_slice(x, (place, 0, begin, 0)[: x.ndim], (1, K, block, *x.shape[3:]))[0]
+
+            begin = i % (S // block) * block if wraps else i * block
+            return x if places is None and (rows, block) == (B, S) else jax.vmap(of_place)(of_rows(taken))
+
+        queries = jax.lax.dynamic_slice(q, (row, 0, 0, m, 0), (rows, K, A, tile, H))
+        first, second = jax.tree.map(some_slots, tuple(cache))
+        at = of_rows(starts)[:, None] + jax.lax.dynamic_slice_in_dim(offsets, m, tile)
+        keys = (i * block + jnp.arange(block)[None]) * R + shard_index(R)
+        if wraps and block == S:  # behind the slot of the last token, a ring holds what was stored a round before
+            last = of_rows(starts)[:, None] + T - 1
+            keys += last - last % (R * S)
+            keys = jnp.where(keys > last, keys - R * S, keys)
+        seen = mask.is_attended(keys[:, None], at[:, :, None])[:, None, None]
+        scores = attention_scores(queries[..., :width], first, seen, mask.softcap)
+        if width < H:
+            scores, second = scores + attention_scores(queries[..., width:], second, seen), first
+        return attention_with_sum(scores, second, q.dtype)
+
+    def of_tile(n):
+        row, m = n // (M // tile) * rows, n % (M // tile) * tile
+        if block == S:
+            return jnp.concatenate(attend(row, m, 0), axis=-1)
+        begin = jax.lax.dynamic_slice_in_dim(starts, row, rows)
+        last = jnp.max(begin) + offsets[m + tile - 1]
+        last = last if wraps else jnp.minimum(last, R * S - 1)
+        first = jnp.min(mask.first_seen(begin + offsets[m]))
+        out = over_blocks(partial(attend, row, m), first // (R * block), last // (R * block), (rows, K, A, tile, W))
+        return jnp.concatenate(out, axis=-1)
+
+    if (rows, tile) == (B, M):
+        return of_tile(0)
+    out = jax.lax.map(of_tile, jnp.arange(B // rows * (M // tile)))
+    out = out.reshape(B // rows, M // tile, rows, K, A, tile, -1)
+    return out.transpose(0, 2, 3, 4, 1, 5, 6).reshape(B, K, A, M, -1)
+
+
+def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
+    """New tokens, which are as wide as the cache already, in its dtype."""
+    pairs = zip(new, cache, strict=True)
+    return LayerCache(*(quantize(x) if isinstance(side, Int8) else x.astype(side.dtype) for x, side in pairs))
+
+
+def store_few(cache: LayerCache, new: LayerCache, starts, mask: Mask, R: int) -> LayerCache:
+    """`cache` with this device's share of the tokens `new` [B, K, T, ..], at positions starts [B] and after it."""
+    S, T = cache[0].shape[2], new[0].shape[2]
+    positions = starts[:, None] + jnp.arange(T)
+    slots = positions // R % S if mask.wraps(R * S, T) else positions // R
+    if R > 1:  # what another device stores has a slot beyond the last one, and is dropped
+        slots = jnp.where(positions % R == shard_index(R), slots, S)
+    rows = jnp.arange(len(starts))[:, None]
+
+    def store(x, n):
+        return keep_layout(x.at[rows, :, slots].set(n.swapaxes(1, 2), mode="drop"))
+
+    return jax.tree.map(store, cache, as_stored(new, cache))
+
+
+def store_many(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R: int, is_own=None) -> LayerCache:
+    """store_few for T tokens, a multiple of R, of the rows at `places` [B] of the cache, a row at a time.
+
+    Slots that are not new are written again as they are: where a piece ends beyond the last slot and, in a ring, begins
+    again at the first. `is_own` bool [B] says which rows this device holds (None: all).
+    """
+    S, T = cache[0].shape[2], new[0].shape[2]
+    size, wraps = T // R, mask.wraps(R * S, T)
+
+    def store_row(b, cache):
+        first = (shard_index(R) - starts[b]) % R  # this device's first token among the new ones
+        slot = (starts[b] + first) // R
+        slot = slot % S if wraps else slot
+        begin = jnp.minimum(slot, S - size)
+        shift = slot - begin
+
+        def store(x, n):
+            n = n[b].reshape(n.shape[1], size, R, *n.shape[3:])
+            n = jax.lax.dynamic_index_in_dim(n, first, axis=2, keepdims=False)
+            n = jnp.roll(n, shift, axis=1)[None]
+
+            def write(x, begin, is_new):
+                at = (places[b], 0, begin, 0)[: x.ndim]
+                is_new = is_new if is_own is None else is_new & is_own[b]
+                old = jax.lax.dynamic_slice(x, at, n.shape)
+                new = jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 3)), n, old)
+                return jax.lax.dynamic_update_slice(x, new, at)
+
+            is_late = jnp.arange(size) >= shift
+            x = write(x, begin, is_late)
+            return write(x, 0, ~is_late) if wraps else x
+
+        return jax.tree.map(store, cache, new)
+
+    new = as_stored(new, cache)
+    return jax.lax.fori_loop(0, len(starts), store_row, cache)
+
+
+def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask: Mask, T: int, R: int, run=None):
+    """Stores the tokens `new` [B, K, T, ..] and attends to all up to each. Args and result as in plain_attention.
+    Returns the cache too."""
+    if T > FEW:
+        places = jnp.arange(len(q)) if places is None else places
+        cache = store_many(cache, new, starts, places, mask, R)
+        return attend_to_stored(q, cache, starts, places, mask, T, R), cache
+
+    def plain(q, new, cache, starts, **sizes):
+        cache = store_few(cache, new, starts, mask, R)
+        return plain_attention(q, cache, starts, None, mask, T, R, run, **sizes), cache
+
+    kernel = partial(attention_kernel, mask=mask, T=T, R=R, run=run)
+    block = 128 if len(q) > 8 else 512  # stays in the processor's cache; blocks that a row has not filled are not read
+    on_cpu = partial(plain, rows=1, block=block) if cache[0].shape[2] > block else plain
+    return jax.lax.platform_dependent(q, new, cache, starts, cpu=on_cpu, tpu=kernel, default=plain)
+
+
+def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -> Array:
+    """store_and_attend of many tokens, which are in the cache, as each machine does it best."""
+
+    def kernel(q, cache, starts, places):
+        return attention_kernel(q, (), cache, starts, places, mask=mask, T=T, R=R)[0]
+
+    plain = partial(plain_attention, mask=mask, T=T, R=R)
+    on_cpu = partial(plain, rows=1, tile=256, block=128 if T <= 128 else 256)
+    return jax.lax.platform_dependent(
+        q, cache, starts, places, cpu=on_cpu, tpu=kernel, default=partial(plain, block=512)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention over heads in plain JAX
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer, [B, K, S, H] each, position p of a row in its slot p, or p % S if it is a ring.
+
+    If R devices share a kv head, device r of them holds the positions p with p % R == r, in slot p // R. (K is then 1
+    on a device, and X in the whole array.)
+    """
+
+    k: Array | Int8
+    v: Array | Int8
+
+
+def read_heads(cls: type, config: dict) -> dict:
+    """read_fields, with the heads: by default a kv head for each query head, which together are hidden_size wide."""
+    given = read_fields(cls, config)
+    heads = given["num_attention_heads"]
+    given = {"num_key_value_heads": heads, "head_dim": given["hidden_size"] // heads} | given
+    if heads % (kv_heads := given["num_key_value_heads"]):
+        raise InputError(f"config.json: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
+    return given
+
+
+def abstract_cache(config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, int8: bool = False):
+    """The KV cache as a list of LayerCache of jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens, rounded up. A
+    layer with a window or chunks holds no more than that and a piece of prefill: it is a ring then. Dtype and width are
+    as cache_layout has them."""
+    X, sharding = model_shards(mesh), NamedSharding(mesh, CACHE_SPEC)
+    H, dtype = cache_layout(config.head_dim, dtype, mesh)
+
+    def layer_cache(i):
+        mask = config.mask(i)
+        span = mask.window or mask.chunk
+        tokens = min(max_seq_len, span + PREFILL_PIECE) if span else max_seq_len
+        slots = cache_slots(ceil_div(tokens, cache_sharers(config, X)))
+        shape = (batch, X * ceil_div(config.num_key_value_heads, X), slots, H)
+        side = jax.ShapeDtypeStruct(shape, jnp.int8 if int8 else dtype, sharding=sharding)
+        if int8:
+            side = Int8(side, jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=sharding))
+        return LayerCache(side, side)
+
+    layers = config.num_hidden_layers + getattr(config, "uses_extra_layer", False)
+    return [layer_cache(i) for i in range(layers)]
+
+
+def cache_sharers(config: Config, shards: int) -> int:
+    """R, the number of devices that share a kv head, of `shards` devices that share a layer."""
+    return sharers(config.num_key_value_heads, shards)
+
+
+def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Config) -> float:
+    """Bytes of the cache that a decode step has to read, on all devices, for rows of these lengths."""
+    read = 0.0
+    for i, layer in enumerate(cache):
+        window, chunk, _ = config.mask(i)
+        tokens = sum((length - 1) % chunk + 1 if chunk else min(length, window or length) for length in lengths)
+        batch, heads, slots, _ = layer.k.shape
+        read += stored_bytes(layer) * tokens / (batch * heads * slots / config.num_key_value_heads)
+    return read
+
+
+def split_heads(qkv: Array, config: Config) -> tuple[Array, Array, Array]:
+    """This device's queries [B, T, N, H], keys and values [B, T, K, H] of the product with `qkv`. Devices that share a
+    kv head divide its query heads. What does not divide evenly leaves some devices heads of zeros."""
+    X, kv_heads = jax.lax.axis_size(MODEL_AXES), config.num_key_value_heads
+    K = ceil_div(kv_heads, X)
+    N = K * ceil_div(config.num_attention_heads // kv_heads, cache_sharers(config, X))
+    return jnp.split(qkv.reshape(*qkv.shape[:2], N + 2 * K, config.head_dim), [N, N + K], axis=2)
+
+
+def with_sinks(out: Array, log_sum_exp: Array, sinks: Array | None) -> Array:
+    """Attention's output `out` [B, T, K, G, H] as if each softmax had one more logit, without a value, so that a head
+    can attend to nothing (as in Xiao et al. 2023, "attention sinks"). `sinks` float32 [N] has that logit for each query
+    head, or is None; `log_sum_exp` is that of the scores."""
+    return out if sinks is None else out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(*out.shape[2:4], 1))
+
+
+def cached_attention(q, k, v, cache: LayerCache, positions, mask: Mask, sinks=None, *, places=None, batch=None, R: int):
+    """Causal attention of T tokens of each row, over all positions up to theirs: stores their keys and values, then
+    attends. Args and results as in `attention`; sinks as in with_sinks; places as in `step`. A model whose cache has no
+    heads to split needs `batch`, the rows of a device, to find them.
+
+    Where R devices share a kv head, each attends to its own slots, with the query heads of all R. They exchange the
+    queries before, and afterwards the outputs with the log-sum-exp of their scores, by which partial softmaxes merge
+    (as in Dao et al. 2023, "Flash-Decoding"). So no part of the cache is read, or held, twice.
+    """
+    (B, T, N, H), K, width = q.shape, k.shape[2], cache.k.shape[-1]
+    # As wide as the cache, with zeros, which change neither scores nor values.
+    q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, width - H))) for a in (q, k, v))
+    new = LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
+    q = q.reshape(1, B, T, K, N // K, width)
+    q = exchange(q, R) if R > 1 else q  # every device sends all the same block: an all-gather
+    # [B, K, A, M, H]: of few tokens, all queries of a kv head along M; of many, one of each token.
+    order, folded, run = (1, 3, 0, 4, 2, 5), (B, K, -1, T, width), 1
+    if T <= FEW:
+        order, folded, run = (1, 3, 0, 2, 4, 5), (B, K, 1, -1, width), N // K
+    q = q.transpose(order)
+    out, cache = store_and_attend(q.reshape(folded), new, cache, positions[:, 0], places, mask, T, R, run)
+
+    def unfolded(x):  # [R, B, T, K, G, ..]
+        return x.reshape(*q.shape[:5], -1).transpose(np.argsort(order))
+
+    if R > 1:
+        out = exchange(unfolded(out), R)
+        out, log_sum_exp = joined(out[..., :-1], out[..., -1:], axis=0)
+    else:
+        out, log_sum_exp = (unfolded(x)[0] for x in (out[..., :-1], out[..., -1:]))
+    out = with_sinks(out, log_sum_exp, sinks).astype(q.dtype)
+    return out[..., :H].reshape(B, T, N * H), cache
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Int8
+
+
+class Int8(NamedTuple):
+    """int8 `values [..., C]` times float32 `scale [...]`: one scale for each vector along the last dimension.
+
+    A weight [.., O, C] has a scale for each output channel, which is applied after the product. The embedding [V, D]
+    has one for each token, a cache [B, K, S, H] one for each token and head, an activation [B, C] one for each row.
+    """
+
+    values: Array
+    scale: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+def quantize(x: Array) -> Int8:
+    """Symmetric rounding to int8 along the last dimension: the largest magnitude becomes 127."""
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / 127
+    values = jnp.round(x / jnp.where(scale == 0, 1, scale)[..., None])
+    return Int8(values.astype(jnp.int8), scale)
+
+
+def values_and_scale(x, dtype: jnp.dtype) -> tuple[Array, Array | None]:
+    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none. A number format of
+    some models has a method that gives its values."""
+    if isinstance(x, Int8):
+        return x.values.astype(dtype), x.scale
+    return x.dequantized(dtype) if hasattr(x, "dequantized") else x, None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading config.json
+
+
+FOLDERS = {  # of the repository that this file is from, and the model_types that each reads
+    "deepseek": ("deepseek_v2", "deepseek_v3", "kimi_k2"),
+    "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text"),
+    "glm4": ("glm", "glm4"),
+    "glm4_flash": ("glm4_moe_lite",),
+    "glm4_moe": ("glm4_moe",),
+    "gpt2": ("gpt2",),
+    "gpt_oss": ("gpt_oss",),
+    "llama3": ("llama", "mistral"),
+    "llama4": ("llama4", "llama4_text"),
+    "mixtral": ("mixtral",),
+    "qwen3": ("qwen2", "qwen3", "qwen3_moe"),
+}
+COUNTS = {  # where they are not from 1 to 2**31; layers and experts are bounded before lists of that length are made
+    "num_hidden_layers": range(1, 2**16), "n_layer": range(1, 2**16),
+    "first_k_dense_replace": range(2**16), "max_window_layers": range(2**16),
+    "num_experts": range(2**12), "num_local_experts": range(1, 2**12), "n_routed_experts": range(1, 2**12),
+}  # fmt: skip
+
+
+def check_supported(**features: tuple[object, tuple]) -> None:
+    """Each feature is a pair (value, supported values). Raises InputError if a value is not among them."""
+    for name, (value, supported) in features.items():
+        if value not in supported:
+            message = f"config.json: {name} {value!r:.40} is not supported, only {', '.join(map(str, supported))}"
+            others = [folder for folder, types in FOLDERS.items() if name == "model_type" and value in types]
+            raise InputError(message + "".join(f"; use the folder {folder}" for folder in others))
+
+
+def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:
+    """Those of `given` that are plain fields of the dataclass `cls`, in their types; null counts as absent.
+
+    Raises InputError for a value that such a field cannot have, and for a missing one that is needed or has no default.
+    """
+    plain = (bool, int, float, str, int | None)
+    kinds = {name: kind for name, kind in get_type_hints(cls, globals()).items() if kind in plain}
+    given = {name: value for name, value in given.items() if name in kinds and value is not None}
+    for name, value in given.items():
+        if not is_valid(value, kinds[name], name):
+            raise InputError(f"config.json: {name} cannot be {value!r:.40}")
+    required = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
+    for name in (*required, *needed):
+        if name not in given:
+            raise InputError(f"config.json: {name} is missing")
+    return {name: float(value) if kinds[name] is float else value for name, value in given.items()}
+
+
+def read_list(config: dict, name: str, allowed: Collection, default: Collection, least: int = 0) -> tuple:
+    """A list of config.json, of `least` entries at least, which are all among `allowed`."""
+    values = config.get(name)
+    if values is None:
+        return tuple(default)
+    kind = type(allowed[0])  # True does not pass for 1
+    if not isinstance(values, list) or any(type(value) is not kind or value not in allowed for value in values):
+        raise InputError(f"config.json: {name} cannot be {values!r:.40}")
+    if len(values) < least:
+        raise InputError(f"config.json: {name} has {len(values)} entries for {least} layers")
+    return tuple(values)
+
+
+def is_valid(value: object, kind: type, name: str = "") -> bool:
+    """Whether a value of a JSON file can be a field of type `kind`. Numbers are positive and bounded."""
+    if kind in (bool, str):
+        return isinstance(value, kind)
+    if kind is float:
+        return type(value) in (int, float) and 1e-30 < value < 1e30
+    return type(value) is int and value in COUNTS.get(name, range(1, 2**31))  # isinstance would take a bool
+
+
+# =====================================================================================================================
+# Fast on each machine
+# =====================================================================================================================
+#
+# platform_dependent takes one of several functions, by the platform that the program is compiled for. The compiler
+# moves nothing across an optimization_barrier. A Pallas kernel is the program of a TPU core, which fetches blocks of
+# its arguments (a BlockSpec says which) into the core's fast memory, VMEM.
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory on each machine
+
+
+def mesh_shape(config: Config, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None):
+    """dp, ep and tp for these devices. Those not given are 1, except tp, which takes the remaining devices. A TPU's
+    memory has lanes of 128 numbers. There ep is the smallest that leaves each device whole lanes of an expert's
+    columns, or a few zeros beside them."""
+    dp = dp or 1
+    left = len(devices) // dp
+    if not ep and not tp and devices[0].platform == "tpu":
+        experts = [weight for weight in jax.tree.leaves(weights_of(config)) if weight.experts and weight.split == 1]
+
+        def suits(weight, ep, tp):
+            whole, columns = (weight.parts[0].rows_per_device(devices) for devices in (1, tp))
+            return weight.experts % ep == columns % 128 == 0 and tp * columns <= 1.1 * whole
+
+        divisors = (n for n in range(1, left + 1) if left % n == 0)
+        ep = next((n for n in divisors if all(suits(weight, n, left // n) for weight in experts)), None)
+    ep = ep or 1
+    return dp, ep, tp or max(1, left // ep)
+
+
+def stored_width(C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
+    """The input dimension C of a device's part of a matrix as it is stored, maybe with zeros beside it.
+
+    On TPUs a matrix that is split by output gets whole lanes of 128 numbers. Otherwise XLA would store it with the
+    output dimension last, and copy it for a kernel in every step. On CPUs 16-bit rows must not lie a multiple of 4,096
+    bytes apart, since such rows map to the same places in the processor's cache, and the product would take up to 1.7
+    times as long. They get 32 numbers more, unless they are experts.
+    """
+    platform = mesh.devices.flat[0].platform
+    if platform == "tpu" and weight.split == 0:
+        return ceil_div(C, 128) * 128
+    return C + 32 if platform == "cpu" and dtype.itemsize == 2 and 2 * C % 4096 == 0 and not weight.experts else C
+
+
+def head_dtype(dtype: jnp.dtype, mesh: Mesh) -> jnp.dtype:
+    """The dtype of weights that are multiplied head by head: float32 on CPUs, where any other is slow."""
+    return jnp.float32 if mesh.devices.flat[0].platform == "cpu" else dtype
+
+
+def cache_layout(H: int, dtype: jnp.dtype, mesh: Mesh) -> tuple[int, jnp.dtype]:
+    """The width and the dtype of a cache of width H. On CPUs a 16-bit cache is kept in float32: to update one slot XLA
+    would convert all of it to float32 and back. On TPUs H is rounded up to the 128 lanes: a narrower array would have
+    its slots innermost in memory, and be copied to another layout for the kernel in every step."""
+    platform = mesh.devices.flat[0].platform
+    return ceil_div(H, 128) * 128 if platform == "tpu" else H, jnp.float32 if platform == "cpu" else dtype
+
+
+def piece_lengths(longest: int, config: Config, mesh: Mesh) -> list[int]:
+    """The lengths of the pieces in which prefill takes prompts of up to `longest` tokens: a long one and, if that is
+    longer than they are, short ones. All are multiples of the devices that share a cache. The long one is a power of
+    two; on CPUs, where padding costs more, a multiple of an eighth of one."""
+    R = cache_sharers(config, model_shards(mesh))
+    tokens = ceil_div(longest, ceil_div(longest, PREFILL_PIECE))
+    unit, short = power_of_two(max(tokens, 16)), SHORT_PIECES[:1]
+    if mesh.devices.flat[0].platform == "cpu":
+        unit, short = max(16, unit // 8), SHORT_PIECES  # a product takes as long for fewer than 16 rows more
+    long = min(ceil_div(ceil_div(tokens, unit) * unit, R) * R, PREFILL_PIECE // R * R)
+    short = [ceil_div(T, R) * R for T in short]
+    return [long, *short] if long > short[0] else [long]
+
+
+def keep_layout(x: Array) -> Array:
+    """x in row-major order: for a single row, XLA for GPUs would copy a whole cache to another layout, twice a step."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products
+
+
+def einsum(subscripts: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) -> Array:
+    """jnp.einsum with sums in `dtype`, and without bf16 or tf32 passes if the operands are float32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=dtype)
+
+
+def linear(x: Array, w: Array | Int8, bias: Array | None = None) -> Array:
+    """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
+    flat = x.reshape(-1, x.shape[-1])
+    y = jax.lax.platform_dependent(flat, w, cpu=cpu_product, tpu=tpu_product, default=product)
+    y = y.reshape(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
+
+
+def linear_halves(x: Array, w: Array | Int8, bias: Array | None = None) -> tuple[Array, Array]:
+    """The two halves of linear's output, such as gate and up. Many rows on TPUs get a product for each half, since XLA
+    can then do what follows elementwise along with the second. One product would write all of its output to memory."""
+
+    def one_product():
+        return tuple(jnp.split(linear(x, w, bias), 2, axis=-1))
+
+    def half(i):
+        return linear(x, *jax.tree.map(lambda a: jnp.split(a, 2)[i], (w, bias)))
+
+    on_tpu = (lambda: (half(0), half(1))) if math.prod(x.shape[:-1]) >= 128 else one_product
+    return jax.lax.platform_dependent(tpu=on_tpu, default=one_product)
+
+
+def product(x: Array, w: Array | Int8, min_rows: int = 1) -> Array:
+    """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O]. x is padded to `min_rows` rows: XLA for
+    TPUs turns fewer rows into slow vector code."""
+    values, scale = values_and_scale(w, x.dtype)
+    y = einsum("bc,oc->bo", padded(x, w, min_rows), values)[: x.shape[0]]
+    return y if scale is None else y * scale
+
+
+def padded(x: Array, w: Array | Int8, rows: int = 1) -> Array:
+    """x [B, C] with zeros up to the columns of w, and up to `rows` rows."""
+    return jnp.pad(x, ((0, max(rows - len(x), 0)), (0, w.shape[-1] - x.shape[1])))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products and attention on CPUs
+
+
+def cpu_product(x: Array, w: Array | Int8) -> Array:
+    """product for CPUs. One row uses `row_product` if its length allows: XLA's own product of 16 bits is ten times
+    slower for one row than for two. Of up to 4 rows, pieces of the weight are turned to float32 and multiplied while
+    they are in the processor's cache: without AVX512-BF16, XLA's product of 16 bits takes 1.5 times as long. Up to 128
+    rows the weight is the left operand, because XLA repacks the right one.
+
+    With int8 weights and a few rows, the fast product is that of int8 and int8. Two int8 numbers hold 15 bits of an
+    activation: a coarse one, and a fine one for its rounding error. As rows of one product they cost little and lose
+    next to nothing. (From some 50 rows on, casting the weight costs less.)
+    """
+    (B, C), is_16_bit = x.shape, x.dtype != jnp.float32
+    runs = runs_of(C, *((32, 4096) if isinstance(w, Int8) else (24, 8192)))
+    if B == 1 and runs and isinstance(w, Int8):
+        return row_product(x, w.values, runs) * w.scale
+    if B == 1 and runs and is_16_bit:
+        return row_product(x, w, runs)
+    if B <= 4 and is_16_bit and not isinstance(w, Int8) and (pieces := pieces_of(w, 2**19, least=2)) > 1:
+        return over_rows(partial(in_float32, x), w, pieces)
+    if w.shape[1] > C:  # see stored_width
+        x = repeat_columns(x, w.shape[1])
+    if isinstance(w, Int8) and B < 50:
+        coarse = quantize(x)
+        fine = quantize(x - coarse.values * coarse.scale[:, None])
+        y = weights_first(jnp.concatenate([coarse.values, fine.values]), w.values, jnp.int32)
+        return (y[:B] * coarse.scale[:, None] + y[B:] * fine.scale[:, None]) * w.scale
+    if isinstance(w, Int8) or B > 128:
+        return product(x, w)
+    return weights_first(padded(x, w, 2 if is_16_bit else 1), w, jnp.float32)[:B]
+
+
+def runs_of(columns: int, most: int, longest: int) -> int:
+    """How many runs of 32 columns row_product should add up in one loop: at most `most`, and a divisor of all of them.
+    0 if it should not be used, because a row is longer than `longest` columns or would have fewer than 9 runs."""
+    divisors = (n for n in range(most, 8, -1) if columns % (32 * n) == 0)
+    return next(divisors, 0) if columns <= longest else 0
+
+
+def row_product(x: Array, w: Array, runs: int) -> Array:
+    """x [1, C] times w [O, C] of 16 or 8 bits, C a multiple of 32 * runs: float32 [1, O]. It ignores columns that only
+    w has. With bfloat16 it is 1.5 times as fast as two rows of XLA's own product, with int8 twice as fast.
+
+    XLA makes one unrolled loop that multiplies and adds `runs` runs of 32 columns, with the 32 side by side in vector
+    registers. The 32 sums are then multiplied with ones. A large w is taken in pieces, whose sums stay in cache.
+
+    reduce_precision changes no number. It keeps XLA from its library of reductions, which would turn all weights to
+    float32 in memory first. The barriers keep the product with ones out of the loop. Dividing by ones changes no number
+    either: XLA repeats no division in a loop, so it turns x to float32 once, and not for each row of w.
+    """
+    C, lanes = x.shape[1], 32
+    x = x.astype(jnp.float32)
+    if w.dtype == jnp.int8:
+        x = x / jax.lax.optimization_barrier(jnp.ones(x.shape))
+
+    def multiply(w):
+        terms = w[:, :C].reshape(-1, C // (runs * lanes), runs, lanes).astype(jnp.float32) * x.reshape(-1, runs, lanes)
+        sums = jax.lax.reduce(terms, np.float32(0), lambda a, b: jax.lax.reduce_precision(a + b, 8, 23), (2,))
+        sums = jax.lax.optimization_barrier(sums).reshape(-1, lanes)
+        y = jax.lax.optimization_barrier(einsum("rc,bc->rb", sums, jnp.ones((1, lanes)))).reshape(len(w), -1)
+        return sum(y[:, i] for i in range(y.shape[1]))[None]
+
+    return over_rows(multiply, w, pieces_of(w, 2**24))
+
+
+def in_float32(x: Array, w: Array) -> Array:
+    """x [B, C] times w [O, C], or a wider w: float32 [B, O]. The barrier has w in float32 in memory."""
+    w = jax.lax.optimization_barrier(w[:, : x.shape[1]].astype(jnp.float32))
+    return weights_first(x.astype(jnp.float32), w, jnp.float32)
+
+
+def pieces_of(w: Array, size: int, least: int = 1) -> int:
+    """Into how many pieces of equal rows to divide w [O, C]: `least` or more, of at most `size` numbers each. 1 if no
+    number near does."""
+    fewest = max(least, ceil_div(w.size, size))
+    return next((n for n in range(fewest, 4 * fewest) if len(w) % n == 0), 1)
+
+
+def over_rows(multiply, w: Array, pieces: int) -> Array:
+    """multiply(w), float32 [B, O], a piece of w [O, C] at a time."""
+    rows, B = len(w) // pieces, jax.eval_shape(multiply, w).shape[0]
+
+    def step(i, y):
+        # The barrier ties w to i: else XLA would turn all of it to float32 before the loop.
+        tied, i = jax.lax.optimization_barrier((w, i))
+        piece = jax.lax.dynamic_slice_in_dim(tied, i * rows, rows)
+        return jax.lax.dynamic_update_slice_in_dim(y, multiply(piece), i * rows, axis=1)
+
+    return multiply(w) if pieces == 1 else jax.lax.fori_loop(0, pieces, step, jnp.zeros((B, len(w)), jnp.float32))
+
+
+def repeat_columns(x: Array, width: int) -> Array:
+    """x [B, C] of 16 bits, widened with its own first columns for a weight that is zero there. XLA would fuse a padding
+    of zeros with the elementwise operations before it, which would then take four times as long."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint16)  # XLA would concatenate bfloat16 as float32
+    bits = jnp.concatenate([bits, bits[:, : width - x.shape[1]]], axis=1)
+    return jax.lax.bitcast_convert_type(bits, x.dtype)
+
+
+def weights_first(x: Array, w: Array, dtype: jnp.dtype) -> Array:
+    """x [B, C] times w [O, C] with w as the left operand; a barrier keeps XLA from swapping them: `dtype` [B, O]."""
+    return jax.lax.optimization_barrier(einsum("oc,bc->ob", w, x, dtype)).T
+
+
+def query_key_product(q: Array, k: Array) -> Array:
+    """q [B, K, A, M, H] times k [B, K, S, H]: float32 [B, K, A, M, S]."""
+    plain, queries = partial(einsum, "bkamh,bksh->bkams"), math.prod(q.shape[2:4])
+    on_cpu = partial(query_by_query, "bkh,bksh->bks") if queries <= 4 else keys_first if queries <= 64 else plain
+    return jax.lax.platform_dependent(q, k, cpu=on_cpu, default=plain)
+
+
+def probability_value_product(p: Array, v: Array) -> Array:
+    """p [B, K, A, M, S] times v [B, K, S, W]: float32 [B, K, A, M, W]."""
+    plain = partial(einsum, "bkams,bksw->bkamw")
+    on_cpu = partial(query_by_query, "bks,bksw->bkw") if math.prod(p.shape[2:4]) <= 4 else plain
+    return jax.lax.platform_dependent(p, v, cpu=on_cpu, default=plain)
+
+
+def query_by_query(subscripts: str, x: Array, of_slots: Array) -> Array:
+    """A product [B, K, A, M, ..] of a few queries as a product of a matrix and a vector for each. XLA computes these up
+    to twice as fast, since all queries after the first find the slots in the processor's cache."""
+    one_by_one = jnp.moveaxis(x.reshape(*x.shape[:2], -1, x.shape[-1]), 2, 0)
+    return jnp.stack([einsum(subscripts, one, of_slots) for one in one_by_one], axis=2).reshape(*x.shape[:4], -1)
+
+
+def keys_first(q: Array, k: Array) -> Array:
+    """query_key_product for CPUs and some queries. XLA rearranges the second operand of a product there, which should
+    not be the keys; the barrier keeps XLA from exchanging the two."""
+    return jax.lax.optimization_barrier(einsum("bksh,bkamh->bksam", k, q)).transpose(0, 1, 3, 4, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products on TPUs
+
+
+STREAM_BYTES = 40 * 2**20  # XLA for TPUs does not fetch a weight ahead if a device holds more of it than this
+
+
+def tpu_product(x: Array, w: Array | Int8) -> Array:
+    """product for TPUs. A kernel streams the weight if it is too large to be fetched ahead and the rows are few."""
+    B, (O, C) = len(x), w.shape
+    itemsize = jax.tree.leaves(w)[0].dtype.itemsize
+    # Two buffers each of 128 rows of w and of x. A kernel gets 16 MiB.
+    x = padded(x, w)
+    vmem = 2 * C * (128 * itemsize + B * x.dtype.itemsize)
+    is_streamed = B <= 64 and C % 128 == 0 and O * C * itemsize >= STREAM_BYTES and vmem <= 12 * 2**20
+    if 4 * B * C > 2**25:  # if x comes of float32 arrays too large for VMEM, XLA would read them for each tile of w
+        x = jax.lax.optimization_barrier(x)
+    return streamed_product(x, w) if is_streamed else product(x, w, min_rows=8)
+
+
+def streamed_product(x: Array, w: Array | Int8, block: int | None = None, interpret=False) -> Array:
+    """product as a Pallas kernel for TPUs: x [B, C] times w [O, C]: float32 [B, O].
+
+    It reads w once, in blocks of whole rows. Each block is contiguous, while XLA's own product of a weight in
+    HBM fetches narrow columns. The next block is fetched while this one is multiplied, which takes less time than
+    fetching, the cast of int8 values included. Rows of the last block beyond O are undefined, and are not stored.
+
+    `block` is the number of rows in a grid step, a multiple of 128, by default as many as make 2 MiB: no more, since
+    nothing overlaps the first block of a product; no fewer, since a step has to outlast its own overhead.
+    """
+    (B, C), O = x.shape, w.shape[0]
+    values, scale = w if isinstance(w, Int8) else (w, None)
+    block = block or max(128, 2**21 // (C * values.dtype.itemsize) // 128 * 128)
+
+    def kernel(x, w, y):
+        y[...] = einsum("bc,oc->bo", x[...], w[...].astype(x.dtype))
+
+    y = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((B, O), jnp.float32),
+        grid=(pl.cdiv(O, block),),
+        in_specs=[pl.BlockSpec((B, C), lambda i: (0, 0)), pl.BlockSpec((block, C), lambda i: (i, 0))],
+        out_specs=pl.BlockSpec((B, block), lambda i: (0, i)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),  # shared by the two cores of a v5p
+        cost_estimate=kernel_cost(2 * B * O * C, values),
+        interpret=interpret,
+        name="streamed_product",
+    )(x, pltpu.with_memory_space_constraint(values, pltpu.HBM))
+    return y if scale is None else y * scale
+
+
+def kernel_cost(flops: int, read) -> pl.CostEstimate:
+    """The cost, for the compiler, of a kernel that reads the arrays of the pytree `read`."""
+    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))
+    return pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention on TPUs
+
+
+def attention_kernel(
+    q, new, cache, starts, places=None, *, mask: Mask, T: int, R=1, run=None, queries=1024, block=None, interpret=False
+):
+    """store_and_attend as one Pallas kernel for TPUs; scores stay in VMEM (as in Dao et al. 2022, "FlashAttention").
+    Few tokens are `new`, and it stores them; for many `new` is (), as they are in the cache already.
+
+    The grid is (rows of the batch, kv heads, tiles of queries, blocks of keys). A tile is about `queries` of them: some
+    of M, with all A of each. A block that a tile does not see is neither fetched nor computed: its index is mapped to a
+    block that is there already. Only blocks at the edge of what a tile sees are masked. Blocks are those of a row's
+    positions; if the cache is a ring, they lie there modulo its blocks. Of few tokens all kv heads of a block are
+    fetched at once, since one is too few bytes.
+
+    That the kernel stores the new tokens saves launches and, for the scales, a change of layout. A single slot of a
+    packed dtype cannot be written, so the tile around it is patched in VMEM, before queries attend to it, and written
+    back. If there are several tokens, one more step of the grid writes the second tile that they may reach. The cache
+    goes out in the memory that it came in: a row's tile is written after the block that holds it was read, and other
+    rows never read it.
+
+    `block` is by default 1,024 slots; of few tokens a power of two that makes at most half a MiB of keys, or 128. It is
+    cut to a divisor of the slots.
+    """
+    (B, K, A, M, width), S = q.shape, cache[0].shape[2]
+    split = cache[0].shape[-1]
+    W = cache[1].shape[-1] if width == split else split
+    fitting = 2**19 // (K * split * jax.tree.leaves(cache)[0].dtype.itemsize)
+    block = math.gcd(S, block or (max(128, power_of_two(fitting + 1) // 2) if new else 1024))
+    lanes = min(block, 128)  # of m and l, and as many slots in a tile that is written back
+    # kv heads of a grid step; queries of a tile for each of A; and the positions that they span
+    heads, tile = (K, M) if new else (1, min(M, max(queries // power_of_two(A), 16)))
+    span, blocks = T if new else tile, S // block
+    wraps, span_seen = mask.wraps(R * S, T), mask.window or mask.chunk
+
+    # No dividend here is negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
+    def stored(position):  # the last position with a slot that is not beyond this one
+        return position if wraps else jnp.clip(position, 0, R * S - 1)
+
+    def last_block(start, t):
+        return jax.lax.div(stored(start + (t + 1) * span - 1), R * block)
+
+    def first_block(start, t):
+        return jnp.minimum(jax.lax.div(mask.first_seen(start + t * span), R * block), last_block(start, t))
+
+    def tile_of(position):  # the tile of `lanes` slots to patch and write for a new token
+        return jax.lax.div(stored(position), R * lanes)
+
+    steps = blocks
+    if span_seen:
+        steps = (span_seen + span - 2) // (R * block) + 2
+        steps = steps if wraps else min(steps, blocks)
+    if not new:
+        steps = jnp.minimum(steps, last_block(jnp.max(starts), pl.cdiv(M, tile) - 1) + 1)
+    steps += bool(new) and T > 1
+
+    def kernel(starts, places, q, new, cache, out, new_cache, m, l, acc):
+        # m and l are as wide as scores are, up to 128 lanes. m repeats one number, and l has sums of some keys each: to
+        # add up lanes is slow, and is done once, at the end.
+        t, n, start, r = pl.program_id(2), pl.program_id(3), starts[pl.program_id(0)], shard_index(R)
+        first, last = first_block(start, t), last_block(start, t)
+        i = jnp.minimum(first + n, last)
+
+        def side(x, h):  # [slots, ..] of a kv head, and the scale of each slot [1, slots]
+            if isinstance(x, Int8):
+                scales = slice(h, h + 1) if heads == K else pl.ds(pl.program_id(1), 1)
+                return x.values[0, h].astype(q.dtype), x.scale[0, scales]
+            return x[0, h].astype(q.dtype), 1.0
+
+        @pl.when(n == 0)
+        def begin():
+            m[...] = jnp.full(m.shape, MASKED)
+            l[...] = jnp.zeros(l.shape)
+            acc[...] = jnp.zeros(acc.shape)
+
+        def slots_of(tile):
+            return pl.ds(0 if lanes == block else pl.multiple_of(tile * lanes - i * block, lanes), lanes)
+
+        def is_here(tile):
+            return jax.lax.div(tile, block // lanes) == i
+
+        def patch(tile):
+            def patch_side(x, token):
+                slots = tile * lanes + jax.lax.broadcasted_iota(jnp.int32, (1, K, lanes) + (1,) * (x.ndim - 3), 2)
+                patched = x[:, :, slots_of(tile)]
+                for j in range(T):
+                    patched = jnp.where(slots * R + r == start + j, token[:, :, j : j + 1], patched)
+                x[:, :, slots_of(tile)] = patched
+
+            @pl.when(is_here(tile))
+            def patch_here():
+                jax.tree.map(patch_side, cache, as_stored(jax.tree.map(lambda x: x[...], new), cache))
+
+        def write_back(tile):
+            def write_side(x, y):
+                y[...] = x[:, :, slots_of(tile)]
+
+            jax.tree.map(write_side, cache, new_cache)
+
+        def fold(seen):
+            for h in range(heads):
+                (first, first_scale), (second, second_scale) = (side(x, h) for x in cache)
+                queries = q[0, h].reshape(A * tile, width)
+                scores = einsum("th,sh->ts", queries[:, :split], first) * first_scale
+                if width > split:
+                    scores += einsum("th,sh->ts", queries[:, split:], second) * second_scale
+                    second, second_scale = first, first_scale
+                scores = softcapped(scores, mask.softcap)
+                if seen is not None:
+                    scores = jnp.where(seen, scores.reshape(A, tile, block), MASKED).reshape(scores.shape)
+                new_m = jnp.maximum(m[h], jnp.max(scores, axis=-1, keepdims=True))
+                alpha, p = jnp.exp(m[h] - new_m), jnp.exp(scores - jnp.tile(new_m, (1, block // lanes)))
+                m[h] = new_m
+                l[h] = l[h] * alpha + sum(jnp.split(p, block // lanes, axis=1))
+                acc[h] = acc[h] * alpha[:, :1] + einsum("ts,sw->tw", (p * second_scale).astype(q.dtype), second)
+
+        @pl.when(first + n <= last)
+        def visit():
+            if new:
+                patch(tile_of(start))
+                if T > 1:
+                    patch(tile_of(start + T - 1))
+                pl.when(is_here(tile_of(start)))(lambda: write_back(tile_of(start)))
+            keys = (i * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)) * R + r
+            first_query, offsets = start + t * span, 0
+            if span > 1:
+                offsets = jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
+                offsets = jnp.fmod(jax.lax.div(offsets, run or M // T), T) if new else offsets
+            is_whole = (i + 1) * block * R <= first_query + 1
+            if span_seen:
+                is_whole &= i * block * R >= mask.first_seen(first_query + span - 1)
+            pl.when(is_whole)(lambda: fold(None))
+            pl.when(~is_whole)(lambda: fold(mask.is_attended(keys, first_query + offsets)[None]))
+
+        @pl.when(n == pl.num_programs(3) - 1)
+        def finish():
+            if new and T > 1:
+                write_back(tile_of(start + T - 1))
+            total = jnp.sum(l[...], axis=-1, keepdims=True)
+            out[0, :, :, :, :W] = (acc[...] / total).reshape(heads, A, tile, W)
+            out[0, :, :, :, W:] = (m[:, :, :1] + jnp.log(total)).reshape(heads, A, tile, 1)
+
+    def of_tile(width):
+        return pl.BlockSpec((1, heads, A, tile, width), lambda b, h, t, n, *_: (b, h, 0, t, 0))
+
+    def of_tokens(x):
+        return pl.BlockSpec((1, *x.shape[1:]), lambda b, *_: (b,) + (0,) * (x.ndim - 1))
+
+    def slots(x, size, index):  # `size` slots: the index(start, t, n)-th of the row, with the scales of all heads
+        def at(b, h, t, n, starts, places):
+            i = jax.lax.rem(index(starts[b], t, n), S // size) if wraps else index(starts[b], t, n)
+            row = b if new else places[b]
+            return (row, h, i, 0) if x.ndim == 4 else (row, 0, i)
+
+        return pl.BlockSpec((1, heads, size, x.shape[3]) if x.ndim == 4 else (1, K, size), at)
+
+    def read(x):  # the block to attend to
+        return slots(x, block, lambda start, t, n: jnp.minimum(first_block(start, t) + n, last_block(start, t)))
+
+    def write(x):  # the tile of the first new token, at last that of the last one
+        return slots(x, lanes, lambda start, t, n: tile_of(start + jnp.where(n == steps - 1, T - 1, 0)))
+
+    written = ()
+    if new:  # otherwise XLA moves the whole cache to VMEM and back if it fits
+        written = cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
+    out, cache = pl.pallas_call(
+        kernel,
+        out_shape=(
+            jax.ShapeDtypeStruct((*q.shape[:4], W + 1), jnp.float32),
+            jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), written),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(B, K // heads, pl.cdiv(M, tile), steps),
+            in_specs=[of_tile(width), jax.tree.map(of_tokens, new), jax.tree.map(read, cache)],
+            out_specs=(of_tile(W + 1), jax.tree.map(write, written)),
+            scratch_shapes=[pltpu.VMEM((heads, A * tile, width), jnp.float32) for width in (lanes, lanes, W)],
+        ),
+        input_output_aliases={5 + i: 1 + i for i in range(len(jax.tree.leaves(written)))},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        cost_estimate=kernel_cost(2 * B * K * A * M * S * (width + W), cache),
+        interpret=interpret,
+        name="ragged_attention",
+    )(starts, starts if places is None else places, q, new, cache)
+    return out, cache
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exchange between devices
+
+
+def exchange(x: Array, R: int) -> Array:
+    """All-to-all among R consecutive devices of MODEL_AXES. x is [I, ..] with I a divisor of R: each group of R / I
+    consecutive devices receives the same block. Returns [R, ..], a block from each device. On TPUs a kernel does it:
+    these are some kilobytes, and launching XLA's all-to-all takes longer than moving them."""
+
+    def plain(x):
+        blocks = jnp.repeat(x, R // x.shape[0], axis=0)
+        return jax.lax.all_to_all(blocks, MODEL_AXES, 0, 0, axis_index_groups=sharer_groups(R))
+
+    return jax.lax.platform_dependent(x, tpu=partial(exchange_kernel, R=R), default=plain)
+
+
+def exchange_kernel(x: Array, R: int, interpret: bool | pltpu.InterpretParams = False) -> Array:
+    """exchange for TPUs: each device writes into the memory of the others, once all R have entered. A device leaves
+    when it has a block from each, so all have passed the barrier by then: no signal of the next exchange is mistaken
+    for one of this one, and no block of the next arrives too early."""
+    receivers = R // x.shape[0]  # devices that receive the same block
+
+    def kernel(x, y, semaphores):
+        device, r = jax.lax.axis_index(MODEL_AXES), shard_index(R)
+        group = [{MODEL_AXES: device - r + n} for n in range(R)]  # itself among them
+        barrier = pltpu.get_barrier_semaphore()
+        for other in group:
+            pl.semaphore_signal(barrier, device_id=other)
+        pl.semaphore_wait(barrier, R)
+        sent, received = semaphores.at[0], semaphores.at[1]
+        copies = [
+            pltpu.make_async_remote_copy(x.at[n // receivers], y.at[r], sent, received, group[n]) for n in range(R)
+        ]
+        for copy in copies:
+            copy.start()
+        for copy in copies:
+            copy.wait()
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((R, *x.shape[1:]), x.dtype),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        scratch_shapes=[pltpu.SemaphoreType.DMA((2,))],
+        compiler_params=pltpu.CompilerParams(collective_id=0),
+        interpret=interpret,
+        name="exchange",
+    )(x)
