@@ -5,6 +5,7 @@ a Pallas kernel, compiled; elsewhere plain JAX, and on CPUs the kernel too, inte
 transformers' answers in float32 (golden_tokens.json) and, on an accelerator, with what its host's CPU computes.
 """
 
+import itertools
 import json
 
 import jax
@@ -24,19 +25,29 @@ pytestmark = pytest.mark.device
 
 FOLDERS = {name: import_folder(name) for name in folders()}
 GOLDEN = json.loads((ROOT / "tests" / "golden_tokens.json").read_text())
-EXPERT_KERNEL = test_experts.model.expert_kernel  # not interpreted
-INT8 = pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
+INT8 = {"bf16": False, "int8": True}
+ON_CPU = jax.default_backend() == "cpu"
+# On a CPU those two that differ most, since test_precision.py, test_main.py and test_smollm2.py round the others there.
+ROUNDED = ("deepseek", "gpt_oss") if ON_CPU else FOLDERS
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels
 
 
-@pytest.fixture(params=["", "interpreted"])
+def combined(**choices):
+    """Parametrizes by all combinations of the choices, each a dict by label. On a CPU every third is run once more,
+    interpreted: test_kernel.py, test_latent.py and test_experts.py interpret more, at smaller shapes."""
+    rows = list(itertools.product(*(choice.items() for choice in choices.values())))
+    ways = {"compiled": rows} | ({"interpreted": rows[::3]} if ON_CPU else {})
+    cases = [(way, *zip(*row, strict=True)) for way, rows in ways.items() for row in rows]
+    cases = [pytest.param(way, *values, id="-".join((way, *labels))) for way, labels, values in cases]
+    return pytest.mark.parametrize(("run", *choices), cases, indirect=["run"])
+
+
+@pytest.fixture
 def run(request, monkeypatch):
     """A function that compiles another for this machine and runs it."""
-    if request.param and jax.default_backend() != "cpu":
-        pytest.skip("this machine compiles what it runs")
-    if request.param:
+    if request.param == "interpreted":
         for model in (test_kernel.model, test_latent.model, test_experts.model):
             interpret_kernels(monkeypatch, model)
 
@@ -66,11 +77,11 @@ def exact_attention(q, k, v, at, first, last):
     """Softmax attention in float64 of q [B, K, A, M, H] to those keys k [B, K, S, H] whose positions `at` [B, S] are
     from first to last [B, M], and beside it the log-sum-exp of the scores."""
     seen = (first[..., None] <= at[:, None]) & (at[:, None] <= last[..., None])
-    scores = np.where(seen[:, None, None], np.einsum("bkamh,bksh->bkams", q, k), -np.inf)
+    scores = np.where(seen[:, None, None], q @ k[:, :, None].swapaxes(-1, -2), -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     total = p.sum(-1, keepdims=True)
     sums = scores.max(-1, keepdims=True) + np.log(total)
-    return np.concatenate([np.einsum("bkams,bksh->bkamh", p / total, v), sums], axis=-1)
+    return np.concatenate([(p / total) @ v[:, :, None], sums], axis=-1)
 
 
 def check_attention(run, model, q, widths, S, T, starts, window, int8):
@@ -106,35 +117,38 @@ def check_attention(run, model, q, widths, S, T, starts, window, int8):
     np.testing.assert_allclose(np.asarray(out, np.float64), wanted, atol=3e-2)
 
 
-@INT8
-@pytest.mark.parametrize("T", [1, 4])
-@pytest.mark.parametrize(
-    ("B", "K", "G", "S", "window"),
-    [(4, 8, 4, 2048, None), (4, 8, 8, 1280, 128), (1, 2, 16, 2048, None)],
-    ids=["llama-3.1-8b", "gpt-oss-20b", "glm-4-9b"],
-)
-def test_attention_of_a_decode_step(run, B, K, G, S, window, T, int8):
+HEADS = {
+    "llama-3.1-8b": (4, 8, 4, 2048, None),
+    "gpt-oss-20b": (4, 8, 8, 1280, 128),
+    "glm-4-9b": (1, 2, 16, 2048, None),
+}
+FEW = {"1": 1, "4": 4}
+
+
+@combined(shape=HEADS, T=FEW, int8=INT8)
+def test_attention_of_a_decode_step(run, shape, T, int8):
     """Rows of all lengths. With a window the cache is a ring, and one of them has begun it anew."""
+    B, K, G, S, window = shape
     q = numbers(0, B, K, 1, T * G, 128, scale=3 * 128**-0.5)
     starts = np.int32([3 * S - 2 if window else S - T, 1278, 255, 0])[:B]
     check_attention(run, test_kernel.model, q, (128, 128), S, T, starts, window, int8)
 
 
-@INT8
-@pytest.mark.parametrize(
-    ("K", "G", "S", "start", "window"),
-    [(2, 4, 2048, 1024, None), (1, 8, 1280, 3000, 128)],
-    ids=["llama-3.1-8b on four devices", "gpt-oss-20b on eight"],
-)
-def test_attention_of_a_piece_of_prefill(run, K, G, S, start, window, int8):
+PIECES = {
+    "llama-3.1-8b on four devices": (2, 4, 2048, 1024, None),
+    "gpt-oss-20b on eight": (1, 8, 1280, 3000, 128),
+}
+
+
+@combined(shape=PIECES, int8=INT8)
+def test_attention_of_a_piece_of_prefill(run, shape, int8):
     """1,024 tokens of two rows, of which one is further on."""
+    K, G, S, start, window = shape
     q, starts = numbers(0, 2, K, G, 1024, 128, scale=3 * 128**-0.5), np.int32([77, start])
     check_attention(run, test_kernel.model, q, (128, 128), S, 1024, starts, window, int8)
 
 
-@INT8
-@pytest.mark.parametrize("T", [1, 4])
-@pytest.mark.parametrize("B", [1, 8])
+@combined(T=FEW, B={"1": 1, "8": 8}, int8=INT8)
 def test_attention_to_latents(run, B, T, int8):
     """A decode step of GLM-4.7-Flash on one device: 20 heads, latents of 512 and rope keys of 64, in whole lanes."""
     q, starts = numbers(0, B, 1, 1, T * 20, 640, scale=0.1), np.linspace(2048 - T, 510, B).astype(np.int32)
@@ -149,8 +163,7 @@ def test_rounding():
     assert (np.abs(exact(rounded) - exact(x)) <= 0.501 * step[:, None]).all()
 
 
-@INT8
-@pytest.mark.parametrize("B", [1, 8])
+@combined(B={"1": 1, "8": 8}, int8=INT8)
 def test_products(run, B, int8):
     """gate_up of Llama 3.1 8B on two devices, which TPUs stream by a kernel."""
     model = test_kernel.model
@@ -175,12 +188,9 @@ def from_4_bits(values, exponents, are_neighbours=False):
     return found.reshape(*exponents.shape[:-1], -1)
 
 
-@INT8
-@pytest.mark.parametrize("B", [1, 8, 256])
+@combined(B={"1": 1, "8": 8, "256": 256}, int8=INT8)
 def test_experts_that_were_chosen(run, B, int8):
     """Experts of Qwen3-30B-A3B, 16 of its 128, and 8 of them for each token."""
-    if B == 256 and test_experts.model.expert_kernel is not EXPERT_KERNEL:
-        pytest.skip("it takes two minutes; test_experts.py interprets smaller ones")
     arguments = test_experts.random_arguments(B, 8, 16, 2048, 768, jnp.bfloat16, int8)
     mesh = test_experts.model.make_mesh(devices=jax.devices()[:1])
     out = run(lambda *arguments: test_experts.on_mesh(mesh, *arguments), *arguments)
@@ -211,7 +221,7 @@ def test_experts_in_4_bits():
         np.testing.assert_allclose(out, wanted[:B], atol=0.02 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("B", [1, 8, 256])
+@combined(B={"1": 1, "8": 8, "256": 256})
 def test_routing(run, B):
     """R1's: the 8 best of 256 experts, which lie in the 4 best of 8 groups."""
     config = test_latent.routing_config(256, 8, 4, 8)
@@ -227,7 +237,7 @@ def test_routing(run, B):
         np.testing.assert_allclose(weights[b], chosen / chosen.sum() * 2.5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["queries", "outputs"])
+@combined(kind={"queries": "queries", "outputs": "outputs"})
 def test_exchange(run, kind):
     """Of a decode step of GLM-4-9B, whose heads several devices share: each sends its queries to all, and to each the
     part of the outputs that is its own, with a log-sum-exp."""
@@ -288,7 +298,7 @@ def test_demos_in_float32(folder, assert_near):
     """On all devices. On an accelerator, as on its host's CPU too, unless jax was told to leave that out."""
     found = answers(folder, all_devices(folder))
     assert_near(found, golden(folder), 1e-4)
-    if jax.default_backend() != "cpu" and "cpu" in (jax.config.jax_platforms or "cpu"):
+    if not ON_CPU and "cpu" in (jax.config.jax_platforms or "cpu"):
         assert_near(found, answers(folder, platform="cpu"), 1e-4)
 
 
@@ -299,10 +309,10 @@ def test_demos_with_drafts(monkeypatch, folder, draft, assert_near):
     assert_near(answers(folder, all_devices(folder), draft=draft), golden(folder), 1e-4)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", ROUNDED)
 def test_demos_in_bfloat16(folder, assert_near):
     """As main.py runs them: on all devices and, on an accelerator, on one."""
-    meshes = {all_devices(folder), *[(1, 1, 1)] * (jax.default_backend() != "cpu")}
+    meshes = {all_devices(folder), *[(1, 1, 1)] * (not ON_CPU)}
     # In gpt_oss the unknown prompt has a near-tied choice of an expert (margin 0.0016), which bfloat16 may turn: 0.13
     # on one device, 0.002 to 0.13 on several, 0.04 to 0.06 if the choice is given; the same before steps took T tokens.
     unknown = 0.15 if folder == "gpt_oss" else None
@@ -310,7 +320,7 @@ def test_demos_in_bfloat16(folder, assert_near):
         assert_near(answers(folder, mesh, dtype="bfloat16"), golden(folder), 6e-2, is_rounded=True, unknown=unknown)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", ROUNDED)
 def test_demos_in_int8(folder, assert_near):
     found = answers(folder, all_devices(folder), dtype="bfloat16", int8=True, int8_cache=True)
     assert_near(found, golden(folder), 0.2, is_rounded=True)

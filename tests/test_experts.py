@@ -23,7 +23,7 @@ def random_arguments(B, k, E, D, F, dtype, int8, chosen=None):
     ids = np.stack([random.permutation(chosen)[:k] for _ in range(B)]).astype(np.int32)
     scale = random.uniform(0.2, 1, (B, k)).astype(np.float32)
     weights = [random.standard_normal(shape) * shape[-1] ** -0.5 for shape in ((E, 2 * F, D), (E, D, F))]
-    weights = [model.quantize(jnp.asarray(w)) if int8 else jnp.asarray(w, dtype) for w in weights]
+    weights = [jax.jit(model.quantize)(jnp.asarray(w)) if int8 else jnp.asarray(w, dtype) for w in weights]
     return x, ids, scale, *weights
 
 
@@ -131,9 +131,17 @@ def test_devices_without_work(monkeypatch, platform, B):
 
 
 @pytest.mark.parametrize(
-    ("platform", "B"), [("cpu", 1), ("cpu", 40), ("gpu", 2), ("gpu", 40), ("tpu", 3), ("tpu", 140)], ids=str
+    ("platform", "B", "dtype", "int8"),
+    [
+        ("cpu", 1, jnp.float32, False),
+        ("cpu", 1, jnp.bfloat16, True),
+        ("cpu", 40, jnp.bfloat16, True),
+        ("gpu", 2, jnp.float32, False),
+        ("gpu", 40, jnp.bfloat16, True),
+        ("tpu", 3, jnp.float32, False),
+        ("tpu", 140, jnp.bfloat16, True),
+    ],
 )
-@pytest.mark.parametrize(("dtype", "int8"), [(jnp.float32, False), (jnp.bfloat16, True)], ids=["f32", "int8"])
 def test_biases_and_a_residual_stream_of_no_whole_lanes(monkeypatch, platform, B, dtype, int8):
     """160 columns, which TPUs store as 256, and biases of gate, up and down, on two devices along tp."""
     select(monkeypatch, platform)

@@ -38,7 +38,7 @@ def mxfp4(tmp_path_factory):
     return path, reference
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (1, 1, 4)], ids=str)
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 1, 4)], ids=str)
 def test_mxfp4(mxfp4, mesh):
     path, reference = mxfp4
     assert gpt_oss.convert.open_checkpoint(path).config.experts_are_mxfp4  # and so they stay

@@ -18,15 +18,17 @@ model = llama3.model
 def random_rows(B, K, N, T, starts, H, dtype, int8):
     """Queries [B, T, N, H], keys and values [B, K, P, H] of all positions up to the last new one, as the cache has
     them, and of the T new ones, as they come."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    q = (jax.random.normal(keys[0], (B, T, N, H)) * 3 / H**0.5).astype(dtype)
-    history = [jax.random.normal(key, (B, K, max(starts) + T, H)).astype(dtype) for key in keys[1:]]
-    new = model.LayerCache(*(jnp.stack([x[b, :, s : s + T] for b, s in enumerate(starts)]) for x in history))
-    return q, model.LayerCache(*(model.quantize(x) if int8 else x for x in history)), new
+    random = np.random.default_rng(0)
+    q = (random.standard_normal((B, T, N, H)) * 3 / H**0.5).astype(dtype)
+    history = [random.standard_normal((B, K, max(starts) + T, H)).astype(dtype) for _ in range(2)]
+    new = model.LayerCache(*(np.stack([x[b, :, s : s + T] for b, s in enumerate(starts)]) for x in history))
+    return q, model.LayerCache(*(jax.jit(model.quantize)(x) if int8 else x for x in history)), new
 
 
 def floats(x):
-    return np.asarray(x.values * x.scale[..., None] if isinstance(x, model.Int8) else x, np.float64)
+    if isinstance(x, model.Int8):
+        return np.asarray(x.values, np.float64) * np.asarray(x.scale, np.float64)[..., None]
+    return np.asarray(x, np.float64)
 
 
 def reference(q, history, starts, mask):
@@ -53,7 +55,7 @@ def cache_with(history, lengths, S, R, ring):
         for b, length in enumerate(lengths):
             for p in range(max(0, length - R * S) if ring else 0, min(length, R * S) if not ring else length):
                 out[b, :, p % R, p // R % S] = x[b, :, p]
-        return jnp.asarray(out.reshape(x.shape[0], -1, S, *x.shape[3:]))
+        return out.reshape(x.shape[0], -1, S, *x.shape[3:])
 
     return jax.tree.map(side, history)
 
@@ -149,8 +151,10 @@ def test_devices_that_share_a_head(monkeypatch, platform, mesh, kv_heads, G, T, 
 
     specs = heads, heads, heads, model.CACHE_SPEC, rows
     program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(heads, model.CACHE_SPEC), check_vma=False)
-    new_k, new_v = (jnp.repeat(x, R, 1).swapaxes(1, 2) for x in new)
-    out, cache = jax.jit(program)(q, new_k, new_v, before, jnp.array(starts)[:, None] + jnp.arange(T))
+    new_k, new_v = (np.repeat(x, R, 1).swapaxes(1, 2) for x in new)
+    out, cache = jax.jit(program)(
+        q, new_k, new_v, before, np.array(starts, np.int32)[:, None] + np.arange(T, dtype=np.int32)
+    )
     out = np.asarray(out, np.float64).reshape(wanted.shape)
     stored = R * S if not ring else 10**9  # what comes after has nothing to attend to but what is there
     for b, start in enumerate(starts):

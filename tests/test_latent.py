@@ -27,7 +27,7 @@ def random_arguments(starts, T, dtype, int8_weights=False):
     B, tokens = len(starts), max(starts) + T
     q, q_rope = array(B, T, N, H, scale=0.7), array(B, T, N, U, scale=0.7)
     history, kv_b = model.LayerCache(array(B, tokens, L), array(B, tokens, U)), array(N, H + W, L, scale=L**-0.5)
-    return q, q_rope, history, model.quantize(kv_b) if int8_weights else kv_b
+    return q, q_rope, history, jax.jit(model.quantize)(kv_b) if int8_weights else kv_b
 
 
 def floats(x):
@@ -106,7 +106,7 @@ def test_against_float64(monkeypatch, platform, mesh, sharers, starts, T, slots,
     R = model.cache_sharers(None, X)
     q, q_rope, history, kv_b = random_arguments(starts, T, jnp.float32, int8)
     new = model.LayerCache(*(jnp.stack([x[b, s : s + T] for b, s in enumerate(starts)]) for x in history))
-    history = model.LayerCache(*map(model.quantize, history)) if int8 else history
+    history = model.LayerCache(*map(jax.jit(model.quantize), history)) if int8 else history
     wanted = reference(q, q_rope, history, starts, kv_b)
 
     def cache_with(n):  # the tokens up to the n-th new one, and something else behind them

@@ -82,7 +82,7 @@ def test_fp8_without_the_scales_of_its_rows(fp8, tmp_path, change):
 
 
 def test_a_chunked_layer_holds_a_chunk_and_a_piece():
-    _, _, config = llama_4(attention_chunk_size=1024)
+    _, _, config = llama_4(attention_chunk_size=1024, num_hidden_layers=5)
     config = llama4.model.Config.from_dict(config.to_dict())
     mesh = llama4.model.make_mesh(1, 1, 4, devices=jax.devices()[:4])  # two devices share a kv head
     cache = llama4.model.abstract_cache(config, mesh, 2, 5000, jnp.float32)
@@ -109,7 +109,7 @@ def test_a_chunked_layer_holds_a_chunk_and_a_piece():
     ],
 )
 def test_configurations_that_cannot_be(changes, words):
-    _, _, config = llama_4()
+    _, _, config = llama_4(num_hidden_layers=5)
     with pytest.raises(llama4.model.InputError, match=words):
         llama4.model.Config.from_dict(config.to_dict() | changes)
 
@@ -122,7 +122,7 @@ def test_a_config_without_its_text_model():
 def test_chunks_of_any_length(tmp_path):
     """A prime chunk, and one longer than anything."""
     for chunk in (37, 4096):
-        _, model_class, config = llama_4(attention_chunk_size=chunk, num_hidden_layers=4)
+        _, model_class, config = llama_4(attention_chunk_size=chunk)
         reference = save_random(tmp_path / str(chunk), model_class, config)
         prompts = random_prompts(200, 36, 37, 38)
         assert_matches(reference, prompts, decode(llama4, tmp_path / str(chunk), prompts, max_new_tokens=40))

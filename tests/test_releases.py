@@ -117,10 +117,10 @@ def test_the_demo_with_a_released_configuration(main, tmp_path, name):  # noqa: 
     if "text_config" in raw:
         tensors = load_file(tmp_path / "model.safetensors")
         save_file({f"language_model.{k}": v for k, v in tensors.items()}, tmp_path / "model.safetensors")
-    prompts = list(GOLDEN[folder])
-    status, out, err = main("--model_path", tmp_path, "--prompt", *prompts, "--output", "json", folder=folder)
+    prompt, answer = max(GOLDEN[folder].items(), key=lambda item: len(item[1]))
+    status, out, err = main("--model_path", tmp_path, "--prompt", prompt, "--output", "json", folder=folder)
     assert status == 0, err
-    assert [row["text"] for row in json_rows(out)[0]] == list(GOLDEN[folder].values())
+    assert [row["text"] for row in json_rows(out)[0]] == [answer]
 
 
 ABSENT = {  # keys of configs/ that the released file does not have: they are the default
