@@ -74,7 +74,7 @@ def test_a_configuration_without_its_context_limits_no_prompt():
         ("gemma-2b", {"attention_bias": True}, "attention_bias True is not supported"),
         ("gemma-2-2b", {"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported"),
         ("gemma-2-2b", {"tie_word_embeddings": False}, "tie_word_embeddings False is not supported"),
-        ("gemma-2-2b", {"layer_types": ["full_attention"]}, "layer_types is no list of 26 entries"),
+        ("gemma-2-2b", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 26 layers"),
         ("gemma-3-1b", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
         ("gemma-3-1b", {"rope_parameters": [1]}, "rope_parameters must be a table"),
         ("gemma-3-1b", {"rope_parameters": {"sliding_attention": {"rope_type": "dynamic"}}}, "rope_type 'dynamic'"),
