@@ -30,7 +30,8 @@ def released(tmp_path_factory):
 def test_a_released_checkpoint(released, capsys):
     path, reference = released
     prompts = random_prompts(60, 3)
-    assert_matches(reference, prompts, decode(gpt2, path, prompts, (1, 1, 2), max_new_tokens=5))
+    rows = decode(gpt2, path, prompts, (1, 1, 2), max_new_tokens=5)
+    assert_matches(reference, prompts, rows, atol=1e-4)  # the other form of gelu differs by some 3e-4
     err = capsys.readouterr().err
     assert "left out 4 tensors of the checkpoint: the causal mask" in err and "left out 1 tensors" in err
 
