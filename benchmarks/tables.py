@@ -209,8 +209,8 @@ def weights(names: list[str]) -> list[str]:
         declared = model.weights_of(model.Config.from_dict(read_config(folder, config)))
         layers = declared.pop("layers")
         for weight_name, weight in (layers[int(layer)] | declared).items():
-            tensors = dict.fromkeys(tensor.split(".")[-1] for part in weight.parts for tensor in part.tensors)
-            tensors = ", ".join(tensor for tensor in tensors if tensor != "weight") or None
+            tensors = (re.sub(r"\.(weight|bias)$", "", name) for part in weight.parts for name in part.tensors)
+            tensors = ", ".join(dict.fromkeys(name.split(".")[-1] for name in tensors))
             rows.append([f"`{weight_name}`", list(shape_of(weight)), split_of(weight), tensors])
     return table(["weight", "shape", "split", "made of"], rows)
 

@@ -237,9 +237,9 @@ def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, co
     """The first half of a layer, on the residual stream x, [1, B T, D] or a share (see divide_tokens), at positions
     [B, T]: norm, attention, residual. Returns the new x and the new cache.
 
-    `attend(q, q_rope, new, cache, positions, w)` is cached_attention with the rest of its arguments. q [B, T, N, H] and
-    q_rope [B, T, N, U] are scaled already; `new` is the latents [B, T, L] and rotary keys [B, T, U] of these tokens, in
-    x's dtype. It returns the attention output float32 [B, T, N, W], and this layer's cache with `new` stored.
+    `attend(q, q_rope, new, cache, positions, w)` is cached_attention; `step` binds its other arguments. q [B, T, N, H]
+    and q_rope [B, T, N, U] are scaled already; `new` is the latents [B, T, L] and rotary keys [B, T, U] of these
+    tokens, in x's dtype. It returns the attention output float32 [B, T, N, W], and this layer's cache with `new` in it.
     """
     B, T = positions.shape
     Q, L, H, U = config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
@@ -571,8 +571,8 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = 
     """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises InputError if the
     mesh does not divide the experts.
 
-    Matrices are [output, input], as in the checkpoint: a row is contiguous, and loading transposes nothing but packed
-    experts and what is declared so. If devices cannot share rows evenly, the arrays have rows or columns of zeros,
+    Matrices are [output, input], so a row is contiguous. Loading transposes only packed experts and what is declared
+    `transposed`. If devices cannot share rows evenly, the arrays have rows or columns of zeros,
     which change nothing.
     """
     return jax.tree.map(lambda weight: weight.abstract(mesh, dtype, int8), weights_of(config))

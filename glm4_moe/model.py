@@ -213,7 +213,7 @@ def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, co
     """The first half of a layer, on the residual stream x, [1, B T, D] or a share (see divide_tokens), at positions
     [B, T]: norm, attention, residual. Returns the new x and the new cache.
 
-    `attend(q, k, v, cache, positions, mask)` is cached_attention with the rest of its arguments. q [B, T, N, H] is
+    `attend(q, k, v, cache, positions, mask)` is cached_attention; `step` binds its other arguments. q [B, T, N, H] is
     scaled already; k and v are float32 [B, T, K, H]. It returns the attention output [B, T, N H], and this layer's
     cache with k and v stored.
     """
@@ -534,8 +534,8 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = 
     """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises InputError if the
     mesh does not divide the experts.
 
-    Matrices are [output, input], as in the checkpoint: a row is contiguous, and loading transposes nothing but packed
-    experts and what is declared so. If devices cannot share rows evenly, the arrays have rows or columns of zeros,
+    Matrices are [output, input], so a row is contiguous. Loading transposes only packed experts and what is declared
+    `transposed`. If devices cannot share rows evenly, the arrays have rows or columns of zeros,
     which change nothing.
     """
     return jax.tree.map(lambda weight: weight.abstract(mesh, dtype, int8), weights_of(config))

@@ -1,9 +1,10 @@
 """GPT-2 inference in JAX: the whole model in one file, and the simplest one of this repository.
 
 It covers `GPT2LMHeadModel` of transformers: GPT-2 from 124M to 1.5B parameters (Radford et al. 2019, "Language Models
-are Unsupervised Multitask Learners") and DistilGPT2. "The model" is what makes this a GPT-2: its configuration, its
-weights, its layers. "Running it" is the rest in plain JAX, "Fast on each machine" the appendix. These two consist of
-blocks that other models have too, with options that not every model uses. The file needs only jax and numpy.
+are Unsupervised Multitask Learners") and DistilGPT2. The file has three parts. "The model" is what makes this a GPT-2:
+its configuration, its weights, its layers. "Running it" is the rest in plain JAX: sharding, decoding, attention over
+the cache, int8. "Fast on each machine" is the appendix: kernels, and what compilers need to be told. The last two
+consist of blocks that other models have too, with options that not every model uses. The file needs only jax and numpy.
 
     config = Config.from_dict(json.loads(Path("config.json").read_text()))
     mesh = make_mesh(tp=jax.device_count())
@@ -18,12 +19,13 @@ adds the arrays of the devices along the axes that it names, and on a single dev
 Parallelism. `dp` splits the batch; `ep` and `tp` together split every layer: attention by heads, the MLP by its columns
 (Shoeybi et al. 2019, "Megatron-LM"). What does not divide evenly is padded with zeros, which change nothing.
 
-    B  rows of the batch     D  hidden_size, n_embd       F  columns of the MLP, n_inner
-    T  tokens of a row       N  heads, n_head             V  vocab_size
-    S  cache slots of a row  H  numbers of a head, D / N  X  devices that share a layer, ep x tp
+    B  rows of the batch     D  n_embd                    F  n_inner
+    T  tokens of a row       N  n_head                    V  vocab_size
+    S  cache slots of a row  H  head_dim, D / N           X  devices that share a layer, ep x tp
 
-Under shard_map B, N, F and V are the sizes on one device. Weights, residual stream and cache are bfloat16 by default.
-Products accumulate in float32, and `linear` returns float32. Norms, gelu, softmax and logits are float32.
+Under shard_map B, N, F and V are the sizes on one device; `B T` is one dimension of B times T. Weights, residual stream
+and cache are bfloat16 by default; `cache_layout` names an exception. Products accumulate in float32, and `linear`
+returns float32. Norms, gelu, softmax and logits are float32.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ MODEL_AXES = ("ep", "tp")  # the axes of the mesh whose devices share a layer
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The values of config.json that inference needs, under its own names, and a fact of the checkpoint."""
+    """The values of config.json that inference needs, under config.json's own names, and the tensors' prefix."""
 
     vocab_size: int
     n_positions: int
@@ -66,8 +68,8 @@ class Config:
     layer_norm_epsilon: float = 1e-5
     prefix: str = ""  # of all tensors' names: transformers writes "transformer.", OpenAI's releases have none
 
-    tie_word_embeddings = True
-    # The names that other models have for the same, by which the second half of this file asks.
+    tie_word_embeddings = True  # a constant
+    # What config.json names otherwise: the shared code below reads these names.
     hidden_size = property(lambda self: self.n_embd)
     num_hidden_layers = property(lambda self: self.n_layer)
     num_attention_heads = num_key_value_heads = property(lambda self: self.n_head)
@@ -100,16 +102,19 @@ class Config:
 def weights_of(config: Config) -> dict:
     """A pytree of Weight: the tensors of the checkpoint that each array is made of, its shape, how devices split it.
 
-    A matrix is [output, input]; the checkpoint has it transposed. Split by output, each device computes some of the
-    outputs. Split by input, each computes a partial sum of all outputs, and a psum adds the sums. c_attn gives the
-    queries of all heads, then keys, then values. "Declaring weights" explains Part, by_output, by_input, bias, whole.
+    A matrix is [output, input]; where `transposed` is set, the checkpoint has it as [input, output]. Split by output,
+    each device computes some of the outputs. Split by input, each device computes a partial sum of all outputs, and a
+    psum adds the sums. c_attn gives the queries of all heads, then keys, then values. "Declaring weights" explains
+    Part, by_output, by_input, bias and whole.
     """
     D, N = config.n_embd, config.n_head
 
     def layer(i):
         h = f"{config.prefix}h.{i}"
-        # A device has whole heads. If several devices share a head, one has its query, and all its key and value.
-        heads, c_attn = partial(Part, units=N, groups=N), {f"{h}.attn.c_attn": 3 * D}
+        # A device has whole heads. If several devices share a head, one has its query rows, and all have a copy of its
+        # key and value rows.
+        heads = partial(Part, units=N, groups=N)
+        c_attn = {f"{h}.attn.c_attn": 3 * D}
         q = heads(c_attn, rows=(0, D))
         k, v = (heads(c_attn, rows=(n * D, (n + 1) * D), replicated=True) for n in (1, 2))
         o = heads({f"{h}.attn.c_proj": D})
@@ -131,7 +136,7 @@ def weights_of(config: Config) -> dict:
 
     return {
         "embedding": by_output(D, Part({f"{config.prefix}wte": config.vocab_size})),
-        "positions": whole(f"{config.prefix}wpe.weight", D, config.n_positions, transposed=True),
+        "position_embedding": whole(f"{config.prefix}wpe.weight", D, config.n_positions, transposed=True),
         "layers": [layer(i) for i in range(config.n_layer)],
         "norm": whole(f"{config.prefix}ln_f.weight", D),
         "norm_bias": whole(f"{config.prefix}ln_f.bias", D),
@@ -142,12 +147,13 @@ def left_out(name: str, config: Config) -> str | None:
     """Why a tensor of the checkpoint is left out on purpose, or None."""
     if name.endswith((".attn.bias", ".attn.masked_bias")):
         return "the causal mask, which is computed"
-    return "tied to wte.weight" if name == "lm_head.weight" else None
+    if name == "lm_head.weight":
+        return "tied to wte.weight"
+    return None
 
 
 def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
-    """x less its mean, over its standard deviation, along the last dimension, times weight, plus bias (Ba et al. 2016);
-    float32 inside, x's dtype outside."""
+    """LayerNorm along the last dimension (Ba et al. 2016); float32 inside, x's dtype outside."""
     x32 = x.astype(jnp.float32)
     x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
@@ -159,7 +165,7 @@ def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, co
     """The first half of a layer, on x [B T, D] at positions [B, T]: norm, attention, residual. Returns the new x and
     the new cache.
 
-    `attend(q, k, v, cache, positions, mask)` is cached_attention with the rest of its arguments. q [B, T, N, H] is
+    `attend(q, k, v, cache, positions, mask)` is cached_attention; `step` binds its other arguments. q [B, T, N, H] is
     scaled already; k and v are float32 [B, T, N, H]. It returns the attention output [B, T, N H], and this layer's
     cache with k and v stored.
     """
@@ -191,11 +197,12 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCac
         x, layer_cache = attention(x, w, layer_cache, positions, attend, config)
         return feed_forward(x, w, config), layer_cache
 
-    x, cache = embed(tokens, weights, config), list(cache)  # the caller's list stays as it is
-    # A product with a single 1 looks a vector up, for which XLA for TPUs would copy the whole table to another layout.
-    # Beyond the last position, where padding and drafts may lie, it gives zeros.
-    place = jax.nn.one_hot(positions, config.n_positions, dtype=x.dtype)
-    x = (x + linear(place, weights["positions"]).astype(x.dtype)).reshape(-1, config.n_embd)
+    x = embed(tokens, weights, config)
+    # A product with one-hot vectors looks positions up. For indexing, XLA for TPUs would first copy the whole table to
+    # another layout. A position beyond the last, where padding and drafts may lie, gets zeros.
+    one_hot = jax.nn.one_hot(positions, config.n_positions, dtype=x.dtype)
+    x = (x + linear(one_hot, weights["position_embedding"]).astype(x.dtype)).reshape(-1, config.n_embd)
+    cache = list(cache)  # the caller's list stays as it is
     for i, w in enumerate(weights["layers"]):
         x, cache[i] = layer(x, w, cache[i])
     return x.reshape(*tokens.shape, -1), cache
@@ -427,8 +434,8 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = 
     """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises InputError if the
     mesh does not divide the experts.
 
-    Matrices are [output, input], as in the checkpoint: a row is contiguous, and loading transposes nothing but packed
-    experts and what is declared so. If devices cannot share rows evenly, the arrays have rows or columns of zeros,
+    Matrices are [output, input], so a row is contiguous. Loading transposes only packed experts and what is declared
+    `transposed`. If devices cannot share rows evenly, the arrays have rows or columns of zeros,
     which change nothing.
     """
     return jax.tree.map(lambda weight: weight.abstract(mesh, dtype, int8), weights_of(config))
