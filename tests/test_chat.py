@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -9,12 +10,13 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, environment_of_users, import_folder
+from helpers import ROOT, import_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 llama3 = import_folder("llama3")
 DEMO = ROOT / "llama3" / "demo"
 CHAT = [sys.executable, ROOT / "llama3" / "main.py", "--chat", "--dtype", "float32", "--max_new_tokens", "40"]
+ENVIRONMENT = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
 
 
 def reference_answers(folder, turns: list[str], new_tokens: int) -> list[str]:
@@ -49,7 +51,7 @@ def test_a_conversation(tmp_path, template):
     turns = ["Hello!", "What is the capital of France?", "And 3 plus 4?", "/reset", "Hello!", "What is 3 plus 4?"]
     turns += ["Of Italy?", "x" * 90, "What is the capital of Japan?", "Hello!", "And 2 plus 2?", "Thank you."]
     command = [*CHAT, "--model_path", tmp_path, "--no_compilation_cache"]
-    finished = subprocess.run(command, input="\n".join(turns) + "\n\n", capture_output=True, text=True)
+    finished = subprocess.run(command, env=ENVIRONMENT, input="\n".join(turns) + "\n\n", capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout == "".join(f"{answer}\n" for answer in reference_answers(tmp_path, turns, 40))
     compiled = re.findall(r"^compiling (\w+) \.\.\.$", finished.stderr, re.M)
@@ -63,7 +65,7 @@ def test_a_conversation(tmp_path, template):
 def test_what_a_turn_refuses():
     """The conversation goes on without a message that cannot be answered."""
     turns = b"Hello!\n" + b"x" * 600 + b"\n\xff\xfe\nHello!\n"
-    finished = subprocess.run([*CHAT, "--max_seq_len", "256"], input=turns, capture_output=True)
+    finished = subprocess.run([*CHAT, "--max_seq_len", "256"], env=ENVIRONMENT, input=turns, capture_output=True)
     assert finished.returncode == 0
     errors = [line for line in finished.stderr.decode().splitlines() if line.startswith("error: ")]
     assert len(errors) == 2 and "more than max_seq_len 256" in errors[0] and "not in UTF-8" in errors[1]
@@ -103,7 +105,7 @@ def test_a_checkpoint_without_a_template(monkeypatch, capsys, tmp_path):
 def test_stages_in_a_log_file(tmp_path):
     """Compilations, prefill with its rate; nothing that a log file shows badly."""
     command = [sys.executable, ROOT / "llama3" / "main.py", "--no_compilation_cache", "--max_new_tokens", "3"]
-    finished = subprocess.run(command, env=environment_of_users(), capture_output=True, text=True)
+    finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert "\r" not in finished.stderr
     lines = finished.stderr.splitlines()

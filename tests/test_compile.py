@@ -66,9 +66,9 @@ def tpu_mesh(topology, tp, ep=1):
     ],
 )
 def test_full_size_on_tpus(folder, name, topology, ep, tp, int8, slots, T):
-    """Two all-reduces a layer, one for the embedding, one all-gather for new tokens, and no other collective. Eight
+    """Two all-reduces a layer, one for the embedding, one all-gather for new tokens, and no other collective. Four
     layers stand for all; test_plan.py compiles a whole model."""
-    config = full_size(name, folder, **{"n_layer" if folder == "gpt2" else "num_hidden_layers": 8})
+    config = full_size(name, folder, **{"n_layer" if folder == "gpt2" else "num_hidden_layers": 4})
     text = compile_step(config, tpu_mesh(topology, tp, ep), 8, slots, int8, folder, T=T).as_text()
     counts, layers = Counter(COLLECTIVE.findall(text)), config.num_hidden_layers
     assert counts == {"all-reduce": 2 * layers + 1, "all-gather": 1}
@@ -89,9 +89,9 @@ def test_full_size_on_tpus(folder, name, topology, ep, tp, int8, slots, T):
     ],
 )
 def test_latent_attention_on_tpus(folder, name, topology, ep_tp, batch, slots, int8, T):
-    """Three collectives a layer: the gather of what all heads need, after attention, after the feed-forward. Six layers
-    stand for all."""
-    config = full_size(name, folder, num_hidden_layers=6)
+    """Three collectives a layer: the gather of what all heads need, after attention, after the feed-forward. Four
+    layers stand for all."""
+    config = full_size(name, folder, num_hidden_layers=4)
     model = FOLDERS[folder].model
     options = {"chips_per_host_bounds": [1, 1, 2]} if topology == "v5p:1x1x2" else {}
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices

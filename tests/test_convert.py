@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory):
     return path, save_random(path, *llama()[1:], max_shard_size="100KB")
 
 
-SOURCES = ["llama 3.1", "glm 0414", "llama 4 scout, nested", "llama 4 maverick", "deepseek v3", "glm 4.7 flash"]
+SOURCES = ["glm 0414", "llama 4 scout, nested", "deepseek v3"]
 
 
 @pytest.fixture(scope="module", params=SOURCES)
@@ -87,7 +87,7 @@ def test_int8_is_what_loading_in_int8_gives(of_every_folder, tmp_path, monkeypat
             assert (tensors[name].abs().amax(inputs) == 127).all()
         else:
             assert torch.equal(tensors[name], original)
-    for shape in ((1, 1, 1), (1, 2, 2), (2, 1, 4)):
+    for shape in ((1, 1, 1), (2, 2, 2)):
         mesh = modules.model.make_mesh(*shape, devices=jax.devices()[: int(np.prod(shape))])
         converted, loaded = (
             modules.convert.load(modules.convert.open_checkpoint(folder), mesh, "float32", int8)

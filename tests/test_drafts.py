@@ -1,5 +1,6 @@
 """Drafts: where they come from, and that they change no token."""
 
+import os
 import subprocess
 import sys
 
@@ -39,7 +40,6 @@ def test_look_up():
     ("name", "mesh", "rows", "temperature", "drafts"),
     [
         ("llama3", (2, 1, 2), 4, 0.3, 7),
-        ("deepseek", (1, 2, 2), 5, 0.0, 1),
         ("gpt_oss", (1, 1, 2), 4, 0.0, 5),
     ],
 )
@@ -116,7 +116,7 @@ def reference_drafts(reference, mtp, tokens, count):
 
 @pytest.mark.parametrize(
     ("case", "mesh"),
-    [(deepseek_3, (1, 1, 1)), (deepseek_3, (2, 1, 4)), (flash, (1, 2, 4)), (glm_moe, (1, 4, 2))],
+    [(deepseek_3, (2, 1, 4)), (flash, (1, 1, 1)), (glm_moe, (1, 4, 2))],
 )
 def test_the_extra_layer_guesses_as_the_reference(tmp_path, case, mesh):
     """Hidden states, and the guesses behind a prompt read in two pieces, and behind each step that follows."""
@@ -160,8 +160,7 @@ def test_the_extra_layer_guesses_as_the_reference(tmp_path, case, mesh):
     ("case", "mesh", "temperature", "drafts", "int8"),
     [
         (deepseek_3, (2, 2, 2), 0.5, 1, True),
-        (flash, (1, 1, 4), 0.0, 7, False),
-        (glm_moe, (1, 2, 2), 0.0, 3, False),
+        (glm_moe, (1, 2, 2), 0.0, 7, False),
     ],
 )
 def test_guesses_of_the_extra_layer_change_no_token(tmp_path, monkeypatch, case, mesh, temperature, drafts, int8):
@@ -183,11 +182,10 @@ def test_guesses_of_the_extra_layer_change_no_token(tmp_path, monkeypatch, case,
     assert stats["drafts"] and stats["decode_tokens"] == stats["busy_row_steps"] + stats["drafts_accepted"]
 
 
-@pytest.mark.parametrize("name", ["deepseek", "glm4_moe"])
-def test_the_demo_accepts_its_drafts(main, name):  # noqa: F811
+def test_the_demo_accepts_its_drafts(main):  # noqa: F811
     """Over 60 %, in rows that say how many. Without drafts the tokens are the same."""
     flags = "--dtype", "float32", "--output", "json", "--logprobs", "--batch_size", "2"
-    (rows, _), (with_drafts, stats) = (json_rows(main(*flags, *more, folder=name)[1]) for more in ([], MTP))
+    (rows, _), (with_drafts, stats) = (json_rows(main(*flags, *more, folder="glm4_moe")[1]) for more in ([], MTP))
     assert 0.6 < stats["drafts_accepted"] < 1
     assert stats["tokens_per_step"] == pytest.approx(1 + 3 * stats["drafts_accepted"])
     for row, other in zip(rows, with_drafts, strict=True):
@@ -200,8 +198,10 @@ def test_a_conversation_with_drafts():
     """Is one without: what is kept from turn to turn is right, though it includes the extra layer's cache."""
     turns = "Hello!\nWhat is the capital of France?\n/reset\nWhat is 3 plus 4?\nHello!\n"
     command = [sys.executable, ROOT / "deepseek" / "main.py", "--chat", "--dtype", "float32"]
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
     runs = [
-        subprocess.run([*command, *more], input=turns, capture_output=True, text=True) for more in ([], MTP, LOOKUP)
+        subprocess.run([*command, *more], env=environment, input=turns, capture_output=True, text=True)
+        for more in ([], MTP, LOOKUP)
     ]
     assert [run.returncode for run in runs] == [0, 0, 0], runs
     assert len(runs[0].stdout.splitlines()) == 4 and len({run.stdout for run in runs}) == 1, runs

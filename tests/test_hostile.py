@@ -38,7 +38,7 @@ def places(config):
     return [(name,) for name in config] + tables
 
 
-@several
+@settings(several, max_examples=70)
 @given(data=st.data())
 def test_any_config(demo, data):
     """What is taken has fields of the declared types, and can be compared with the tensors that are there."""
@@ -60,6 +60,7 @@ def test_any_config(demo, data):
     assert checkpoint.tensors
 
 
+@pytest.mark.parametrize("demo", ["llama3", "deepseek"], indirect=True)
 @several
 @given(seed=st.integers())
 def test_any_header(demo, seed):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import STRICT, import_folder, interpret_kernels
+from helpers import STRICT, import_folder, in_turns, interpret_kernels
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
@@ -60,9 +60,7 @@ def cache_with(history, lengths, S, R, ring):
     return jax.tree.map(side, history)
 
 
-@pytest.mark.parametrize(("dtype", "int8"), [(jnp.float32, False), (jnp.bfloat16, True)], ids=["float32", "int8"])
-@pytest.mark.parametrize(
-    ("shape", "T", "starts", "mask", "block"),
+ATTENTION = in_turns(
     [
         ((2, 4, 1024, 64), 1, (0, 255, 256, 1023), {}, 256),
         ((2, 4, 1024, 64), 1, (0, 255, 256, 1023), {"window": 100}, 256),
@@ -83,7 +81,12 @@ def cache_with(history, lengths, S, R, ring):
         ((1, 2, 512, 64), 64, (448, 3), {"softcap": 2.0}, 128),
         ((1, 2, 256, 64), 64, (990, 30), {"chunk": 100}, 128),  # chunks end in a piece, the ring too
     ],
-)  # fmt: skip
+    (jnp.float32, False),
+    (jnp.bfloat16, True),
+)
+
+
+@pytest.mark.parametrize(("shape", "T", "starts", "mask", "block", "dtype", "int8"), ATTENTION)
 def test_against_float64(monkeypatch, shape, T, starts, mask, block, dtype, int8):
     """Kernel, plain JAX, and its tiles for CPUs: outputs, log-sum-exps, and the cache, where nothing else changes. The
     rows are some of a larger cache if there are many tokens."""
@@ -119,8 +122,7 @@ def test_against_float64(monkeypatch, shape, T, starts, mask, block, dtype, int8
         jax.tree.map(np.testing.assert_array_equal, cache, after)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "kv_heads", "G", "T", "starts", "mask"),
+SHARED_HEADS = in_turns(
     [
         ((1, 1, 4), 2, 4, 1, (0, 255, 511), {}),
         ((1, 2, 2), 1, 3, 1, (1, 130, 400, 1023), {}),  # devices along both axes
@@ -130,9 +132,14 @@ def test_against_float64(monkeypatch, shape, T, starts, mask, block, dtype, int8
         ((1, 1, 4), 2, 3, 64, (0, 77, 400), {"window": 70}),
         ((1, 1, 8), 1, 1, 32, (5, 4001), {"window": 1000, "softcap": 2.0}),  # a ring of 2,048
         ((1, 2, 2), 2, 2, 48, (464, 11), {}),
+        ((1, 1, 4), 2, 2, 4, (300, 9), {}),
     ],
+    ("tpu", True),
+    ("cpu", False),
 )
-@pytest.mark.parametrize(("platform", "int8"), [("cpu", False), ("tpu", True)])
+
+
+@pytest.mark.parametrize(("mesh", "kv_heads", "G", "T", "starts", "mask", "platform", "int8"), SHARED_HEADS)
 def test_devices_that_share_a_head(monkeypatch, platform, mesh, kv_heads, G, T, starts, mask, int8):
     """Each has a part of the sequence, and they exchange queries and outputs, on TPUs by a kernel."""
     mesh, mask = model.make_mesh(*mesh, devices=jax.devices()[: np.prod(mesh)]), model.Mask(**mask)
@@ -182,8 +189,7 @@ def test_short_prompts_lower_for_tpus(R):
 
 
 @pytest.mark.parametrize(("rows", "O", "C"), [(1, 333, 256), (8, 1001, 128), (33, 512, 384), (3, 1, 128)])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
-@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize(("dtype", "int8"), [(jnp.float32, False), (jnp.bfloat16, True)])
 def test_streamed_product(rows, O, C, dtype, int8):
     """In blocks that do not divide the rows of the weight, too."""
     keys = jax.random.split(jax.random.key(0))
@@ -209,10 +215,7 @@ def abstract_side(array, shape, int8):
     return array(*shape)
 
 
-@pytest.mark.optimized
-@pytest.mark.parametrize(("topology", "int8"), [("v5e:2x2", True), ("v6e:2x2", False), ("v5p:2x2x1", True)])
-@pytest.mark.parametrize(
-    ("shape", "T", "mask"),
+COMPILED = in_turns(
     [
         ((8, 1, 4, 2048, 128), 1, {}),  # 70B on 16 chips
         ((8, 1, 8, 2048, 128), 4, {}),
@@ -223,7 +226,14 @@ def abstract_side(array, shape, int8):
         ((1, 1, 5, 10240, 128), 5, {"chunk": 8192}),  # Scout
         ((1, 4, 2, 5120, 256), 1, {"window": 4096, "softcap": 50.0}),  # Gemma 2 2B
     ],
+    ("v5e:2x2", True),
+    ("v6e:2x2", False),
+    ("v5p:2x2x1", True),
 )
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(("shape", "T", "mask", "topology", "int8"), COMPILED)
 def test_compiles_for_tpus(topology, int8, shape, T, mask):
     (B, K, G, S, H), array = shape, array_on(topology)
     side, new = abstract_side(array, (B, K, S, H), int8), array(B, K, T, H)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import import_folder, interpret_kernels
+from helpers import import_folder, in_turns, interpret_kernels
 from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
@@ -73,9 +73,7 @@ def select(monkeypatch, platform):
         interpret_kernels(monkeypatch, model)
 
 
-@pytest.mark.parametrize(("platform", "int8"), [("cpu", False), ("tpu", True)])
-@pytest.mark.parametrize(
-    ("mesh", "sharers", "starts", "T", "slots"),
+ATTENTION = in_turns(
     [
         ((1, 1, 1), 32, (0, 127, 128, 300, 511), 1, 512),
         ((1, 1, 1), 32, (0, 257, 640), 1, 768),  # several blocks
@@ -92,8 +90,12 @@ def select(monkeypatch, platform):
         ((1, 1, 4), 32, (130, 448), 64, 512),
         ((2, 1, 4), 2, (0, 190, 187, 3), 32, 256),  # as many blocks on all devices, for the interpreter
     ],
-    ids=str,
+    ("tpu", True),
+    ("cpu", False),
 )
+
+
+@pytest.mark.parametrize(("mesh", "sharers", "starts", "T", "slots", "platform", "int8"), ATTENTION, ids=str)
 def test_against_float64(monkeypatch, platform, mesh, sharers, starts, T, slots, int8):
     width = 128 if platform == "tpu" else None  # as abstract_cache has it there
     monkeypatch.setattr(model, "CACHE_SHARERS", sharers)
@@ -172,11 +174,7 @@ def test_routing_against_float64(monkeypatch, platform, has_bias, B, E, groups, 
         np.testing.assert_allclose(scores[b], weights, rtol=1e-5)
 
 
-@pytest.mark.optimized
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
-@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
-@pytest.mark.parametrize(
-    ("B", "G", "S", "T"),
+COMPILED = in_turns(
     [
         (8, 10, 4096, 1),  # Flash on two chips (for R1 on 64 see test_compile)
         (1, 20, 1280, 3),
@@ -184,7 +182,15 @@ def test_routing_against_float64(monkeypatch, platform, has_bias, B, E, groups, 
         (1, 256, 64, 1),  # R1, a row on 32 chips
         (1, 256, 64, 2),
     ],
+    ("v5e:2x2", True),
+    ("v6e:2x2", False),
+    ("v5p:2x2x1", True),
+    ("v5e:2x2", False),
 )
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(("B", "G", "S", "T", "topology", "int8"), COMPILED)
 def test_compiles_for_tpus(topology, int8, B, G, S, T):
     topology = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])

@@ -480,7 +480,7 @@ def test_streamed_text_is_the_decoded_text(main, tmp_path):
 
 def test_standard_output_that_is_full():
     with open("/dev/full", "w") as full:
-        command = [sys.executable, ROOT / "llama3" / "main.py", "--tp", "8"]
+        command = [sys.executable, ROOT / "llama3" / "main.py", "--prompt", "Hello!", "--tp", "1", "--dp", "8"]
         finished = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert finished.returncode == 2
     assert finished.stderr.splitlines()[-1].startswith("error: standard output cannot be written")

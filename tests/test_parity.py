@@ -434,13 +434,13 @@ OTHER_MESHES = {  # meshes that replace (2, 2, 2): tp beyond the kv heads or div
     "qwen3 moe, other layers, weights as they are, window": [(1, 4, 2)],
     "mixtral": [(1, 1, 1), (2, 2, 2)],
     "mixtral, tied, window, three of four experts, wide heads, one kv head, large eps": [(1, 2, 4)],
-    "gpt-oss": [(1, 1, 1), (2, 2, 2), (1, 1, 8)],
+    "gpt-oss": [(1, 1, 1), (2, 2, 2)],
     "gpt-oss, tied, no biases of attention, small limit, one kv head": [(1, 4, 2)],
     "gemma 2": [(1, 1, 1), (2, 2, 2)],
     "gemma 2, other layers, one kv head, large eps": [(1, 1, 8)],
     "gemma 3, four heads, other bases, softcap of logits, large eps": [(1, 1, 8)],
-    "gpt-2": [(1, 1, 1), (2, 2, 2), (1, 1, 8)],
-    "gpt-2, five heads, narrow mlp, large eps": [(1, 1, 2), (1, 3, 1), (2, 2, 2), (1, 2, 4)],
+    "gpt-2": [(1, 1, 1), (2, 2, 2)],
+    "gpt-2, five heads, narrow mlp, large eps": [(1, 3, 1), (1, 2, 4)],
     "gpt-2, three heads": [(1, 1, 8)],
 }
 
@@ -457,7 +457,7 @@ def test_unequal_prompts_in_one_batch(checkpoints, name, mesh, monkeypatch):
     assert_matches(reference, prompts, decode(modules, path, prompts, mesh, max_new_tokens=12))
 
 
-@pytest.mark.parametrize("name", ["mistral 0.1, window", "llama 4 maverick", "deepseek v3", "gpt-oss", "gemma 2"])
+@pytest.mark.parametrize("name", ["llama 4 maverick", "deepseek v3", "gpt-oss"])
 def test_long_prompt_and_a_long_answer(checkpoints, name, monkeypatch):
     """Many pieces of prefill, then decoding over several blocks of the cache: of one row, and of more than 8."""
     modules, path, reference = checkpoints(name)
@@ -465,18 +465,16 @@ def test_long_prompt_and_a_long_answer(checkpoints, name, monkeypatch):
     assert_matches(reference, prompts, decode(modules, path, prompts, max_new_tokens=4))
     monkeypatch.setattr(modules.model, "PREFILL_PIECE", 32)
     prompts = random_prompts(250, 60, *range(1, 8))
-    assert_matches(reference, prompts, decode(modules, path, prompts, (1, 1, 2), max_new_tokens=270))
+    assert_matches(reference, prompts, decode(modules, path, prompts, (1, 1, 2), max_new_tokens=150))
 
 
 @pytest.mark.parametrize(
     ("family", "scale", "rope"),
     [
         (llama, 0.6, LLAMA3_ROPE),
-        (llama, 0.6, LINEAR_ROPE),
         # At 0.6 the reference's own float32 is up to 0.015 from its float64 here.
         (glm_0414, 0.3, {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
         (deepseek_3, 0.3, YARN),
-        (qwen_3, 0.3, QWEN_YARN),
     ],
 )
 def test_sharp_attention_far_along(tmp_path, family, scale, rope):

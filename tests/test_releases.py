@@ -108,7 +108,17 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
+ALIKE = ("kimi k2", "qwen3 coder 480b", "gemma 3 1b", "llama 4, text alone")  # to others of the same folder
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_another_form_says_the_same(name):
+    folder, form = FORMS[name]
+    raw, read = (ROOT / folder / "demo" / "config.json").read_text(), import_folder(folder).model.Config.from_dict
+    assert read(form(json.loads(raw))) == read(json.loads(raw))
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name not in ALIKE])
 def test_the_demo_with_a_released_configuration(main, tmp_path, name):  # noqa: F811
     folder, form = FORMS[name]
     shutil.copytree(ROOT / folder / "demo", tmp_path, dirs_exist_ok=True)
