@@ -153,10 +153,6 @@ class Config:
         window = self.sliding_window if self.has_window(layer) else None
         return Mask(window, softcap=self.attn_logit_softcapping or None)
 
-    def rope_of(self, layer: int) -> Rope:
-        """How heads turn in a layer."""
-        return self.local_rope if self.has_window(layer) else self.rope
-
 
 def read_ropes(config: dict, kind: str, head_dim: int) -> tuple[Rope, Rope]:
     """The rope of layers that see all tokens, and that of layers with a window. In Gemma 3 they differ: transformers 5
@@ -242,9 +238,9 @@ def norm_plus_one(x: Array, weight: Array, eps: float) -> Array:
 
 
 @jax.named_scope("attention")  # the name in a profiler's trace
-def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, config: Config, mask: Mask, rope: Rope):
+def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, config: Config, mask: Mask, turn):
     """The first half of a layer, on x [B T, D] at positions [B, T]: norm, attention, another norm, residual. Returns
-    the new x and the new cache.
+    the new x and the new cache. `turn` is the layer's cos_and_sin of the positions.
 
     `attend(q, k, v, cache, positions, mask)` is cached_attention; `step` binds its other arguments. q [B, T, N, H] is
     scaled already; k and v are float32 [B, T, K, H]. It returns the attention output [B, T, N H], and this layer's
@@ -253,9 +249,11 @@ def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, co
     eps = config.rms_norm_eps
     h = norm_plus_one(x, w["attention_norm"], eps)
     q, k, v = split_heads(linear(h, w["qkv"]).reshape(*positions.shape, -1), config)
+    N, heads = q.shape[2], jnp.concatenate([q, k], axis=2)  # together they take fewer kernels
     if "q_norm" in w:
-        q, k = norm_plus_one(q, w["q_norm"], eps), norm_plus_one(k, w["k_norm"], eps)  # of each head
-    q, k = rotate(q, positions, rope), rotate(k, positions, rope)
+        is_query = jnp.arange(heads.shape[2])[:, None] < N
+        heads = norm_plus_one(heads, jnp.where(is_query, w["q_norm"], w["k_norm"]), eps)  # of each head
+    q, k = jnp.split(turned(heads, *turn, config.rope), [N], axis=2)  # local_rope differs in its angles alone
     q = (q * config.query_pre_attn_scalar**-0.5).astype(x.dtype)  # scales the attention scores
     out, cache = attend(q, k, v, cache, positions, mask)
     out = jax.lax.psum(linear(out.reshape(len(x), -1), w["o"]).astype(x.dtype), MODEL_AXES)
@@ -283,19 +281,19 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCac
     ahead, and copies neither weights nor cache. The inner jit has JAX trace `layer` once for each kind of layer.
     """
 
-    @partial(jax.jit, static_argnums=(3, 4))
-    def layer(x, w, layer_cache, mask, rope):
-        at = positions
-        if config.rope != config.local_rope:  # or the angles of both are kept, and later weights not fetched ahead
-            x, at = jax.lax.optimization_barrier((x, at))
-        x, layer_cache = attention(x, w, layer_cache, at, attend, config, mask, rope)
+    @partial(jax.jit, static_argnames="mask")
+    def layer(x, w, layer_cache, turn, mask):
+        x, layer_cache = attention(x, w, layer_cache, positions, attend, config, mask, turn)
         return feed_forward(x, w, config), layer_cache
+
+    # The barrier keeps them out of the layers: XLA for TPUs would compute them there, and fetch fewer weights ahead.
+    turns = jax.lax.optimization_barrier([cos_and_sin(positions, rope) for rope in (config.rope, config.local_rope)])
 
     x = embed(tokens, weights, config).reshape(-1, config.hidden_size)
     x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)  # in bfloat16 the factor is rounded, as in the reference
     cache = list(cache)  # the caller's list stays as it is
     for i, w in enumerate(weights["layers"]):
-        x, cache[i] = layer(x, w, cache[i], config.mask(i), config.rope_of(i))
+        x, cache[i] = layer(x, w, cache[i], turns[config.has_window(i)], mask=config.mask(i))
     return x.reshape(*tokens.shape, -1), cache
 
 
@@ -1130,8 +1128,17 @@ def rope_scale(rope: Rope) -> float:
 
 def rotate(x: Array, positions: Array, rope: Rope) -> Array:
     """Turns pairs of the first `dim` numbers of float32 x [B, T, heads, H] by positions [B, T] times frequencies."""
+    return turned(x, *cos_and_sin(positions, rope), rope)
+
+
+def cos_and_sin(positions: Array, rope: Rope) -> tuple[Array, Array]:
+    """Of positions [B, T] times frequencies, times rope_scale: float32 [B, T, 1, dim / 2] each."""
     angles = positions[:, :, None, None].astype(jnp.float32) * rope_frequencies(rope)
-    cos, sin = rope_scale(rope) * jnp.cos(angles), rope_scale(rope) * jnp.sin(angles)
+    return rope_scale(rope) * jnp.cos(angles), rope_scale(rope) * jnp.sin(angles)
+
+
+def turned(x: Array, cos: Array, sin: Array, rope: Rope) -> Array:
+    """rotate, by a cos_and_sin that is there already."""
     x, rest = jnp.split(x, [rope.dim], axis=-1)
     x1, x2 = (x[..., 0::2], x[..., 1::2]) if rope.interleaved else jnp.split(x, 2, axis=-1)
     # Pairs are not interleaved again: queries and keys are permuted alike, and their dot products stay the same.

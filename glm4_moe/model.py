@@ -1175,8 +1175,17 @@ def rope_scale(rope: Rope) -> float:
 
 def rotate(x: Array, positions: Array, rope: Rope) -> Array:
     """Turns pairs of the first `dim` numbers of float32 x [B, T, heads, H] by positions [B, T] times frequencies."""
+    return turned(x, *cos_and_sin(positions, rope), rope)
+
+
+def cos_and_sin(positions: Array, rope: Rope) -> tuple[Array, Array]:
+    """Of positions [B, T] times frequencies, times rope_scale: float32 [B, T, 1, dim / 2] each."""
     angles = positions[:, :, None, None].astype(jnp.float32) * rope_frequencies(rope)
-    cos, sin = rope_scale(rope) * jnp.cos(angles), rope_scale(rope) * jnp.sin(angles)
+    return rope_scale(rope) * jnp.cos(angles), rope_scale(rope) * jnp.sin(angles)
+
+
+def turned(x: Array, cos: Array, sin: Array, rope: Rope) -> Array:
+    """rotate, by a cos_and_sin that is there already."""
     x, rest = jnp.split(x, [rope.dim], axis=-1)
     x1, x2 = (x[..., 0::2], x[..., 1::2]) if rope.interleaved else jnp.split(x, 2, axis=-1)
     # Pairs are not interleaved again: queries and keys are permuted alike, and their dot products stay the same.

@@ -44,7 +44,7 @@ def test_a_released_configuration_is_read_as_transformers_reads_it(name, written
     tables = reference.rope_parameters
     for i in range(config.num_hidden_layers):
         kind = reference.layer_types[i] if hasattr(reference, "layer_types") else "full_attention"
-        table, rope = tables.get(kind, tables), config.rope_of(i)
+        table, rope = tables.get(kind, tables), config.local_rope if config.has_window(i) else config.rope
         assert config.mask(i).window == (reference.sliding_window if kind == "sliding_attention" else None)
         assert (rope.rope_type, rope.rope_theta) == (table["rope_type"], table["rope_theta"])
         assert rope.factor == table.get("factor", 1)
@@ -96,7 +96,7 @@ def test_the_factor_of_embeddings_is_rounded_as_in_the_reference(dtype):
     weights = {"embedding": table, "norm": jnp.ones(3072, dtype), "layers": []}
 
     def embedded(tokens):
-        return model.forward(weights, tokens, None, [], None, config)[0]
+        return model.forward(weights, tokens, tokens, [], None, config)[0]
 
     tokens = np.arange(16)[None]
     found = jax.jit(jax.shard_map(embedded, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))(tokens)
