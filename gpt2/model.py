@@ -1544,7 +1544,7 @@ def cpu_product(x: Array, w: Array | Int8) -> Array:
 
     With int8 weights and a few rows, the fast product is that of int8 and int8. Two int8 numbers hold 15 bits of an
     activation: a coarse one, and a fine one for its rounding error. As rows of one product they cost little and lose
-    next to nothing. (From some 50 rows on, casting the weight costs less.)
+    next to nothing. From some 50 rows on, pieces of the weight are cast, and multiplied while they are in cache.
     """
     (B, C), is_16_bit = x.shape, x.dtype != jnp.float32
     runs = runs_of(C, *((32, 4096) if isinstance(w, Int8) else (24, 8192)))
@@ -1561,7 +1561,13 @@ def cpu_product(x: Array, w: Array | Int8) -> Array:
         fine = quantize(x - coarse.values * coarse.scale[:, None])
         y = weights_first(jnp.concatenate([coarse.values, fine.values]), w.values, jnp.int32)
         return (y[:B] * coarse.scale[:, None] + y[B:] * fine.scale[:, None]) * w.scale
-    if isinstance(w, Int8) or B > 128:
+    if isinstance(w, Int8):
+
+        def cast_first(piece):
+            return cpu_product(x, jax.lax.optimization_barrier(piece.astype(x.dtype)))
+
+        return over_rows(cast_first, w.values, pieces_of(w.values, 2**21)) * w.scale
+    if B > 128:
         return product(x, w)
     return weights_first(padded(x, w, 2 if is_16_bit else 1), w, jnp.float32)[:B]
 

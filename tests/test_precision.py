@@ -107,6 +107,8 @@ def test_a_single_row_on_a_cpu_is_one_loop(int8):
         (3, 96, jnp.bfloat16),
         (3, 96, jnp.float32),
         (60, 96, jnp.bfloat16),  # int8 weights are cast
+        (60, 2**16, jnp.bfloat16),  # in five pieces
+        (130, 2**16, jnp.float32),
         (200, 96, jnp.bfloat16),
     ],
 )
