@@ -249,7 +249,7 @@ def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, co
     eps = config.rms_norm_eps
     h = norm_plus_one(x, w["attention_norm"], eps)
     q, k, v = split_heads(linear(h, w["qkv"]).reshape(*positions.shape, -1), config)
-    N, heads = q.shape[2], jnp.concatenate([q, k], axis=2)  # together they take fewer kernels
+    N, heads = q.shape[2], jnp.concatenate([q, k], axis=2)  # together, for fewer kernels
     if "q_norm" in w:
         is_query = jnp.arange(heads.shape[2])[:, None] < N
         heads = norm_plus_one(heads, jnp.where(is_query, w["q_norm"], w["k_norm"]), eps)  # of each head
@@ -286,7 +286,7 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCac
         x, layer_cache = attention(x, w, layer_cache, positions, attend, config, mask, turn)
         return feed_forward(x, w, config), layer_cache
 
-    # The barrier keeps them out of the layers: XLA for TPUs would compute them there, and fetch fewer weights ahead.
+    # The barrier hides how they are computed: XLA for TPUs then fetches more weights ahead.
     turns = jax.lax.optimization_barrier([cos_and_sin(positions, rope) for rope in (config.rope, config.local_rope)])
 
     x = embed(tokens, weights, config).reshape(-1, config.hidden_size)
@@ -1138,7 +1138,7 @@ def cos_and_sin(positions: Array, rope: Rope) -> tuple[Array, Array]:
 
 
 def turned(x: Array, cos: Array, sin: Array, rope: Rope) -> Array:
-    """rotate, by a cos_and_sin that is there already."""
+    """Turns pairs of x [B, T, heads, H] by their cos_and_sin: rotate, where many layers share these."""
     x, rest = jnp.split(x, [rope.dim], axis=-1)
     x1, x2 = (x[..., 0::2], x[..., 1::2]) if rope.interleaved else jnp.split(x, 2, axis=-1)
     # Pairs are not interleaved again: queries and keys are permuted alike, and their dot products stay the same.

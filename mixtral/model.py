@@ -1069,7 +1069,7 @@ def cos_and_sin(positions: Array, rope: Rope) -> tuple[Array, Array]:
 
 
 def turned(x: Array, cos: Array, sin: Array, rope: Rope) -> Array:
-    """rotate, by a cos_and_sin that is there already."""
+    """Turns pairs of x [B, T, heads, H] by their cos_and_sin: rotate, where many layers share these."""
     x, rest = jnp.split(x, [rope.dim], axis=-1)
     x1, x2 = (x[..., 0::2], x[..., 1::2]) if rope.interleaved else jnp.split(x, 2, axis=-1)
     # Pairs are not interleaved again: queries and keys are permuted alike, and their dot products stay the same.
