@@ -1318,7 +1318,7 @@ def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask
     kernel = partial(attention_kernel, mask=mask, T=T, R=R, run=run)
     block = 128 if len(q) > 8 else 512  # stays in the processor's cache; blocks that a row has not filled are not read
     on_cpu = partial(plain, rows=1, block=block) if cache[0].shape[2] > block else plain
-    return jax.lax.platform_dependent(q, new, cache, starts, cpu=on_cpu, tpu=kernel, default=plain)
+    return by_platform(q, new, cache, starts, cpu=on_cpu, tpu=kernel, default=plain)
 
 
 def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -> Array:
@@ -1329,9 +1329,7 @@ def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -> Ar
 
     plain = partial(plain_attention, mask=mask, T=T, R=R)
     on_cpu = partial(plain, rows=1, tile=256, block=128 if T <= 128 else 256)
-    return jax.lax.platform_dependent(
-        q, cache, starts, places, cpu=on_cpu, tpu=kernel, default=partial(plain, block=512)
-    )
+    return by_platform(q, cache, starts, places, cpu=on_cpu, tpu=kernel, default=partial(plain, block=512))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1559,9 +1557,15 @@ def is_valid(value: object, kind: type, name: str = "") -> bool:
 # Fast on each machine
 # =====================================================================================================================
 #
-# platform_dependent takes one of several functions, by the platform that the program is compiled for. The compiler
-# moves nothing across an optimization_barrier. A Pallas kernel is the program of a TPU core, which fetches blocks of
-# its arguments (a BlockSpec says which) into the core's fast memory, VMEM.
+# The compiler moves nothing across an optimization_barrier. A Pallas kernel is the program of a TPU core, which fetches
+# blocks of its arguments (a BlockSpec says which) into the core's fast memory, VMEM.
+
+
+def by_platform(*arguments, default, cpu=None, tpu=None):
+    """Calls one of several functions, by the platform of the mesh. jax.lax.platform_dependent would trace them all."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = device.platform if device else jax.default_backend()
+    return ({"cpu": cpu, "tpu": tpu}.get(platform) or default)(*arguments)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1646,7 +1650,7 @@ def einsum(subscripts: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) 
 def linear(x: Array, w: Array | Int8, bias: Array | None = None) -> Array:
     """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
     flat = x.reshape(-1, x.shape[-1])
-    y = jax.lax.platform_dependent(flat, w, cpu=cpu_product, tpu=tpu_product, default=product)
+    y = by_platform(flat, w, cpu=cpu_product, tpu=tpu_product, default=product)
     y = y.reshape(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 
@@ -1662,7 +1666,7 @@ def linear_halves(x: Array, w: Array | Int8, bias: Array | None = None) -> tuple
         return linear(x, *jax.tree.map(lambda a: jnp.split(a, 2)[i], (w, bias)))
 
     on_tpu = (lambda: (half(0), half(1))) if math.prod(x.shape[:-1]) >= 128 else one_product
-    return jax.lax.platform_dependent(tpu=on_tpu, default=one_product)
+    return by_platform(tpu=on_tpu, default=one_product)
 
 
 def product(x: Array, w: Array | Int8, min_rows: int = 1) -> Array:
@@ -1794,14 +1798,14 @@ def query_key_product(q: Array, k: Array) -> Array:
     """q [B, K, A, M, H] times k [B, K, S, H]: float32 [B, K, A, M, S]."""
     plain, queries = partial(einsum, "bkamh,bksh->bkams"), math.prod(q.shape[2:4])
     on_cpu = partial(query_by_query, "bkh,bksh->bks") if queries <= 4 else keys_first if queries <= 64 else plain
-    return jax.lax.platform_dependent(q, k, cpu=on_cpu, default=plain)
+    return by_platform(q, k, cpu=on_cpu, default=plain)
 
 
 def probability_value_product(p: Array, v: Array) -> Array:
     """p [B, K, A, M, S] times v [B, K, S, W]: float32 [B, K, A, M, W]."""
     plain = partial(einsum, "bkams,bksw->bkamw")
     on_cpu = partial(query_by_query, "bks,bksw->bkw") if math.prod(p.shape[2:4]) <= 4 else plain
-    return jax.lax.platform_dependent(p, v, cpu=on_cpu, default=plain)
+    return by_platform(p, v, cpu=on_cpu, default=plain)
 
 
 def query_by_query(subscripts: str, x: Array, of_slots: Array) -> Array:
@@ -2075,7 +2079,7 @@ def exchange(x: Array, R: int) -> Array:
         blocks = jnp.repeat(x, R // x.shape[0], axis=0)
         return jax.lax.all_to_all(blocks, MODEL_AXES, 0, 0, axis_index_groups=sharer_groups(R))
 
-    return jax.lax.platform_dependent(x, tpu=partial(exchange_kernel, R=R), default=plain)
+    return by_platform(x, tpu=partial(exchange_kernel, R=R), default=plain)
 
 
 def exchange_kernel(x: Array, R: int, interpret: bool | pltpu.InterpretParams = False) -> Array:

@@ -51,7 +51,7 @@ def interpret_kernels(monkeypatch, model, **options) -> None:
     def choose(*arguments, default, cpu=None, tpu=None):
         return (tpu or default)(*arguments)
 
-    monkeypatch.setattr(jax.lax, "platform_dependent", choose)
+    monkeypatch.setattr(model, "by_platform", choose)
     for name in ("attention_kernel", "exchange_kernel", "expert_kernel", "routing_kernel", "streamed_product"):
         if kernel := getattr(model, name, None):
             given = options if name == "attention_kernel" else {}

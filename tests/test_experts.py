@@ -86,7 +86,7 @@ def select(monkeypatch, platform):
     def choose(*arguments, default, cpu=None, tpu=None):
         return {"tpu": tpu, "gpu": default}[platform](*arguments) if tpu else default(*arguments)
 
-    monkeypatch.setattr(jax.lax, "platform_dependent", choose)
+    monkeypatch.setattr(model, "by_platform", choose)
     monkeypatch.setattr(model, "expert_kernel", partial(model.expert_kernel, interpret=STRICT))
     monkeypatch.setattr(model, "GROUP_BYTES", 2**17)  # 140 rows of 128 numbers are two groups
 
