@@ -35,11 +35,11 @@ SHOWN = ("deepseek",) if ON_CPU else FOLDERS
 
 
 def combined(**choices):
-    """Parametrizes by all combinations of the choices, each a dict by label. On a CPU the first and the fourth are run
-    once more, interpreted: test_kernel.py, test_latent.py and test_experts.py interpret more, at smaller shapes."""
+    """Parametrizes by all combinations of the choices, each a dict by label. On a CPU by the first and the fourth,
+    compiled and interpreted: test_kernel.py, test_latent.py and test_experts.py have more, at smaller shapes."""
     rows = list(itertools.product(*(choice.items() for choice in choices.values())))
-    ways = {"compiled": rows} | ({"interpreted": rows[:4:3]} if ON_CPU else {})
-    cases = [(way, *zip(*row, strict=True)) for way, rows in ways.items() for row in rows]
+    rows, ways = (rows[:4:3], ("compiled", "interpreted")) if ON_CPU else (rows, ("compiled",))
+    cases = [(way, *zip(*row, strict=True)) for way in ways for row in rows]
     cases = [pytest.param(way, *values, id="-".join((way, *labels))) for way, labels, values in cases]
     return pytest.mark.parametrize(("run", *choices), cases, indirect=["run"])
 
