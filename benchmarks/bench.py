@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,27 +61,27 @@ PEAK_TFLOPS = {
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 
 
-def random_weights(model, abstract: dict, seed: int) -> dict:
+def random_weights(abstract: dict, seed: int) -> dict:
     """Random numbers in the shapes, dtypes and shardings of `abstract`, made on the devices."""
 
-    def numbers(key, x):
-        if isinstance(x, model.Int8):
-            values = jax.random.randint(key, x.shape, -127, 128, jnp.int8)
-            return model.Int8(values, jnp.full(x.scale.shape, 2e-4, x.scale.dtype))
-        if isinstance(x, tuple):  # numbers of 4 bits, and their exponents
-            values = jax.random.randint(key, x.values.shape, 0, 256, jnp.uint8)
-            return type(x)(values, jnp.full(x.exponents.shape, 120, jnp.uint8))
+    def numbers(key, field, x):
+        if field in ("scale", "exponents"):  # of a number format
+            return jnp.full(x.shape, 2e-4 if field == "scale" else 120, x.dtype)
+        if x.dtype == jnp.int8:
+            return jax.random.randint(key, x.shape, -127, 128, x.dtype)
+        if jnp.issubdtype(x.dtype, jnp.integer):  # bits of any meaning
+            return jax.random.bits(key, x.shape, x.dtype)
         if len(x.shape) == 1:  # a norm
             return jnp.ones(x.shape, x.dtype)
         return 0.02 * jax.random.normal(key, x.shape, x.dtype)
 
-    leaves, tree = jax.tree.flatten(abstract, is_leaf=lambda x: isinstance(x, tuple))
-    make = {}  # a program for each kind of array
-    for x in leaves:
-        shardings = jax.tree.map(lambda x: x.sharding, x)
-        make.setdefault(x, jax.jit(lambda key, x=x: numbers(key, x), out_shardings=shardings))
+    leaves, tree = jax.tree.flatten_with_path(abstract)
+    kinds = [(getattr(path[-1], "name", None), x) for path, x in leaves]
+    make = {  # a program for each kind of array
+        kind: jax.jit(partial(numbers, field=kind[0], x=kind[1]), out_shardings=kind[1].sharding) for kind in set(kinds)
+    }
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return tree.unflatten(make[x](key) for key, x in zip(keys, leaves, strict=True))
+    return tree.unflatten(make[kind](key) for key, kind in zip(keys, kinds, strict=True))
 
 
 def measure(folder, weights, config, mesh, args, batch: int, length: int) -> dict:
@@ -88,7 +89,7 @@ def measure(folder, weights, config, mesh, args, batch: int, length: int) -> dic
     the share --accepted of them as accepted: what a random model accepts is luck."""
     prompts = np.random.default_rng(args.seed).integers(config.vocab_size, size=(batch, length)).tolist()
     stats = {}
-    options = {"max_new_tokens": args.steps + 1, "int8_cache": args.quantize_cache == "int8", "stats": stats}
+    options = {"max_new_tokens": args.steps + 1, "quantize_cache": args.quantize_cache, "stats": stats}
     options |= {"draft": args.draft, "draft_tokens": args.draft_tokens}
     folder.model.REPEATING = 0  # each step has drafts
     for _ in folder.model.generate(weights, prompts, config, mesh, **options):
@@ -174,9 +175,8 @@ def components(folder, weights, config, mesh, args, batch: int, length: int) -> 
     A part is a jax.named_scope of model.py; collectives stand for themselves, as a kernel's time includes its waiting.
     """
     model, slots = folder.model, length + args.steps
-    cache = model.zeros(
-        model.abstract_cache(config, mesh, batch, slots, weights["norm"].dtype, args.quantize_cache == "int8")
-    )
+    dtype = weights["norm"].dtype
+    cache = model.zeros(model.abstract_cache(config, mesh, batch, slots, dtype, args.quantize_cache))
     numbers = np.zeros((batch, slots), np.int32), *np.full((3, batch), [[length], [length + 1], [slots]], np.int32)
     by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("dp"))
     rows = model.Rows(*jax.device_put((*numbers, np.zeros((batch, 2), np.uint32)), by_rows))
@@ -212,17 +212,15 @@ def bench(args) -> dict:
     if args.draft == "mtp":
         config = dataclasses.replace(config, uses_extra_layer=True)
     mesh = model.make_mesh(*model.mesh_shape(config, jax.devices(), args.dp, args.ep, args.tp))
-    int8 = args.quantize == "int8"
     with tempfile.TemporaryDirectory() as checkpoint:
         rival = None
         if args.vs:
             rival = Transformers(raw_config, args, Path(checkpoint))
             ours = folder.convert.open_checkpoint(Path(checkpoint))
-            config, weights = ours.config, folder.convert.load(ours, mesh, args.dtype, int8)
+            config, weights = ours.config, folder.convert.load(ours, mesh, args.dtype, args.quantize)
         else:
-            weights = random_weights(
-                model, model.abstract_weights(config, mesh, jnp.dtype(args.dtype), int8), args.seed
-            )
+            abstract = model.abstract_weights(config, mesh, jnp.dtype(args.dtype), args.quantize)
+            weights = random_weights(abstract, args.seed)
     results = []
     for batch in args.batch:
         for length in args.prompt_len:

@@ -89,7 +89,7 @@ def fits(folder: str, config: str, weights: str, devices: list, memory: float) -
     config = model.Config.from_dict(read_config(folder, config))
     try:
         mesh = model.make_mesh(*model.mesh_shape(config, devices), devices=devices)
-        abstract = model.abstract_weights(config, mesh, "bfloat16", weights == "int8")
+        abstract = model.abstract_weights(config, mesh, "bfloat16", "int8" if weights == "int8" else None)
     except model.InputError:
         return False
     cache = model.abstract_cache(config, mesh, max(BATCHES), PROMPT + STEPS, "bfloat16")

@@ -152,8 +152,8 @@ def lower_program(model, config, mesh, args, T: int, b: int | None):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P("dp")))
 
     dtype, batch = jnp.dtype(args.dtype), args.batch
-    weights = model.abstract_weights(config, mesh, dtype, args.quantize == "int8")
-    cache = model.abstract_cache(config, mesh, batch, args.max_seq_len, dtype, args.quantize_cache == "int8")
+    weights = model.abstract_weights(config, mesh, dtype, args.quantize)
+    cache = model.abstract_cache(config, mesh, batch, args.max_seq_len, dtype, args.quantize_cache)
     history, seeds = array(batch, args.max_seq_len + 1), array(batch, 2, dtype=jnp.uint32)
     rows = model.Rows(history, *[array(batch)] * 3, seeds)
     places = array(b * mesh.shape["dp"]) if b else None
@@ -186,8 +186,8 @@ def plan(args) -> dict:
     lowered, weights, cache = lower_program(model, config, mesh, args, piece or args.tokens, taken)
     lengths = [args.max_seq_len] * args.batch
     one = model.make_mesh(devices=devices[:1])
-    options = [config, one, args.batch, args.max_seq_len, args.dtype, args.quantize_cache == "int8"]
-    unsharded = model.abstract_weights(config, one, args.dtype, args.quantize == "int8"), model.abstract_cache(*options)
+    options = [config, one, args.batch, args.max_seq_len, args.dtype, args.quantize_cache]
+    unsharded = model.abstract_weights(config, one, args.dtype, args.quantize), model.abstract_cache(*options)
     floor_bytes = model.step_bytes(*unsharded, lengths, config, args.tokens)
     report = {
         "mesh": dict(mesh.shape),

@@ -21,12 +21,12 @@ import numpy as np
 from folders import import_from, provenance, run, save
 from jax.sharding import PartitionSpec as P
 
-FORMATS = {  # dtype of the activations, and of weights that are not int8; int8 weights; int8 cache
-    "float32": ("float32", False, False),
-    "bfloat16": ("bfloat16", False, False),
-    "int8 weights": ("bfloat16", True, False),
-    "int8 cache": ("bfloat16", False, True),
-    "int8 weights and cache": ("bfloat16", True, True),
+FORMATS = {  # dtype of all that is not rounded; how weights are, how the cache is
+    "float32": ("float32", None, None),
+    "bfloat16": ("bfloat16", None, None),
+    "int8 weights": ("bfloat16", "int8", None),
+    "int8 cache": ("bfloat16", None, "int8"),
+    "int8 weights and cache": ("bfloat16", "int8", "int8"),
 }
 
 
@@ -40,13 +40,13 @@ def texts() -> dict[str, str]:
     }
 
 
-def scorer(folder, checkpoint, dtype: str, int8: bool, int8_cache: bool, mesh_shape=(1, 1, 1)):
+def scorer(folder, checkpoint, dtype: str, quantize: str | None, quantize_cache: str | None, mesh_shape=(1, 1, 1)):
     """A function from rows of token ids to a list of float32 [len(row), V]: the log-probabilities of the token after
     each of them, by main.py's prefill."""
     model, convert = folder.model, folder.convert
     config = checkpoint.config
     mesh = model.make_mesh(*mesh_shape, devices=jax.devices()[: int(np.prod(mesh_shape))])
-    weights = convert.load(checkpoint, mesh, dtype, int8)
+    weights = convert.load(checkpoint, mesh, dtype, quantize)
     R = model.cache_sharers(config, model.model_shards(mesh))
 
     def body(weights, cache, tokens, start):
@@ -67,7 +67,8 @@ def scorer(folder, checkpoint, dtype: str, int8: bool, int8_cache: bool, mesh_sh
         for i, row in enumerate(rows):
             tokens[i, : len(row)] = row
         slots = model.cache_slots(tokens.shape[1])
-        cache = model.zeros(model.abstract_cache(config, mesh, len(rows), slots, convert.DTYPES[dtype], int8_cache))
+        abstract = model.abstract_cache(config, mesh, len(rows), slots, convert.DTYPES[dtype], quantize_cache)
+        cache = model.zeros(abstract)
         pieces = []
         for start in range(0, tokens.shape[1], T):
             y, cache = program(weights, cache, tokens[:, start : start + T], start)

@@ -522,21 +522,21 @@ def together(action, facts_of):
 
 
 def decoding(
-    weights, prompts, config, mesh, *, batch_size, max_new_tokens, max_seq_len=None, int8_cache=False, **options
+    weights, prompts, config, mesh, *, batch_size, max_new_tokens, max_seq_len=None, quantize_cache=None, **options
 ) -> Iterator[list[model.Token]]:
     """What model.py's generate does, with `batch_size` rows at once: by default as many as memory holds, and at most
     BATCH on a device. All other options are generate's."""
     dp, longest = mesh.shape["dp"], max(map(len, prompts))
     max_seq_len = max_seq_len or longest + max_new_tokens - 1
     slots = max(max_seq_len, model.piece_lengths(longest, config, mesh)[0])
-    cache = model.abstract_cache(config, mesh, dp, slots, weights["norm"].dtype, int8_cache)  # a row for each of dp
+    cache = model.abstract_cache(config, mesh, dp, slots, weights["norm"].dtype, quantize_cache)  # a row for each of dp
     size, used, memory = model.stored_bytes(cache), model.stored_bytes(weights), memory_of(mesh)
     fitting = max(1, int((MEMORY_SHARE * memory - used) // size))
     rows = min(len(prompts), batch_size or min(fitting, BATCH) * dp)
     if used + model.ceil_div(rows, dp) * size > memory:
         what = f"a cache of {rows} x {slots} tokens"
         raise InputError(f"no memory for {what}; lower max_new_tokens, max_seq_len or batch_size")
-    options |= {"max_new_tokens": max_new_tokens, "max_seq_len": max_seq_len, "int8_cache": int8_cache}
+    options |= {"max_new_tokens": max_new_tokens, "max_seq_len": max_seq_len, "quantize_cache": quantize_cache}
     return generate(weights, prompts, config, mesh, rows=rows, **options)
 
 
@@ -609,12 +609,12 @@ def main() -> None:
     flags = {"jax": jax.__version__} | {f"--{name}": value for name, value in vars(args).items() if name not in OWN}
     inputs = together(lambda: read_inputs(args), lambda inputs: flags | inputs.facts())
     begin = time.perf_counter()
-    weights = jax.block_until_ready(load(inputs.checkpoint, inputs.mesh, args.dtype, args.quantize == "int8"))
+    weights = jax.block_until_ready(load(inputs.checkpoint, inputs.mesh, args.dtype, args.quantize))
     load_s = time.perf_counter() - begin
     if not inputs.tokenizer.chat_template and not args.raw:
         print("note: this tokenizer has no chat template; the prompts are continued as they are", file=sys.stderr)
     options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "seed": args.seed}
-    options |= {"int8_cache": args.quantize_cache == "int8", "stop_tokens": inputs.stop_tokens, "progress": Progress()}
+    options |= {"quantize_cache": args.quantize_cache, "stop_tokens": inputs.stop_tokens, "progress": Progress()}
     options |= {"draft": args.draft, "draft_tokens": args.draft_tokens}
     options["sampling"] = model.Sampling(args.temperature, args.top_k, args.top_p)
     generation = partial(decoding, weights, config=inputs.checkpoint.config, mesh=inputs.mesh, **options)

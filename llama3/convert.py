@@ -26,6 +26,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,14 +34,18 @@ import jax
 import ml_dtypes  # numpy's bfloat16 and FP8
 import model
 import numpy as np
+from jax import NamedSharding
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from model import Config, InputError, Int8, Part, Weight, abstract_weights, quantize, weights_of
+from model import Config, InputError, Int8, Part, Plain, Weight, in_format, weights_of
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-DTYPES = {name: np.dtype(name) for name in ("bfloat16", "float32", "float16", "int8")}
-STORED = {"BF16": "bfloat16", "F32": "float32", "F16": "float16", "I8": "int8"}  # safetensors' names
+NUMPY = {  # by safetensors' name
+    "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F16": np.float16, "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "I8": np.int8, "U8": np.uint8,
+}  # fmt: skip
+DTYPES = {name: np.dtype(name) for name in ("bfloat16", "float32", "float16")}  # of numbers that no format rounds
 INT8 = {"quant_method": "int8_per_channel"}  # config.json's quantization_config
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
@@ -50,24 +55,189 @@ COPIED = (  # by convert, and read from the hub: the tokenizer's files, and the 
     "tokenizer*", "tiktoken.model", "tekken.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
     "merges.txt", "*.jinja", "generation_config.json",
 )  # fmt: skip
-quantize_on_device = jax.jit(quantize)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forms in which checkpoints store a tensor
+#
+# Each form has the `shape` of its numbers, with the input dimension last, their `dtype` in what `read` returns, and the
+# `format` in which model.py can hold what is stored. If that is not Plain, `arrays` reads it so. `collect` finds the
+# tensors in this form among what stands in the files.
+
+
+class Stored(NamedTuple):
+    """Numbers as they are."""
+
+    file: Path
+    offset: int  # of the first byte in the file
+    kind: str  # safetensors' name of the dtype
+    shape: tuple[int, ...]
+    is_transposed: bool = False  # on disk, the last two dimensions are exchanged
+
+    format = Plain
+
+    @property
+    def dtype(self) -> np.dtype | str:
+        return np.dtype(NUMPY[self.kind]) if self.kind in NUMPY else self.kind
+
+    def transposed(self) -> "Stored":
+        return self._replace(shape=swapped(self.shape), is_transposed=True)
+
+    def read(self, *index: slice | int) -> np.ndarray:
+        """A part of the tensor, memory-mapped: it is read from disk when used, and leaves memory when dropped."""
+        on_disk = swapped(self.shape) if self.is_transposed else self.shape
+        array = np.memmap(self.file, NUMPY.get(self.kind, np.uint8), "r", self.offset, on_disk)
+        return (array.swapaxes(-1, -2) if self.is_transposed else array)[index]
+
+
+class Fp8(NamedTuple):
+    """A matrix in FP8 (e4m3), times a scale for each block of so many rows and columns."""
+
+    values: Stored
+    scale: Stored
+    block: tuple[int, int]
+
+    format, dtype, is_transposed = Plain, DTYPES["float32"], False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @classmethod
+    def collect(cls, folder: Path, found: dict, quantization: object) -> None:
+        """`x_scale_inv` has a scale for each block, `x_scale` one for each row."""
+        block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+        block = [128, 128] if block is None else block
+        if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**31 for n in block)):
+            raise InputError(f"{folder}: weight_block_size {block!r:.40} is not two numbers, of rows and columns")
+        for name in [name for name, tensor in found.items() if tensor.dtype == ml_dtypes.float8_e4m3fn]:
+            tensor, ending = found[name], "_scale_inv" if f"{name}_scale_inv" in found else "_scale"
+            scale = found.pop(name + ending, None)
+            if scale is None or len(tensor.shape) != 2:
+                what = "is in FP8 and no matrix with a weight_scale_inv or weight_scale"
+                raise InputError(f"{folder}: {name:.200} {what}")
+            sizes = block if ending == "_scale_inv" else [1, max(tensor.shape[1], 1)]
+            wanted = tuple(-(-size // n) for size, n in zip(tensor.shape, sizes, strict=True))
+            if scale.shape != wanted or scale.dtype not in DTYPES.values():
+                asked = f"blocks of {block} ask" if ending == "_scale_inv" else "a scale a row asks"
+                has = f"{scale.dtype!s:.40} {list(scale.shape)}, and {asked} for float32 {list(wanted)}"
+                raise InputError(f"{folder}: {name:.200}{ending} has {has}")
+            found[name] = cls(tensor, scale, tuple(sizes))
+
+    def read(self, *index: slice | int) -> np.ndarray:
+        places = (*index, slice(None), slice(None))
+        blocks = [np.arange(self.shape[i])[places[i]] // self.block[i] for i in range(2)]
+        with np.errstate(over="ignore", invalid="ignore"):  # damaged scales overflow; that is caught later
+            return self.values.read(*index).astype(np.float32) * self.scale.read()[np.ix_(*blocks)].astype(np.float32)
+
+
+class Int8Rows(NamedTuple):
+    """A matrix that convert wrote: int8 `x` [.., O, C], and `x_scale` [.., O] for each row of it."""
+
+    values: Stored
+    scale: Stored
+
+    format, dtype, is_transposed = Int8, DTYPES["float32"], False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @classmethod
+    def collect(cls, folder: Path, found: dict, quantization: object) -> None:
+        for name in [name for name, tensor in found.items() if tensor.dtype == np.int8]:
+            values, scale = found[name], found.pop(f"{name}_scale", None)
+            if quantization != INT8 or scale is None:
+                raise InputError(f"{folder}: {name:.200} is in int8, and {name:.200}_scale is missing")
+            if (scale.shape, scale.dtype) != (values.shape[:-1], np.float32):
+                has = f"{scale.dtype!s:.40} {list(scale.shape)}"
+                raise InputError(f"{folder}: {name:.200}_scale has {has}, not float32 {list(values.shape[:-1])}")
+            found[name] = cls(values, scale)
+
+    def read(self, *index: slice | int) -> np.ndarray:
+        rows = index[: len(self.shape) - 1]
+        return self.values.read(*index) * self.scale.read(*rows)[..., None]
+
+    @staticmethod
+    def outputs(name: str, shape: tuple[int, ...]) -> list[tuple]:
+        """What convert writes for a matrix: name, safetensors' dtype and shape of each tensor."""
+        return [(name, "I8", shape), (f"{name}_scale", "F32", shape[:-1])]
+
+    rounded = staticmethod(jax.jit(lambda rows: jax.tree.leaves(model.quantize(rows))))  # some rows of each of them
+
+    @classmethod
+    def arrays(cls, held: Int8, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
+        yield on_devices(held.values, weight, {name: tensor.values.read for name, tensor in tensors.items()})
+        yield on_devices(held.scale, scales_of(weight), {name: tensor.scale.read for name, tensor in tensors.items()})
+
+
+class Mxfp4Blocks(NamedTuple):
+    """Experts in MXFP4 (Rouhani et al. 2023, "Microscaling Data Formats"): numbers of 4 bits, 1 of them the sign, 2 the
+    exponent and 1 the mantissa, times a power of two for each 32 of a row."""
+
+    pairs: Stored  # uint8 [E, O, C / 32, 16], the first of two numbers in the lower half
+    exponents: Stored  # uint8 [E, O, C / 32]
+
+    format, dtype = getattr(model, "Mxfp4", Plain), DTYPES["bfloat16"]
+    is_transposed = True  # in what convert writes, as packed experts that are not in MXFP4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.exponents.shape[:-1], 32 * self.exponents.shape[-1])
+
+    @classmethod
+    def collect(cls, folder: Path, found: dict, quantization: object) -> None:
+        """Puts one tensor `x` in the place of `x_blocks` and `x_scales`."""
+        for name in [name.removesuffix("_blocks") for name in found if name.endswith("_blocks")]:
+            pairs, exponents = found.pop(f"{name}_blocks"), found.pop(f"{name}_scales", None)
+            sizes = exponents.shape if exponents and name not in found else ()
+            if len(sizes) != 3 or pairs.shape != (*sizes, 16) or {pairs.kind, exponents.kind} != {"U8"}:
+                raise InputError(f"{folder}: {name:.200}_blocks and {name:.200}_scales are no MXFP4 of 8-bit numbers")
+            found[name] = cls(pairs, exponents)
+
+    def codes(self, *index: slice | int) -> np.ndarray:
+        """The numbers of 4 bits, as uint8."""
+        *rows, columns = (*index, *[slice(None)] * (3 - len(index)))
+        start, stop, _ = columns.indices(self.shape[-1])
+        pairs = self.pairs.read(*rows, slice(start // 32, -(-stop // 32)))
+        codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-2], -1)
+        return codes[..., start % 32 : stop - start // 32 * 32]
+
+    def read(self, *index: slice | int) -> np.ndarray:
+        *rows, columns = (*index, *[slice(None)] * (3 - len(index)))
+        places = np.arange(self.shape[-1])[columns] // 32
+        powers = self.exponents.read(*rows)[..., places].view(ml_dtypes.float8_e8m0fnu)
+        numbers = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+        return (numbers[self.codes(*index)] * powers.astype(np.float32)).astype(ml_dtypes.bfloat16)
+
+    @classmethod
+    def arrays(cls, held, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
+        codes = {name: tensor.codes for name, tensor in tensors.items()}
+        yield on_devices(held.values, weight, codes, 2, partial(model.packed_codes, n=2, lanes=16))
+        exponents = {name: tensor.exponents.read for name, tensor in tensors.items()}
+        yield on_devices(held.exponents, with_columns(weight, 32), exponents)
+
+
+FORMS = (Fp8, Int8Rows, Mxfp4Blocks)
+WRITERS = {Int8: Int8Rows}  # the form in which convert writes a format
+
+
+def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape with its last two dimensions exchanged."""
+    return (*shape[:-2], *shape[:-3:-1])
+
+
+def pieces(tensor) -> Iterator[slice]:
+    """The rows of a tensor in slices of some PIECE_BYTES, at least a row each. All rows of a transposed matrix are one
+    slice: on disk they do not stand one behind the other."""
+    row_bytes = max(1, math.prod(tensor.shape[1:])) * tensor.dtype.itemsize
+    is_whole = tensor.is_transposed and len(tensor.shape) == 2
+    step = max(1, tensor.shape[0] if is_whole else PIECE_BYTES // row_bytes)
+    return (slice(first, first + step) for first in range(0, tensor.shape[0], step))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading a checkpoint folder
-
-
-class Stored(NamedTuple):
-    """A tensor on disk."""
-
-    file: Path
-    offset: int  # of its first byte in the file
-    dtype: str  # of what read_rows returns, a key of DTYPES; any other is safetensors' name, and cannot be read
-    shape: tuple[int, ...]  # with the input dimension last
-    is_transposed: bool = False  # on disk, the last two dimensions are exchanged; but not in MXFP4
-    scale: "Stored | None" = None  # for a matrix in FP8 (e4m3): one factor for each block of it
-    block: tuple[int, int] = (1, 1)  # rows and columns of such a block
-    exponents: "Stored | None" = None  # for MXFP4: one for each 32 numbers of a row
 
 
 class Checkpoint(NamedTuple):
@@ -76,8 +246,8 @@ class Checkpoint(NamedTuple):
     folder: Path
     config: Config
     raw_config: dict  # the whole of config.json
-    int8: bool  # whether convert.py wrote it in int8
-    tensors: dict[str, Stored]  # those the model needs, by name
+    weights: dict  # weights_of(config), each in the format in which the checkpoint has it
+    tensors: dict  # those the model needs, by name, each in one of the forms above
     left_out: dict[str, str]  # those it does not, with the reason
 
 
@@ -136,15 +306,26 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
     config = Config.from_dict(raw_config, found)
     if extra_layer and getattr(config, "has_extra_layer", False):
         config = dataclasses.replace(config, uses_extra_layer=True)
-    with_fp8_scales(folder, found, quantization)
-    with_mxfp4_exponents(folder, found)
-    int8 = quantization == INT8
+    for weight in jax.tree.leaves(weights_of(config)):
+        found |= {
+            name: found[name].transposed() for name in weight.tensors() if weight.is_transposed() and name in found
+        }
+    for form in FORMS:
+        form.collect(folder, found, quantization)
     try:
-        return Checkpoint(folder, config, raw_config, int8, *check_tensors(folder, found, config, int8))
+        tensors, left_out = check_tensors(folder, found, config)
     except InputError as error:
-        if quantization in (None, INT8) or any(tensor.scale or tensor.exponents for tensor in found.values()):
+        if quantization is None or any(type(tensor) in FORMS for tensor in found.values()):
             raise
         raise InputError(f"{unsupported} ({error})") from error  # of these methods, only FP8 and MXFP4 are read
+
+    def as_stored(weight):
+        formats = {tensors[name].format for name in weight.tensors()}
+        is_one = weight.is_matrix() and len(formats) == 1
+        return dataclasses.replace(weight, format=formats.pop() if is_one else Plain)
+
+    weights = jax.tree.map(as_stored, weights_of(config))
+    return Checkpoint(folder, config, raw_config, weights, tensors, left_out)
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
@@ -187,130 +368,42 @@ def read_header(file: Path) -> dict[str, Stored]:
         header = json.loads(f.read(start - 8))
     header.pop("__metadata__", None)
     return {
-        name: Stored(file, start + t["data_offsets"][0], STORED.get(t["dtype"], t["dtype"]), tuple(t["shape"]))
-        for name, t in header.items()
+        name: Stored(file, start + t["data_offsets"][0], t["dtype"], tuple(t["shape"])) for name, t in header.items()
     }
 
 
-def with_fp8_scales(folder: Path, found: dict[str, Stored], quantization: object) -> None:
-    """Attaches scales to each FP8 tensor `x`: `x_scale_inv` has one for each block, `x_scale` one for each row."""
-    block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
-    block = [128, 128] if block is None else block
-    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**31 for n in block)):
-        raise InputError(f"{folder}: weight_block_size {block!r:.40} is not two numbers, of rows and columns")
-    for name in [name for name, tensor in found.items() if tensor.dtype == "F8_E4M3"]:
-        tensor, ending = found[name], "_scale_inv" if f"{name}_scale_inv" in found else "_scale"
-        scale = found.pop(name + ending, None)
-        if scale is None or len(tensor.shape) != 2:
-            raise InputError(f"{folder}: {name:.200} is in FP8 and no matrix with a weight_scale_inv or weight_scale")
-        sizes = block if ending == "_scale_inv" else [1, max(tensor.shape[1], 1)]
-        wanted = tuple(-(-size // n) for size, n in zip(tensor.shape, sizes, strict=True))
-        if scale.shape != wanted or scale.dtype not in ("bfloat16", "float32", "float16"):
-            asked = f"blocks of {block} ask" if ending == "_scale_inv" else "a scale a row asks"
-            has = f"{scale.dtype:.40} {list(scale.shape)}, and {asked} for float32 {list(wanted)}"
-            raise InputError(f"{folder}: {name:.200}{ending} has {has}")
-        found[name] = tensor._replace(dtype="float32", scale=scale, block=tuple(sizes))
-
-
-def with_mxfp4_exponents(folder: Path, found: dict[str, Stored]) -> None:
-    """Puts one tensor `x` of MXFP4 [E, O, C] in the place of each `x_blocks` [E, O, C / 32, 16], two numbers a byte,
-    and `x_scales` [E, O, C / 32]."""
-    for name in [name.removesuffix("_blocks") for name in found if name.endswith("_blocks")]:
-        blocks, exponents = found.pop(f"{name}_blocks"), found.pop(f"{name}_scales", None)
-        sizes = exponents.shape if exponents and name not in found else ()
-        if len(sizes) != 3 or blocks.shape != (*sizes, 16) or {blocks.dtype, exponents.dtype} != {"U8"}:
-            raise InputError(f"{folder}: {name:.200}_blocks and {name:.200}_scales are no MXFP4 of 8-bit numbers")
-        shape = (*sizes[:2], 32 * sizes[2])
-        found[name] = blocks._replace(dtype="bfloat16", shape=shape, exponents=exponents)
-
-
-def check_tensors(folder: Path, found: dict[str, Stored], config: Config, int8: bool) -> tuple[dict, dict]:
+def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict]:
     """Of the tensors found, those that `config` needs, and those left out on purpose, with the reason.
 
     Raises InputError with all that is missing, of a wrong shape or dtype, or unknown.
     """
     if config.num_hidden_layers > len(found):
         raise InputError(f"{folder}: {len(found)} tensors cannot be {config.num_hidden_layers} layers, see config.json")
-    expected, rounded = {}, set()
+    expected = {}
     for weight in jax.tree.leaves(weights_of(config)):
         expected |= weight.tensors()
-        for name in weight.tensors() if weight.is_transposed() else ():
-            if tensor := found.get(name):
-                shape = tensor.shape if tensor.exponents else swapped(tensor.shape)
-                found[name] = tensor._replace(shape=shape, is_transposed=True)
-        if int8 and weight.is_matrix():
-            rounded |= weight.tensors().keys()
-    expected |= {f"{name}_scale": expected[name][:-1] for name in expected if name in rounded}
     problems = [f"{name} is missing" for name in expected if name not in found]
     skipped = {}
-    for name, stored in found.items():
+    for name, tensor in found.items():
         if reason := model.left_out(name, config):
             skipped[name] = reason
         elif name not in expected:
             problems.append(f"{name:.200} is not a tensor of this model")
-        elif stored.shape != expected[name]:
-            problems.append(f"{name} has shape {list(stored.shape)}, and config.json asks for {list(expected[name])}")
-        elif (stored.dtype == "int8") != (name in rounded) or stored.dtype not in DTYPES:
-            problems.append(f"{name} has dtype {stored.dtype:.40}, which is not supported here")
+        elif tensor.shape != expected[name]:
+            problems.append(f"{name} has shape {list(tensor.shape)}, and config.json asks for {list(expected[name])}")
+        elif tensor.dtype not in DTYPES.values():
+            problems.append(f"{name} has dtype {tensor.dtype!s:.40}, which is not supported here")
     if problems:
         more = f", and {len(problems) - 3} more such" if len(problems) > 3 else ""
         raise InputError(f"{folder}: {'; '.join(problems[:3])}{more}")
     (embedding,) = weights_of(config)["embedding"].tensors()
     for name in filter(lambda name: config.tie_word_embeddings and name.endswith("lm_head.weight"), skipped):
         head, tied = found[name], found[embedding]
-        compared = (np.array_equal(read_rows(head, rows), read_rows(tied, rows)) for rows in pieces(tied))
-        if head.shape != tied.shape or head.dtype not in DTYPES or not all(compared):
+        compared = (np.array_equal(head.read(rows), tied.read(rows)) for rows in pieces(tied))
+        if head.shape != tied.shape or head.dtype not in DTYPES.values() or not all(compared):
             differs = f"{name} differs from {embedding}, to which config.json ties it"
             raise InputError(f"{folder}: {differs}; set tie_word_embeddings to false")
     return {name: found[name] for name in expected}, skipped
-
-
-def pieces(tensor: Stored) -> Iterator[slice]:
-    """The rows of a tensor in slices of some PIECE_BYTES, at least a row each. All rows of a transposed matrix are one
-    slice: on disk they do not stand one behind the other."""
-    row_bytes = max(1, math.prod(tensor.shape[1:])) * DTYPES[tensor.dtype].itemsize
-    is_whole = tensor.is_transposed and len(tensor.shape) == 2
-    step = max(1, tensor.shape[0] if is_whole else PIECE_BYTES // row_bytes)
-    return (slice(first, first + step) for first in range(0, tensor.shape[0], step))
-
-
-def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape with its last two dimensions exchanged."""
-    return (*shape[:-2], *shape[:-3:-1])
-
-
-def read_rows(tensor: Stored, *index: slice | int) -> np.ndarray:
-    """A part of a tensor, memory-mapped: it is read from disk when used, and leaves memory when dropped. FP8 becomes
-    float32, MXFP4 bfloat16."""
-    if tensor.exponents:
-        return read_mxfp4(tensor, *index)
-    on_disk = swapped(tensor.shape) if tensor.is_transposed else tensor.shape
-    dtype = ml_dtypes.float8_e4m3fn if tensor.scale else DTYPES.get(tensor.dtype, np.uint8)
-    array = np.memmap(tensor.file, dtype, "r", tensor.offset, on_disk)
-    array = (array.swapaxes(-1, -2) if tensor.is_transposed else array)[index]
-    if tensor.scale is None:
-        return array
-    index = (*index, slice(None), slice(None))
-    blocks = [np.arange(tensor.shape[i])[index[i]] // tensor.block[i] for i in range(2)]
-    with np.errstate(over="ignore", invalid="ignore"):  # damaged scales overflow; that is caught later
-        return array.astype(np.float32) * read_rows(tensor.scale)[np.ix_(*blocks)].astype(np.float32)
-
-
-def read_mxfp4(tensor: Stored, *index: slice | int) -> np.ndarray:
-    """read_rows for MXFP4 (Rouhani et al. 2023, "Microscaling Data Formats"): numbers of 4 bits, 1 of them the sign, 2
-    the exponent and 1 the mantissa, times a power of two for each 32 of a row."""
-    numbers = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    both = np.stack([np.tile(numbers, 16), np.repeat(numbers, 16)], axis=-1)  # of each byte, the lower half first
-    shape = (*tensor.shape[:-1], tensor.shape[-1] // 32)
-    *rows, columns = (*index, *[slice(None)] * (3 - len(index)))
-    start, stop, _ = columns.indices(tensor.shape[-1])
-    first = start // 32
-    part = (*rows, slice(first, -(-stop // 32)))
-    powers = np.memmap(tensor.exponents.file, ml_dtypes.float8_e8m0fnu, "r", tensor.exponents.offset, shape)[part]
-    values = both[np.memmap(tensor.file, np.uint8, "r", tensor.offset, (*shape, 16))[part]]
-    values *= powers.astype(np.float32)[..., None, None]
-    values = values.reshape(*powers.shape[:-1], -1).astype(ml_dtypes.bfloat16)
-    return values[..., start - 32 * first : stop - 32 * first]
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -320,11 +413,12 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     names = sorted(checkpoint.tensors)
     for name in names:
         tensor = checkpoint.tensors[name]
-        digest.update(f"{name} {tensor.file.name} {tensor.dtype} {tensor.shape} ".encode())
+        places = [part for part in tensor if isinstance(part, Stored)] or [tensor]
+        digest.update(f"{name} {[(x.file.name, x.kind, x.shape) for x in places]} ".encode())
     for name in names[:: len(names) // 1000 + 1]:
         for end in (slice(0, 1), slice(-1, None)):
             rows = [end] * max(1, len(checkpoint.tensors[name].shape) - 1)
-            digest.update(read_rows(checkpoint.tensors[name], *rows).tobytes())
+            digest.update(checkpoint.tensors[name].read(*rows).tobytes())
     return digest.hexdigest()
 
 
@@ -346,82 +440,49 @@ def memory_of(mesh: Mesh) -> float:
     return least * mesh.size / len(devices)
 
 
-def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", int8: bool = False) -> dict:
-    """The weights of a checkpoint on the devices of `mesh`, as model.abstract_weights declares them.
+def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", quantize: str | None = None) -> dict:
+    """The weights of a checkpoint on the devices of `mesh`, as model.abstract_weights declares them. Without
+    `quantize`, weights stay in the format in which the checkpoint has them.
 
-    Threads read some weights ahead. Weights reach the devices in the dtype that read_rows returns. There they are cast
-    or, with `int8`, rounded (an int8 checkpoint stays as it is). A scale depends on a whole row, which several devices
-    may share: a reduction over them makes it the same on every mesh.
+    Threads read some weights ahead. What is to be cast or rounded reaches the devices in the dtype in which it is read.
+    A scale depends on a whole row, which several devices may share: a reduction over them makes it the same on every
+    mesh.
     """
-    target = abstract_weights(checkpoint.config, mesh, DTYPES[dtype], int8 or checkpoint.int8)
+    weights = in_format(checkpoint.weights, quantize)
+    target = jax.tree.map(lambda weight: weight.abstract(mesh, DTYPES[dtype]), weights)
     needed, there = model.stored_bytes(target) / 1e9, memory_of(mesh) / 1e9
     if needed > there:
         sizes = f"the weights take {needed:.1f} GB and the devices have {there:.1f}"
         raise InputError(f"{checkpoint.folder}: {sizes}; give more devices, --dtype bfloat16 or --quantize int8")
     print_left_out(checkpoint)
 
-    def read(abstract, weight):
-        """A weight as it is on disk, each device's part of it."""
-        if checkpoint.int8 and isinstance(abstract, Int8):
-            return Int8(read(abstract.values, weight), read(abstract.scale, scales_of(weight)))
-        if isinstance(abstract, tuple) and not isinstance(abstract, Int8):
-            return type(abstract)(*read_4_bits(checkpoint.tensors, weight, *abstract))
-        values = abstract.values if isinstance(abstract, Int8) else abstract
-        names = weight.tensors()
-        dtypes = {checkpoint.tensors[name].dtype for name in names}
-        on_disk = DTYPES[dtypes.pop() if len(dtypes) == 1 else "float32"]
+    def read(weight, stored, held):
+        """A weight as it is on disk, each device's part of it. Its arrays, if they are held as they are stored."""
+        tensors = {name: checkpoint.tensors[name] for name in weight.tensors()}
+        if weight.format == stored.format != Plain and type(held) is not Plain:
+            form = type(next(iter(tensors.values())))
+            return type(held)(*form.arrays(held, weight, tensors))
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        on_disk = dtypes.pop() if len(dtypes) == 1 else DTYPES["float32"]
+        readers = {name: tensor.read for name, tensor in tensors.items()}
+        array = jax.ShapeDtypeStruct(held.shape, on_disk, sharding=NamedSharding(mesh, weight.spec()))
+        return on_devices(array, weight, readers, finish=partial(check_finite, readers))
 
-        def block(index):
-            numbers = block_of(checkpoint.tensors, weight, index, values.shape, on_disk)
-            # A router with NaN would choose experts as if nothing were wrong. In larger weights, logits show a NaN.
-            if numbers.size < SMALL and not np.isfinite(numbers).all():
-                bad = [name for name in names if not np.isfinite(read_rows(checkpoint.tensors[name])).all()]
-                raise InputError(f"{', '.join(bad[:3])} has numbers that are not finite: damaged weights")
-            return numbers
+    def in_memory(weight, held, array):
+        if type(array) is type(held):
+            return array
+        if weight.format is Plain:
+            cast = [array if array.dtype == x.dtype else array.astype(x.dtype) for x in jax.tree.leaves(held)]
+            return jax.tree.unflatten(jax.tree.structure(held), cast)
+        shardings = jax.tree.map(lambda x: x.sharding, held)
+        return jax.block_until_ready(jax.jit(held.of, out_shardings=shardings)(array))
 
-        return jax.block_until_ready(jax.make_array_from_callback(values.shape, values.sharding, block, dtype=on_disk))
-
-    def cast_or_rounded(abstract, array):
-        shardings = jax.tree.map(lambda x: x.sharding, abstract)
-        if isinstance(abstract, Int8) and not checkpoint.int8:
-            return jax.block_until_ready(jax.jit(quantize, out_shardings=shardings)(array))
-        return jax.tree.map(lambda x, a: a if a.dtype == x.dtype else a.astype(x.dtype), abstract, array)
-
-    abstract, tree = jax.tree.flatten(target, is_leaf=lambda x: isinstance(x, tuple))
-    arrays = read_ahead(read, abstract, jax.tree.leaves(weights_of(checkpoint.config)))
-    pairs, delay = zip(abstract, arrays, strict=True), 1 if needed < 0.1 else 0  # seconds before the bar appears
-    with progress_bar(pairs, total=len(abstract), desc="loading", unit=" weights", delay=delay) as bar:
-        return tree.unflatten([cast_or_rounded(*pair) for pair in bar])
-
-
-def read_4_bits(tensors: dict, weight: Weight, values, exponents) -> Iterator[jax.Array]:
-    """The bytes of an MXFP4 weight, each device's part: pairs of numbers, in the order of Mxfp4 in model.py, and
-    exponents. `values` and `exponents` are their ShapeDtypeStructs."""
-    if plain := [name for name in weight.tensors() if not tensors[name].exponents]:
-        raise InputError(f"{plain[0]} is not in MXFP4, as other experts of the checkpoint are")
-
-    def with_columns(n):  # the weight, for n numbers to a byte
-        if weight.split == 0:
-            return dataclasses.replace(weight, other_dim=weight.other_dim // n)
-        rows = {name: size // n for name, size in weight.parts[0].tensors.items()}
-        part = dataclasses.replace(weight.parts[0], tensors=rows, multiple=weight.parts[0].multiple // n)
-        return dataclasses.replace(weight, parts=(part,))
-
-    def pairs(index):
-        plain = {"dtype": "U8", "exponents": None, "is_transposed": False}
-        shapes = {name: (*tensors[name].shape[:-1], tensors[name].shape[-1] // 2) for name in weight.tensors()}
-        stored = {name: tensors[name]._replace(shape=shape, **plain) for name, shape in shapes.items()}
-        found = block_of(stored, with_columns(2), index, values.shape, values.dtype)
-        groups = found.reshape(*found.shape[:-1], -1, 16)
-        numbers = np.stack([groups & 15, groups >> 4], axis=-1).reshape(*groups.shape[:-1], 2, 16)
-        return (numbers[..., 0, :] | numbers[..., 1, :] << 4).reshape(found.shape)
-
-    def powers(index):
-        stored = {name: tensors[name].exponents for name in weight.tensors()}
-        return block_of(stored, with_columns(32), index, exponents.shape, exponents.dtype)
-
-    for array, block in ((values, pairs), (exponents, powers)):
-        yield jax.make_array_from_callback(array.shape, array.sharding, block, dtype=array.dtype)
+    leaves, tree = jax.tree.flatten(weights)
+    stored, held = jax.tree.leaves(checkpoint.weights), tree.flatten_up_to(target)
+    arrays = read_ahead(read, leaves, stored, held)
+    triples, delay = zip(leaves, held, arrays, strict=True), 1 if needed < 0.1 else 0  # seconds before the bar appears
+    with progress_bar(triples, total=len(leaves), desc="loading", unit=" weights", delay=delay) as bar:
+        return tree.unflatten([in_memory(*triple) for triple in bar])
 
 
 def read_ahead(read, *arguments: list) -> Iterator:
@@ -437,16 +498,49 @@ def read_ahead(read, *arguments: list) -> Iterator:
 
 
 def scales_of(weight: Weight) -> Weight:
-    """The scales of an int8 weight, one for each row of its tensors."""
-    suffix = f"{weight.suffix}_scale"
+    """The scales of a weight, one for each row of its tensors."""
     if weight.split == 0:
-        return dataclasses.replace(weight, other_dim=None, suffix=suffix)
+        return dataclasses.replace(weight, other_dim=None)
     part = Part(dict.fromkeys(weight.parts[0].tensors, weight.other_dim))  # each device has some columns of all rows
-    return dataclasses.replace(weight, parts=(part,), split=None, other_dim=None, suffix=suffix)
+    return dataclasses.replace(weight, parts=(part,), split=None, other_dim=None)
 
 
-def block_of(tensors: dict, weight: Weight, index: tuple, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """One device's block `index` of a weight of global `shape`, with zeros for what no tensor has."""
+def with_columns(weight: Weight, n: int) -> Weight:
+    """What a weight has one of for each `n` numbers of a row."""
+    if weight.split == 0:
+        return dataclasses.replace(weight, other_dim=weight.other_dim // n)
+    part = weight.parts[0]
+    rows = {name: size // n for name, size in part.tensors.items()}
+    part = dataclasses.replace(part, tensors=rows, multiple=max(part.multiple // n, 1))
+    return dataclasses.replace(weight, parts=(part,))
+
+
+def on_devices(array: jax.ShapeDtypeStruct, weight: Weight, readers: dict, n: int = 1, finish=None) -> jax.Array:
+    """The array that is declared as `array`: `weight`, or what stands beside it, whose tensors are read by `readers`.
+    `finish` makes n numbers of 8 bits to one of the array, or checks those that were read."""
+
+    def block(index):
+        *rows, columns = index
+        start, stop, _ = columns.indices(array.shape[-1])
+        dtype, shape = np.uint8 if n > 1 else array.dtype, (*array.shape[:-1], n * array.shape[-1])
+        numbers = block_of(readers, weight, (*rows, slice(n * start, n * stop)), shape, np.dtype(dtype))
+        return numbers if finish is None else finish(numbers)
+
+    return jax.block_until_ready(jax.make_array_from_callback(array.shape, array.sharding, block, dtype=array.dtype))
+
+
+def check_finite(readers: dict, numbers: np.ndarray) -> np.ndarray:
+    """The numbers that were read. A router with NaN would choose experts as if nothing were wrong. In larger weights,
+    logits show a NaN."""
+    if numbers.size < SMALL and not np.isfinite(numbers).all():
+        bad = [name for name, read in readers.items() if not np.isfinite(read()).all()]
+        raise InputError(f"{', '.join(bad[:3])} has numbers that are not finite: damaged weights")
+    return numbers
+
+
+def block_of(readers: dict, weight: Weight, index: tuple, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """One device's block `index` of a weight of global `shape`, with zeros for what no tensor has. `readers` has a
+    function for each tensor, which gives a part of it."""
     bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
     sizes = [stop - start for start, stop in bounds]
     buffer = np.zeros(math.prod(sizes) * dtype.itemsize + 64, np.uint8)
@@ -461,7 +555,7 @@ def block_of(tensors: dict, weight: Weight, index: tuple, shape: tuple[int, ...]
             place = filled
             for name, rows in part.row_slices(shard, shards):
                 where = (*[e] * weight.is_packed(), *[slice(None)] * axis, rows)
-                values = np.moveaxis(read_rows(tensors[weight.full_name(name, e)], *where), axis, 0)
+                values = np.moveaxis(readers[weight.full_name(name, e)](*where), axis, 0)
                 along[place : place + len(values)][tuple(map(slice, values.shape))] = values
                 place += len(values)
             filled += part.rows_per_device(shards)
@@ -472,18 +566,18 @@ def block_of(tensors: dict, weight: Weight, index: tuple, shape: tuple[int, ...]
 # Converting
 
 
-def convert(source: Path, output: Path, dtype: str, int8: bool) -> None:
-    """Writes the checkpoint `source` to `output`, matrices in int8 if `int8`, and all else in `dtype`."""
+def convert(source: Path, output: Path, dtype: str, quantize: str | None = None) -> None:
+    """Writes the checkpoint `source` to `output`, matrices as `quantize` says, and all else in `dtype`."""
     checkpoint = open_checkpoint(source, extra_layer=True)
-    if checkpoint.int8:
+    if checkpoint.raw_config.get("quantization_config") == INT8:
         raise InputError(f"{source}: is in int8 already; convert the original checkpoint")
-    shards = planned_shards(checkpoint, dtype, int8)
+    shards = planned_shards(checkpoint, dtype, quantize)
     config = checkpoint.raw_config | {"dtype": dtype, "quantization_config": INT8}
-    for name in ["torch_dtype"] if int8 else ["torch_dtype", "quantization_config"]:
+    for name in ["torch_dtype"] if quantize else ["torch_dtype", "quantization_config"]:
         config.pop(name, None)
     metadata = {"format": "pt", "source": fingerprint(checkpoint)}
-    total = sum(size for shard in shards.values() for group in shard for *_, size in group)
-    weight_map = {name: file for file, shard in shards.items() for group in shard for name, *_ in group}
+    written = [(*output, file) for file, shard in shards.items() for *_, outputs in shard for output in outputs]
+    total, weight_map = sum(size for *_, size, _ in written), {name: file for name, *_, file in written}
     index = {"metadata": {"total_size": total, "left_out": checkpoint.left_out}, "weight_map": weight_map}
     with claimed(output, source, next(iter(shards))), progress_bar(total=total, desc="converting", unit="B") as bar:
         for file, shard in shards.items():
@@ -498,23 +592,34 @@ def convert(source: Path, output: Path, dtype: str, int8: bool) -> None:
     print_left_out(checkpoint)
 
 
-def planned_shards(checkpoint: Checkpoint, dtype: str, int8: bool) -> dict[str, list]:
-    """The files to write, by name. Each is a list of groups: one tensor, or an int8 matrix and its scales. A tensor is
-    its (name, dtype, shape, bytes)."""
-    declared = {name: weight for weight in jax.tree.leaves(weights_of(checkpoint.config)) for name in weight.tensors()}
+def planned_shards(checkpoint: Checkpoint, dtype: str, quantize: str | None) -> dict[str, list]:
+    """The files to write, by name. Each is a list with, for every tensor, its name, the function that turns some rows
+    of it into those of its outputs, and (name, safetensors' dtype, shape, bytes) of each output."""
+    kinds = {np.dtype(dtype): kind for kind, dtype in NUMPY.items()}
+    weights = jax.tree.leaves(in_format(weights_of(checkpoint.config), quantize))
+    declared = {name: weight for weight in weights for name in weight.tensors()}
     shards, shard_bytes = [[]], 0
     for name, tensor in checkpoint.tensors.items():
-        group = [(name, declared[name].dtype or dtype, tensor.shape)]
-        if int8 and declared[name].is_matrix():
-            group = [(name, "int8", tensor.shape), (f"{name}_scale", "float32", tensor.shape[:-1])]
-        group = [(*output, math.prod(output[2]) * DTYPES[output[1]].itemsize) for output in group]
-        group_bytes = sum(size for *_, size in group)
-        if shards[-1] and shard_bytes + group_bytes > SHARD_BYTES:
+        weight = declared[name]
+        if quantize and weight.is_matrix():
+            form = WRITERS[weight.format]
+            outputs, rounded = form.outputs(name, tensor.shape), form.rounded
+        else:
+            kept = DTYPES[weight.dtype or dtype]
+            outputs, rounded = [(name, kinds[kept], tensor.shape)], partial(cast, kept)
+        outputs = [(*output, math.prod(output[2]) * np.dtype(NUMPY[output[1]]).itemsize) for output in outputs]
+        nbytes = sum(size for *_, size in outputs)
+        if shards[-1] and shard_bytes + nbytes > SHARD_BYTES:
             shards.append([])
             shard_bytes = 0
-        shards[-1].append(group)
-        shard_bytes += group_bytes
+        shards[-1].append((name, rounded, outputs))
+        shard_bytes += nbytes
     return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
+
+
+def cast(dtype: np.dtype, rows: np.ndarray) -> list[np.ndarray]:
+    """Rows in another dtype, as the one output of their tensor."""
+    return [rows.astype(dtype)]
 
 
 def print_left_out(checkpoint: Checkpoint) -> None:
@@ -566,12 +671,11 @@ def write_shard(path: Path, metadata: dict[str, str], groups: list, tensors: dic
     safetensors' own writer takes whole tensors in memory. As that writer does, this puts wide dtypes first, which
     aligns all of them.
     """
-    stored = {dtype: short for short, dtype in STORED.items()}
     header, end = {"__metadata__": metadata}, 0
-    outputs = [output for group in groups for output in group]
-    for name, dtype, shape, size in sorted(outputs, key=lambda output: -DTYPES[output[1]].itemsize):
+    outputs = [output for *_, of_tensor in groups for output in of_tensor]
+    for name, kind, shape, size in sorted(outputs, key=lambda output: -np.dtype(NUMPY[output[1]]).itemsize):
         shape = swapped(shape) if name in tensors and tensors[name].is_transposed else shape
-        header[name] = {"dtype": stored[dtype], "shape": shape, "data_offsets": [end, end + size]}
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -587,14 +691,14 @@ def write_shard(path: Path, metadata: dict[str, str], groups: list, tensors: dic
     written = {name: len(head) + header[name]["data_offsets"][0] for name in header if name != "__metadata__"}
     with whole_file(path) as f:
         f.write(head)
-        for group in groups:
-            (name, dtype, *_), tensor = group[0], tensors[group[0][0]]
-            for rows in (read_rows(tensor, piece) for piece in pieces(tensor)):
+        for name, rounded, outputs in groups:
+            tensor = tensors[name]
+            for rows in (tensor.read(piece) for piece in pieces(tensor)):
                 with np.errstate(over="ignore", invalid="ignore"):  # reported below
-                    arrays = quantize_on_device(rows) if dtype == "int8" else [rows.astype(DTYPES[dtype])]
+                    arrays = list(map(np.asarray, rounded(rows)))
                 if not all(np.isfinite(array).all() for array in (rows, *arrays)):
-                    raise InputError(f"{tensor.file}: {name} has NaN or values too large for {dtype}")
-                for (part, *_), array in zip(group, map(np.asarray, arrays), strict=True):
+                    raise InputError(f"{path}: {name} has NaN or values too large for {arrays[0].dtype}")
+                for (part, *_), array in zip(outputs, arrays, strict=True):
                     f.seek(written[part])
                     f.write((array.swapaxes(-1, -2) if tensor.is_transposed and part == name else array).tobytes())
                     written[part] += array.nbytes
@@ -670,13 +774,13 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", required=True, help="a Hugging Face checkpoint folder or a hub id")
     parser.add_argument("--output", required=True, help="the folder to write")
-    parser.add_argument("--dtype", choices=[d for d in DTYPES if d != "int8"], default="bfloat16")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--quantize", choices=["int8"], help="matrices in int8, one scale for each output channel")
     args = parser.parse_args()
     if not args.output:
         raise InputError("--output is empty")
     find_devices()
-    convert(find_checkpoint(args.model_path), Path(args.output), args.dtype, args.quantize == "int8")
+    convert(find_checkpoint(args.model_path), Path(args.output), args.dtype, args.quantize)
 
 
 if __name__ == "__main__":

@@ -282,11 +282,136 @@ def sharer_groups(R: int) -> list[list[int]]:
 
 def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, out_specs: object):
     """`body(weights, ..)` under shard_map. The specs of the weights are those declared: traced arrays have none."""
-    int8 = isinstance(weights["embedding"], Int8)
-    abstract = abstract_weights(config, mesh, weights["norm"].dtype, int8)
-    in_specs = (jax.tree.map(lambda weight: weight.sharding.spec, abstract), *in_specs)
+    in_specs = (jax.tree.map(Weight.specs, weights_of(config), weights), *in_specs)
     # check_vma would have each kernel declare which devices' outputs differ.
     return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Number formats
+
+
+class Format:
+    """How a matrix, or a side of the cache, holds its numbers [.., C]: a pytree of arrays. Each format has these
+    methods; what stands here is what most of them do."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the numbers."""
+        return self.values.shape
+
+    @classmethod
+    def declare(cls, shape: tuple[int, ...], dtype: jnp.dtype, mesh: Mesh) -> Format:
+        """The format of numbers of a shape, with a ShapeDtypeStruct for each array. `dtype` is that of numbers that are
+        not rounded."""
+        raise NotImplementedError
+
+    @classmethod
+    def width(cls, C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
+        """The input dimension C of a device's part of a weight as it is stored, maybe with zeros beside it."""
+        return stored_width(C, weight, jnp.dtype(jnp.int8), mesh)
+
+    def specs(self, spec: P) -> Format:
+        """The format with a PartitionSpec for each array, by that of the numbers."""
+        return jax.tree.map(lambda array: P(*spec[: len(array.shape)]), self)
+
+    def of(self, x: Array) -> Format:
+        """Numbers x [.., C] in this format, with its dtypes."""
+        raise NotImplementedError
+
+    def values_and_scale(self, dtype: jnp.dtype) -> tuple[Array, Array | None]:
+        """The numbers [.., C], rounded ones in `dtype`, and the scale [..] by which they are still to be multiplied,
+        None where there is none."""
+        raise NotImplementedError
+
+    def cpu_product(self, x: Array) -> Array:
+        """`product` in the way that suits CPUs."""
+        return product(x, self)
+
+    def streamed_product(self, x: Array) -> Array:
+        """`product` by a kernel for TPUs, for a large matrix and few rows."""
+        raise NotImplementedError
+
+    expert_columns = (2048,)  # of these, the first that divides an expert's: what CPUs multiply one row with at a time
+
+
+def format_of_arrays(cls: type) -> type:
+    """A format as a pytree: the dataclass `cls`, whose fields are arrays."""
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False)(cls))
+
+
+@format_of_arrays
+class Plain(Format):
+    """Numbers as they are: `values` [.., C]."""
+
+    values: Array
+
+    @classmethod
+    def declare(cls, shape, dtype, mesh):
+        return cls(jax.ShapeDtypeStruct(shape, dtype))
+
+    @classmethod
+    def width(cls, C, weight, dtype, mesh):
+        return stored_width(C, weight, jnp.dtype(dtype), mesh)
+
+    def of(self, x):
+        return Plain(x.astype(self.values.dtype))
+
+    def values_and_scale(self, dtype):
+        return self.values, None
+
+    def cpu_product(self, x):
+        return plain_cpu_product(x, self.values)
+
+    def streamed_product(self, x):
+        return streamed_product(x, self.values)
+
+
+@format_of_arrays
+class Int8(Format):
+    """int8 `values` [.., C] times float32 `scale` [..]: one scale for each vector along the last dimension.
+
+    A weight [.., O, C] has a scale for each output channel, which is applied after the product. The embedding [V, D]
+    has one for each token, a cache [B, K, S, H] one for each token and head, an activation [B, C] one for each row.
+    """
+
+    values: Array
+    scale: Array
+
+    @classmethod
+    def declare(cls, shape, dtype, mesh):
+        return cls(jax.ShapeDtypeStruct(shape, jnp.int8), jax.ShapeDtypeStruct(shape[:-1], jnp.float32))
+
+    def of(self, x):
+        return quantize(x)
+
+    def values_and_scale(self, dtype):
+        return self.values.astype(dtype), self.scale
+
+    def cpu_product(self, x):
+        return int8_cpu_product(x, self.values) * self.scale
+
+    def streamed_product(self, x):
+        return streamed_product(x, self.values) * self.scale
+
+
+def quantize(x: Array) -> Int8:
+    """Symmetric rounding to int8 along the last dimension: the largest magnitude becomes 127."""
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / 127
+    values = jnp.round(x / jnp.where(scale == 0, 1, scale)[..., None])
+    return Int8(values.astype(jnp.int8), scale)
+
+
+def packed_codes(codes: Array | np.ndarray, n: int, lanes: int) -> Array | np.ndarray:
+    """uint8 codes of 4 bits [.., C] as words [.., C / n] of n of them. They stand in runs of n * lanes codes: word w of
+    a run has its codes w, lanes + w, 2 lanes + w and so on, the first in the lowest bits. So all words unpack to n
+    vectors of neighbours."""
+    runs = codes.reshape(*codes.shape[:-1], -1, n, lanes).astype(f"uint{4 * n}")
+    return sum(runs[..., k, :] << 4 * k for k in range(n)).reshape(*codes.shape[:-1], -1)
+
+
+FORMATS = {None: Plain, "int8": Int8}  # by the name of what main.py's --quantize asks for
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -360,7 +485,7 @@ class Weight:
     `other_dim` is the size of the other dimension of a matrix, None for a vector. `experts` is how many matrices are
     stacked along a first dimension, 0 for one matrix alone. `dtype` is a fixed one, also in converted checkpoints.
     `per_head` says that each head is multiplied on its own (see head_dtype). `transposed` says that the checkpoint has
-    the matrix as [input, output], as it always has packed experts.
+    the matrix as [input, output], as it always has packed experts. A matrix is held in `format`.
     """
 
     parts: tuple[Part, ...]
@@ -371,6 +496,7 @@ class Weight:
     dtype: str | None = None
     per_head: bool = False
     transposed: bool = False
+    format: type[Format] = Plain
 
     def axes(self) -> tuple[str, ...]:
         """The axes of the mesh that split one matrix. Experts are split over ep, so only tp splits each one."""
@@ -381,7 +507,7 @@ class Weight:
         return bool(self.experts) and not any("{}" in name for part in self.parts for name in part.tensors)
 
     def is_matrix(self) -> bool:
-        """Whether it is a matrix that devices split: it can be Int8."""
+        """Whether it is a matrix that devices split: it can be rounded."""
         return self.split is not None and self.other_dim is not None
 
     def is_transposed(self) -> bool:
@@ -405,28 +531,36 @@ class Weight:
             return {self.full_name(name): (self.experts, *shape) for name, shape in shapes.items()}
         return {self.full_name(name, e): shape for e in range(self.experts or 1) for name, shape in shapes.items()}
 
-    def abstract(self, mesh: Mesh, dtype: jnp.dtype, int8: bool) -> jax.ShapeDtypeStruct | Int8:
-        """The weight on a mesh, as a jax.ShapeDtypeStruct with its sharding, or as Int8 if `int8` and it is_matrix.
-        Raises InputError if the devices along ep cannot hold as many experts each."""
+    def spec(self) -> P:
+        """Which axes of the mesh split its dimensions."""
+        split = [] if self.split is None else [None] * (1 if self.other_dim is None else 2)
+        if split:
+            split[self.split] = self.axes()
+        return P(*[MODEL_AXES[0]] * bool(self.experts), *split)
+
+    def specs(self, held: Array | Format) -> P | Format:
+        """The PartitionSpec of each array of the weight."""
+        return self.spec() if self.other_dim is None else held.specs(self.spec())
+
+    def abstract(self, mesh: Mesh, dtype: jnp.dtype) -> jax.ShapeDtypeStruct | Format:
+        """The weight on a mesh, a jax.ShapeDtypeStruct with its sharding for each array. Raises InputError if the
+        devices along ep cannot hold as many experts each."""
         if self.experts % mesh.shape["ep"]:
             raise InputError(f"ep = {mesh.shape['ep']} does not divide the {self.experts} experts; choose a divisor")
         shards = math.prod(mesh.shape[axis] for axis in self.axes())
         shape = list(self.shape(shards * sum(part.rows_per_device(shards) for part in self.parts)))
-        spec = [] if self.split is None else [None] * len(shape)
-        if spec:
-            spec[self.split] = self.axes()
+        dtype = self.dtype or (head_dtype(dtype, mesh) if self.per_head else dtype)
         if self.is_matrix() and not self.per_head:
             cuts = shards if self.split == 1 else 1
-            shape[1] = cuts * stored_width(shape[1] // cuts, self, jnp.dtype(jnp.int8 if int8 else dtype), mesh)
-        if self.experts:
-            shape, spec = [self.experts, *shape], [MODEL_AXES[0], *spec]
+            shape[1] = cuts * self.format.width(shape[1] // cuts, self, dtype, mesh)
+        shape = (*[self.experts] * bool(self.experts), *shape)
+        is_vector = self.other_dim is None
+        held = jax.ShapeDtypeStruct(shape, dtype) if is_vector else self.format.declare(shape, dtype, mesh)
 
-        def array(shape, spec, dtype):
-            return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(mesh, P(*spec)))
+        def array(x, spec):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-        if self.is_matrix() and int8:
-            return Int8(array(shape, spec, jnp.int8), array(shape[:-1], spec[:-1], jnp.float32))
-        return array(shape, spec, self.dtype or (head_dtype(dtype, mesh) if self.per_head else dtype))
+        return jax.tree.map(array, held, self.specs(held))
 
 
 def by_output(inputs: int, *parts: Part, experts: int = 0, per_head=False, transposed=False) -> Weight:
@@ -446,20 +580,29 @@ def bias(*parts: Part, suffix: str = ".bias", experts: int = 0, dtype: str | Non
 
 
 def whole(name: str, *shape: int, dtype: str | None = None, transposed=False) -> Weight:
-    """A vector or a matrix that each device holds whole, and that is never Int8."""
+    """A vector or a matrix that each device holds whole, and that is never rounded."""
     other_dim = shape[1] if shape[1:] else None
     return Weight((Part({name: shape[0]}),), None, other_dim, "", dtype=dtype, transposed=transposed)
 
 
-def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, int8: bool = False) -> dict:
-    """Every weight as a jax.ShapeDtypeStruct with its sharding, matrices as Int8 if `int8`. Raises InputError if the
-    mesh does not divide the experts.
+def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, quantize: str | None = None) -> dict:
+    """Every weight as a jax.ShapeDtypeStruct with its sharding; a matrix as a Format of these, which `quantize`, a name
+    in FORMATS, chooses. Raises InputError if the mesh does not divide the experts.
 
     Matrices are [output, input], so a row is contiguous. Loading transposes only packed experts and what is declared
     `transposed`. If devices cannot share rows evenly, the arrays have rows or columns of zeros,
     which change nothing.
     """
-    return jax.tree.map(lambda weight: weight.abstract(mesh, dtype, int8), weights_of(config))
+    return jax.tree.map(lambda weight: weight.abstract(mesh, dtype), in_format(weights_of(config), quantize))
+
+
+def in_format(weights: dict, quantize: str | None) -> dict:
+    """A pytree of Weight whose matrices are held as `quantize` says, if devices split them. None changes nothing."""
+
+    def asked(weight):
+        return dataclasses.replace(weight, format=FORMATS[quantize]) if quantize and weight.is_matrix() else weight
+
+    return jax.tree.map(asked, weights)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -665,7 +808,7 @@ def generate(
     seed: int = 0,
     draft: str | None = None,
     draft_tokens: int = 3,
-    int8_cache: bool = False,
+    quantize_cache: str | None = None,
     kept: dict | None = None,
     stats: dict | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
@@ -709,7 +852,7 @@ def generate(
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
     own = batch // dp  # places of a device
     pieces = piece_lengths(longest if kept is None else max_seq_len, config, mesh)
-    wanted = abstract_cache(config, mesh, batch, max(max_seq_len, pieces[0]), dtype, int8_cache)
+    wanted = abstract_cache(config, mesh, batch, max(max_seq_len, pieces[0]), dtype, quantize_cache)
     waiting = list(range(len(prompts)))
     in_flight = []  # of steps that the host has not read: tokens of prompts, places, the rows there, results
     lengths, clock = np.zeros(count), time.perf_counter()  # lengths: tokens in the cache, summed over decoding steps
@@ -1096,7 +1239,7 @@ def embed(tokens: Array, weights: dict, config: Config) -> Array:
     is_here = (local >= 0) & (local < table.shape[0])
     # One row more than needed: for a single row, XLA would copy a whole int8 table to another layout.
     index = jnp.pad(jnp.where(is_here, local, 0), ((0, 1), (0, 0)))
-    x, scale = values_and_scale(jax.tree.map(lambda t: t[index][:-1], table), jnp.float32)
+    x, scale = jax.tree.map(lambda t: t[index][:-1], table).values_and_scale(jnp.float32)
     x = x if scale is None else x * scale[..., None]
     x = x[..., : config.hidden_size]  # see stored_width
     return jax.lax.psum(jnp.where(is_here[..., None], x, 0).astype(dtype), MODEL_AXES)
@@ -1151,19 +1294,19 @@ def softcapped(x: Array, cap: float | None) -> Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def attention_scores(q: Array, k: Array | Int8, mask: Array, softcap: float | None = None) -> Array:
+def attention_scores(q: Array, k: Format, mask: Array, softcap: float | None = None) -> Array:
     """q [B, K, A, M, H], k [B, K, S, H], mask [.., M, S]: float32 [B, K, A, M, S]. With `softcap` they cannot be added
     to those of another side of the keys."""
-    keys, scale = values_and_scale(k, q.dtype)
+    keys, scale = k.values_and_scale(q.dtype)
     scores = query_key_product(q.astype(keys.dtype), keys)
     scores = scores if scale is None else scores * scale[:, :, None, None]
     return jnp.where(mask, softcapped(scores, softcap), MASKED)
 
 
-def attention_with_sum(scores: Array, v: Array | Int8, dtype: jnp.dtype) -> tuple[Array, Array]:
+def attention_with_sum(scores: Array, v: Format, dtype: jnp.dtype) -> tuple[Array, Array]:
     """The softmax of scores [B, K, A, M, S] times values v [B, K, S, W], float32 [B, K, A, M, W], and the log-sum-exp
-    of the scores, float32 [B, K, A, M, 1]. `dtype` is for the product with int8 values."""
-    values, scale = values_and_scale(v, dtype)
+    of the scores, float32 [B, K, A, M, 1]. `dtype` is for the product with rounded values."""
+    values, scale = v.values_and_scale(dtype)
     m = jnp.max(scores, axis=-1, keepdims=True)
     p = jnp.exp(scores - m)
     l = jnp.sum(p, axis=-1, keepdims=True)
@@ -1260,9 +1403,8 @@ def plain_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None,
 
 
 def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
-    """New tokens, which are as wide as the cache already, in its dtype."""
-    pairs = zip(new, cache, strict=True)
-    return LayerCache(*(quantize(x) if isinstance(side, Int8) else x.astype(side.dtype) for x, side in pairs))
+    """New tokens, arrays that are as wide as the cache already, in its format."""
+    return LayerCache(*(side.of(x) for x, side in zip(new, cache, strict=True)))
 
 
 def store_few(cache: LayerCache, new: LayerCache, starts, mask: Mask, R: int) -> LayerCache:
@@ -1358,8 +1500,8 @@ class LayerCache(NamedTuple):
     on a device, and X in the whole array.)
     """
 
-    k: Array | Int8
-    v: Array | Int8
+    k: Format
+    v: Format
 
 
 def read_heads(cls: type, config: dict) -> dict:
@@ -1372,10 +1514,12 @@ def read_heads(cls: type, config: dict) -> dict:
     return given
 
 
-def abstract_cache(config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, int8: bool = False):
+def abstract_cache(
+    config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, quantize: str | None = None
+):
     """The KV cache as a list of LayerCache of jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens, rounded up. A
     layer with a window or chunks holds no more than that and a piece of prefill: it is a ring then. Dtype and width are
-    as cache_layout has them."""
+    as cache_layout has them, the format is FORMATS[quantize]."""
     X, sharding = model_shards(mesh), NamedSharding(mesh, CACHE_SPEC)
     H, dtype = cache_layout(config.head_dim, dtype, mesh)
 
@@ -1385,9 +1529,8 @@ def abstract_cache(config: Config, mesh: Mesh, batch: int, max_seq_len: int, dty
         tokens = min(max_seq_len, span + PREFILL_PIECE) if span else max_seq_len
         slots = cache_slots(ceil_div(tokens, cache_sharers(config, X)))
         shape = (batch, X * ceil_div(config.num_key_value_heads, X), slots, H)
-        side = jax.ShapeDtypeStruct(shape, jnp.int8 if int8 else dtype, sharding=sharding)
-        if int8:
-            side = Int8(side, jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=sharding))
+        side = FORMATS[quantize].declare(shape, dtype, mesh)
+        side = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), side)
         return LayerCache(side, side)
 
     layers = config.num_hidden_layers + getattr(config, "uses_extra_layer", False)
@@ -1572,41 +1715,6 @@ def chosen_experts(scores: Array, choice: Array, best: int, config: Config) -> t
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Int8
-
-
-class Int8(NamedTuple):
-    """int8 `values [..., C]` times float32 `scale [...]`: one scale for each vector along the last dimension.
-
-    A weight [.., O, C] has a scale for each output channel, which is applied after the product. The embedding [V, D]
-    has one for each token, a cache [B, K, S, H] one for each token and head, an activation [B, C] one for each row.
-    """
-
-    values: Array
-    scale: Array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-
-def quantize(x: Array) -> Int8:
-    """Symmetric rounding to int8 along the last dimension: the largest magnitude becomes 127."""
-    x = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(x), axis=-1) / 127
-    values = jnp.round(x / jnp.where(scale == 0, 1, scale)[..., None])
-    return Int8(values.astype(jnp.int8), scale)
-
-
-def values_and_scale(x, dtype: jnp.dtype) -> tuple[Array, Array | None]:
-    """The values, int8 ones in `dtype`, and the scale still to be applied, None where there is none. A number format of
-    some models has a method that gives its values."""
-    if isinstance(x, Int8):
-        return x.values.astype(dtype), x.scale
-    return x.dequantized(dtype) if hasattr(x, "dequantized") else x, None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Reading config.json
 
 
@@ -1718,7 +1826,7 @@ def mesh_shape(config: Config, devices: list, dp: int | None = None, ep: int | N
 
 
 def stored_width(C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
-    """The input dimension C of a device's part of a matrix as it is stored, maybe with zeros beside it.
+    """Format.width of numbers in `dtype`.
 
     On TPUs a matrix that is split by output gets whole lanes of 128 numbers. Otherwise XLA would store it with the
     output dimension last, and copy it for a kernel in every step. On CPUs 16-bit rows must not lie a multiple of 4,096
@@ -1773,7 +1881,7 @@ def einsum(subscripts: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) 
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=dtype)
 
 
-def linear(x: Array, w: Array | Int8, bias: Array | None = None) -> Array:
+def linear(x: Array, w: Format, bias: Array | None = None) -> Array:
     """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
     flat = x.reshape(-1, x.shape[-1])
     y = by_platform(flat, w, cpu=cpu_product, tpu=tpu_product, default=product)
@@ -1781,7 +1889,7 @@ def linear(x: Array, w: Array | Int8, bias: Array | None = None) -> Array:
     return y if bias is None else y + bias
 
 
-def linear_halves(x: Array, w: Array | Int8, bias: Array | None = None) -> tuple[Array, Array]:
+def linear_halves(x: Array, w: Format, bias: Array | None = None) -> tuple[Array, Array]:
     """The two halves of linear's output, such as gate and up. Many rows on TPUs get a product for each half, since XLA
     can then do what follows elementwise along with the second. One product would write all of its output to memory."""
 
@@ -1795,15 +1903,15 @@ def linear_halves(x: Array, w: Array | Int8, bias: Array | None = None) -> tuple
     return by_platform(tpu=on_tpu, default=one_product)
 
 
-def product(x: Array, w: Array | Int8, min_rows: int = 1) -> Array:
+def product(x: Array, w: Format, min_rows: int = 1) -> Array:
     """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O]. x is padded to `min_rows` rows: XLA for
     TPUs turns fewer rows into slow vector code."""
-    values, scale = values_and_scale(w, x.dtype)
+    values, scale = w.values_and_scale(x.dtype)
     y = einsum("bc,oc->bo", padded(x, w, min_rows), values)[: x.shape[0]]
     return y if scale is None else y * scale
 
 
-def padded(x: Array, w: Array | Int8, rows: int = 1) -> Array:
+def padded(x: Array, w: Format, rows: int = 1) -> Array:
     """x [B, C] with zeros up to the columns of w, and up to `rows` rows."""
     return jnp.pad(x, ((0, max(rows - len(x), 0)), (0, w.shape[-1] - x.shape[1])))
 
@@ -1812,40 +1920,46 @@ def padded(x: Array, w: Array | Int8, rows: int = 1) -> Array:
 # Products and attention on CPUs
 
 
-def cpu_product(x: Array, w: Array | Int8) -> Array:
-    """product for CPUs. One row uses `row_product` if its length allows: XLA's own product of 16 bits is ten times
-    slower for one row than for two. Of up to 4 rows, pieces of the weight are turned to float32 and multiplied while
-    they are in the processor's cache: without AVX512-BF16, XLA's product of 16 bits takes 1.5 times as long. Up to 128
-    rows the weight is the left operand, because XLA repacks the right one.
+def cpu_product(x: Array, w: Format) -> Array:
+    """product for CPUs."""
+    return w.cpu_product(x)
 
-    With int8 weights and a few rows, the fast product is that of int8 and int8. Two int8 numbers hold 15 bits of an
-    activation: a coarse one, and a fine one for its rounding error. As rows of one product they cost little and lose
-    next to nothing. From some 50 rows on, pieces of the weight are cast, and multiplied while they are in cache.
-    """
+
+def plain_cpu_product(x: Array, w: Array) -> Array:
+    """product for CPUs of numbers as they are. One row uses `row_product` if its length allows: XLA's own product of 16
+    bits is ten times slower for one row than for two. Of up to 4 rows, pieces of the weight are turned to float32 and
+    multiplied while they are in the processor's cache: without AVX512-BF16, XLA's product of 16 bits takes 1.5 times as
+    long. Up to 128 rows the weight is the left operand, because XLA repacks the right one."""
     (B, C), is_16_bit = x.shape, x.dtype != jnp.float32
-    runs = runs_of(C, *((32, 4096) if isinstance(w, Int8) else (24, 8192)))
-    if B == 1 and runs and isinstance(w, Int8):
-        return row_product(x, w.values, runs) * w.scale
-    if B == 1 and runs and is_16_bit:
+    if B == 1 and is_16_bit and (runs := runs_of(C, 24, 8192)):
         return row_product(x, w, runs)
-    if B <= 4 and is_16_bit and not isinstance(w, Int8) and (pieces := pieces_of(w, 2**19, least=2)) > 1:
+    if B <= 4 and is_16_bit and (pieces := pieces_of(w, 2**19, least=2)) > 1:
         return over_rows(partial(in_float32, x), w, pieces)
     if w.shape[1] > C:  # see stored_width
         x = repeat_columns(x, w.shape[1])
-    if isinstance(w, Int8) and B < 50:
+    if B > 128:
+        return product(x, Plain(w))
+    return weights_first(padded(x, w, 2 if is_16_bit else 1), w, jnp.float32)[:B]
+
+
+def int8_cpu_product(x: Array, w: Array) -> Array:
+    """product for CPUs of int8 values, not yet scaled. For a few rows the fast product is that of int8 and int8. Two
+    int8 numbers hold 15 bits of an activation: a coarse one, and a fine one for its rounding error. As rows of one
+    product they cost little and lose next to nothing. From some 50 rows on, pieces of the weight are cast, and
+    multiplied while they are in the processor's cache."""
+    B, C = x.shape
+    if B == 1 and (runs := runs_of(C, 32, 4096)):
+        return row_product(x, w, runs)
+    if B < 50:
         coarse = quantize(x)
         fine = quantize(x - coarse.values * coarse.scale[:, None])
-        y = weights_first(jnp.concatenate([coarse.values, fine.values]), w.values, jnp.int32)
-        return (y[:B] * coarse.scale[:, None] + y[B:] * fine.scale[:, None]) * w.scale
-    if isinstance(w, Int8):
+        y = weights_first(jnp.concatenate([coarse.values, fine.values]), w, jnp.int32)
+        return y[:B] * coarse.scale[:, None] + y[B:] * fine.scale[:, None]
 
-        def cast_first(piece):
-            return cpu_product(x, jax.lax.optimization_barrier(piece.astype(x.dtype)))
+    def cast_first(piece):
+        return plain_cpu_product(x, jax.lax.optimization_barrier(piece.astype(x.dtype)))
 
-        return over_rows(cast_first, w.values, pieces_of(w.values, 2**21)) * w.scale
-    if B > 128:
-        return product(x, w)
-    return weights_first(padded(x, w, 2 if is_16_bit else 1), w, jnp.float32)[:B]
+    return over_rows(cast_first, w, pieces_of(w, 2**21))
 
 
 def runs_of(columns: int, most: int, longest: int) -> int:
@@ -1954,7 +2068,7 @@ def keys_first(q: Array, k: Array) -> Array:
 STREAM_BYTES = 40 * 2**20  # XLA for TPUs does not fetch a weight ahead if a device holds more of it than this
 
 
-def tpu_product(x: Array, w: Array | Int8) -> Array:
+def tpu_product(x: Array, w: Format) -> Array:
     """product for TPUs. A kernel streams the weight if it is too large to be fetched ahead and the rows are few."""
     B, (O, C) = len(x), w.shape
     itemsize = jax.tree.leaves(w)[0].dtype.itemsize
@@ -1964,11 +2078,11 @@ def tpu_product(x: Array, w: Array | Int8) -> Array:
     is_streamed = B <= 64 and C % 128 == 0 and O * C * itemsize >= STREAM_BYTES and vmem <= 12 * 2**20
     if 4 * B * C > 2**25:  # if x comes of float32 arrays too large for VMEM, XLA would read them for each tile of w
         x = jax.lax.optimization_barrier(x)
-    return streamed_product(x, w) if is_streamed else product(x, w, min_rows=8)
+    return w.streamed_product(x) if is_streamed else product(x, w, min_rows=8)
 
 
-def streamed_product(x: Array, w: Array | Int8, block: int | None = None, interpret=False) -> Array:
-    """product as a Pallas kernel for TPUs: x [B, C] times w [O, C]: float32 [B, O].
+def streamed_product(x: Array, w: Array, block: int | None = None, interpret=False) -> Array:
+    """A product as a Pallas kernel for TPUs: x [B, C] times w [O, C]: float32 [B, O].
 
     It reads w once, in blocks of whole rows. Each block is contiguous, while XLA's own product of a weight in
     HBM fetches narrow columns. The next block is fetched while this one is multiplied, which takes less time than
@@ -1978,24 +2092,22 @@ def streamed_product(x: Array, w: Array | Int8, block: int | None = None, interp
     nothing overlaps the first block of a product; no fewer, since a step has to outlast its own overhead.
     """
     (B, C), O = x.shape, w.shape[0]
-    values, scale = w if isinstance(w, Int8) else (w, None)
-    block = block or max(128, 2**21 // (C * values.dtype.itemsize) // 128 * 128)
+    block = block or max(128, 2**21 // (C * w.dtype.itemsize) // 128 * 128)
 
     def kernel(x, w, y):
         y[...] = einsum("bc,oc->bo", x[...], w[...].astype(x.dtype))
 
-    y = pl.pallas_call(
+    return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((B, O), jnp.float32),
         grid=(pl.cdiv(O, block),),
         in_specs=[pl.BlockSpec((B, C), lambda i: (0, 0)), pl.BlockSpec((block, C), lambda i: (i, 0))],
         out_specs=pl.BlockSpec((B, block), lambda i: (0, i)),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),  # shared by the two cores of a v5p
-        cost_estimate=kernel_cost(2 * B * O * C, values),
+        cost_estimate=kernel_cost(2 * B * O * C, w),
         interpret=interpret,
         name="streamed_product",
-    )(x, pltpu.with_memory_space_constraint(values, pltpu.HBM))
-    return y if scale is None else y * scale
+    )(x, pltpu.with_memory_space_constraint(w, pltpu.HBM))
 
 
 def kernel_cost(flops: int, read) -> pl.CostEstimate:
@@ -2018,12 +2130,11 @@ def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> 
     whole = partial(loop, columns=())
     mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
     shared = partial(in_tiles, loop, tile=min(max(power_of_two(mean), 16), 64))
-    is_4_bit = hasattr(w_down, "dequantized")  # which have a product of their own
-    alone = partial(loop, columns=(256, 128) if is_4_bit else (2048,))
+    alone = partial(loop, columns=w_down.expert_columns)
     on_cpu = partial(in_tiles, alone, tile=1) if has_few else shared
     on_gpu = gather if has_few else partial(in_tiles, whole, tile=512)
     in_lanes = w_down.shape[2] % 128 == 0  # of a TPU, and of its memory: the kernel fetches no less
-    on_tpu = kernel if in_lanes and not is_4_bit else partial(in_tiles, whole, tile=128)
+    on_tpu = kernel if in_lanes else partial(in_tiles, whole, tile=128)
     arguments = x, ids, scores, w_gate_up, w_down, gate_up_bias
     return by_platform(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
@@ -2057,11 +2168,7 @@ def expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int, acti
 
             return jax.tree.map(cut, w)
 
-        def multiply(x, w):
-            if hasattr(w, "dequantized"):
-                return w.product(x)
-            return by_platform(x, w, cpu=cpu_product, default=product)
-
+        multiply = partial(by_platform, cpu=cpu_product, default=product)
         rows = jax.lax.dynamic_slice_in_dim(x, t * tile, tile)
         score = jax.lax.dynamic_slice(scores, (t * tile, e), (tile, 1))
         gate, up = (multiply(rows, part(weights[0], 1, start + column)) for start in (0, F))
@@ -2082,7 +2189,7 @@ def gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) 
     expert = jnp.minimum(ids.ravel(), E - 1)
 
     def pair_product(x, w):  # x [pairs, C], w [E, O, C]
-        values, scale = values_and_scale(w, jnp.float32)
+        values, scale = w.values_and_scale(jnp.float32)
         y = jnp.sum(x.astype(jnp.float32)[:, None] * values[expert].astype(jnp.float32), axis=-1)
         return y if scale is None else y * scale[expert]
 
@@ -2204,7 +2311,7 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
                 copy.wait()
 
             def multiply(x, w, bias=None):
-                values, scale = values_and_scale(jax.tree.map(lambda buffer: buffer[slot], w), dtype)
+                values, scale = jax.tree.map(lambda buffer: buffer[slot], w).values_and_scale(dtype)
                 result = einsum("bc,oc->bo", x, values)
                 result = result if scale is None else result * scale
                 return result if bias is None else result + bias[slot]
@@ -2406,10 +2513,9 @@ def attention_kernel(
         i = jnp.minimum(first + n, last)
 
         def side(x, h):  # [slots, ..] of a kv head, and the scale of each slot [1, slots]
-            if isinstance(x, Int8):
-                scales = slice(h, h + 1) if heads == K else pl.ds(pl.program_id(1), 1)
-                return x.values[0, h].astype(q.dtype), x.scale[0, scales]
-            return x[0, h].astype(q.dtype), 1.0
+            values, *scale = jax.tree.leaves(x)
+            scales = slice(h, h + 1) if heads == K else pl.ds(pl.program_id(1), 1)
+            return values[0, h].astype(q.dtype), scale[0][0, scales] if scale else 1.0
 
         @pl.when(n == 0)
         def begin():

@@ -58,6 +58,18 @@ def interpret_kernels(monkeypatch, model, **options) -> None:
             monkeypatch.setattr(model, name, partial(kernel, interpret=STRICT, **given))
 
 
+def in_format(model, x, quantize: str | None):
+    """Numbers x [.., C] in the format of a model that `quantize` names."""
+    return jax.jit(model.quantize)(x) if quantize else model.Plain(x)
+
+
+def floats(x) -> np.ndarray:
+    """An array, or the numbers that a model's Plain or Int8 stands for, in float64."""
+    if hasattr(x, "scale"):
+        return floats(x.values) * floats(x.scale)[..., None]
+    return np.asarray(getattr(x, "values", x), np.float64)
+
+
 def save_random(folder: Path, model_class, config, seed: int = 0, rewrite=None, **save_options):
     """Saves a random checkpoint with a byte tokenizer, and returns the reference model in float32.
 
@@ -148,13 +160,13 @@ def reference_logprobs(reference, prompt: list[int], generated: list[int]) -> np
 
 
 def decode(
-    folder, path: Path, prompts, mesh=(1, 1, 1), dtype="float32", int8=False, platform: str | None = None, **options
+    folder, path: Path, prompts, mesh=(1, 1, 1), dtype="float32", quantize=None, platform: str | None = None, **options
 ):
     """Loads a checkpoint and decodes prompts, lists of token ids: the tokens of each row, in order."""
     checkpoint = folder.convert.open_checkpoint(path, extra_layer=options.get("draft") == "mtp")
     config = checkpoint.config
     mesh = folder.model.make_mesh(*mesh, devices=jax.devices(platform)[: int(np.prod(mesh))])
-    weights = folder.convert.load(checkpoint, mesh, dtype, int8)
+    weights = folder.convert.load(checkpoint, mesh, dtype, quantize)
     rows = [[] for _ in prompts]
     for tokens in folder.model.generate(weights, prompts, config, mesh, **options):
         for token in tokens:

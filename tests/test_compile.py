@@ -29,17 +29,17 @@ def full_size(name, folder="llama3", **changes):
     return FOLDERS[folder].model.Config.from_dict(config)
 
 
-def compile_step(config, mesh, batch, slots, int8, folder="llama3", int8_cache=None, T=1):
-    """The compiled decode step, with the cache in int8 if the weights are, unless `int8_cache` says."""
+def compile_step(config, mesh, batch, slots, quantize, folder="llama3", quantize_cache="as weights", T=1):
+    """The compiled decode step, with the cache in int8 if the weights are, unless `quantize_cache` says."""
     model = FOLDERS[folder].model
 
     def array(*shape, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P("dp")))
 
     rows = model.Rows(array(batch, slots + 1), *[array(batch)] * 3, array(batch, 2, dtype=jnp.uint32))
-    weights = model.abstract_weights(config, mesh, jnp.bfloat16, int8)
-    int8_cache = int8 if int8_cache is None else int8_cache
-    cache = model.abstract_cache(config, mesh, batch, slots, jnp.bfloat16, int8_cache)
+    weights = model.abstract_weights(config, mesh, jnp.bfloat16, quantize)
+    quantize_cache = quantize if quantize_cache == "as weights" else quantize_cache
+    cache = model.abstract_cache(config, mesh, batch, slots, jnp.bfloat16, quantize_cache)
     options = {"T": T, "config": config, "mesh": mesh, "sampling": model.Sampling()}
     return model.step.lower(weights, cache, rows, **options).compile()
 
@@ -50,26 +50,26 @@ def tpu_mesh(topology, tp, ep=1):
 
 
 @pytest.mark.parametrize(
-    ("folder", "name", "topology", "ep", "tp", "int8", "slots", "T"),
+    ("folder", "name", "topology", "ep", "tp", "quantize", "slots", "T"),
     [
-        ("llama3", "llama-3.1-8b", "v5e:2x4", 1, 8, False, 2048, 1),
-        ("llama3", "llama-3.1-70b", "v5e:4x4", 1, 16, True, 2048, 1),
-        ("llama3", "llama-3.1-70b", "v5e:4x4", 1, 16, True, 2048, 4),
-        ("glm4", "glm-4-9b-0414", "v5e:4x4", 1, 16, False, 2048, 1),
-        ("llama4", "llama-4-scout-17b-16e", "v5e:4x4", 1, 16, True, 4096, 1),
-        ("qwen3", "qwen3-30b-a3b", "v5e:2x4", 4, 2, False, 2048, 1),
-        ("gpt_oss", "gpt-oss-120b", "v5e:4x4", 2, 8, True, 2048, 1),
-        ("mixtral", "mixtral-8x7b", "v5e:2x4", 1, 8, True, 2048, 1),
-        ("gemma", "gemma-2-9b", "v5e:4x4", 1, 16, False, 8192, 1),
-        ("glm4_moe", "glm-4.5-air", "v5e:4x4", 16, 1, True, 2048, 1),
-        ("gpt2", "gpt2-xl", "v5e:2x4", 1, 8, False, 1024, 1),
+        ("llama3", "llama-3.1-8b", "v5e:2x4", 1, 8, None, 2048, 1),
+        ("llama3", "llama-3.1-70b", "v5e:4x4", 1, 16, "int8", 2048, 1),
+        ("llama3", "llama-3.1-70b", "v5e:4x4", 1, 16, "int8", 2048, 4),
+        ("glm4", "glm-4-9b-0414", "v5e:4x4", 1, 16, None, 2048, 1),
+        ("llama4", "llama-4-scout-17b-16e", "v5e:4x4", 1, 16, "int8", 4096, 1),
+        ("qwen3", "qwen3-30b-a3b", "v5e:2x4", 4, 2, None, 2048, 1),
+        ("gpt_oss", "gpt-oss-120b", "v5e:4x4", 2, 8, "int8", 2048, 1),
+        ("mixtral", "mixtral-8x7b", "v5e:2x4", 1, 8, "int8", 2048, 1),
+        ("gemma", "gemma-2-9b", "v5e:4x4", 1, 16, None, 8192, 1),
+        ("glm4_moe", "glm-4.5-air", "v5e:4x4", 16, 1, "int8", 2048, 1),
+        ("gpt2", "gpt2-xl", "v5e:2x4", 1, 8, None, 1024, 1),
     ],
 )
-def test_full_size_on_tpus(folder, name, topology, ep, tp, int8, slots, T):
+def test_full_size_on_tpus(folder, name, topology, ep, tp, quantize, slots, T):
     """Two all-reduces a layer, one for the embedding, one all-gather for new tokens, and no other collective. Four
     layers stand for all; test_plan.py compiles a whole model."""
     config = full_size(name, folder, **{"n_layer" if folder == "gpt2" else "num_hidden_layers": 4})
-    text = compile_step(config, tpu_mesh(topology, tp, ep), 8, slots, int8, folder, T=T).as_text()
+    text = compile_step(config, tpu_mesh(topology, tp, ep), 8, slots, quantize, folder, T=T).as_text()
     counts, layers = Counter(COLLECTIVE.findall(text)), config.num_hidden_layers
     assert counts == {"all-reduce": 2 * layers + 1, "all-gather": 1}
     kernels = Counter(KERNEL.findall(text))
@@ -80,22 +80,22 @@ def test_full_size_on_tpus(folder, name, topology, ep, tp, int8, slots, T):
 
 
 @pytest.mark.parametrize(
-    ("folder", "name", "topology", "ep_tp", "batch", "slots", "int8", "T"),
+    ("folder", "name", "topology", "ep_tp", "batch", "slots", "quantize", "T"),
     [
-        ("deepseek", "deepseek-r1", "v5e:8x8", (4, 16), 8, 512, True, 1),
-        ("deepseek", "deepseek-r1", "v5e:8x8", (4, 16), 8, 512, True, 4),
-        ("deepseek", "moonlight-16b-a3b", "v5e:2x2", (4, 1), 3, 4096, False, 1),
-        ("glm4_flash", "glm-4.7-flash", "v5p:1x1x2", (1, 2), 1, 2048, False, 1),
+        ("deepseek", "deepseek-r1", "v5e:8x8", (4, 16), 8, 512, "int8", 1),
+        ("deepseek", "deepseek-r1", "v5e:8x8", (4, 16), 8, 512, "int8", 4),
+        ("deepseek", "moonlight-16b-a3b", "v5e:2x2", (4, 1), 3, 4096, None, 1),
+        ("glm4_flash", "glm-4.7-flash", "v5p:1x1x2", (1, 2), 1, 2048, None, 1),
     ],
 )
-def test_latent_attention_on_tpus(folder, name, topology, ep_tp, batch, slots, int8, T):
+def test_latent_attention_on_tpus(folder, name, topology, ep_tp, batch, slots, quantize, T):
     """Three collectives a layer: the gather of what all heads need, after attention, after the feed-forward. Four
     layers stand for all."""
     config = full_size(name, folder, num_hidden_layers=4)
     model = FOLDERS[folder].model
     options = {"chips_per_host_bounds": [1, 1, 2]} if topology == "v5p:1x1x2" else {}
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
-    program = compile_step(config, model.make_mesh(1, *ep_tp, devices=devices), batch, slots, int8, folder, T=T)
+    program = compile_step(config, model.make_mesh(1, *ep_tp, devices=devices), batch, slots, quantize, folder, T=T)
     text = program.as_text()
     counts, layers = Counter(COLLECTIVE.findall(text)), config.num_hidden_layers
     # A small gather may be turned into a sum of zeros; to embed and to choose the token take one each.
@@ -125,8 +125,8 @@ def test_experts_are_not_cut_finer_than_lanes():
         assert model.mesh_shape(full_size(name, folder), jax.devices(), dp=2, ep=2) == (2, 2, 2)
 
 
-@pytest.mark.parametrize(("batch", "int8_cache"), [(1, False), (128, True)])
-def test_latent_caches_of_other_shapes(batch, int8_cache):
+@pytest.mark.parametrize(("batch", "quantize_cache"), [(1, None), (128, "int8")])
+def test_latent_caches_of_other_shapes(batch, quantize_cache):
     """Few slots a device, and many rows: the cache is not copied."""
     config, model = (
         full_size("deepseek-r1", "deepseek", num_hidden_layers=2, first_k_dense_replace=1),
@@ -134,29 +134,29 @@ def test_latent_caches_of_other_shapes(batch, int8_cache):
     )
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
     mesh = model.make_mesh(1, 4, 4, devices=devices)
-    program = compile_step(config, mesh, batch, 600, True, "deepseek", int8_cache)
+    program = compile_step(config, mesh, batch, 600, "int8", "deepseek", quantize_cache)
     # Of 128 rows the queries are laid out anew, 1.25 MiB; a layer's cache has five.
     assert largest_copy(program.as_text()) < (2**21 if batch == 128 else 2**18)
 
 
 @pytest.mark.parametrize(
-    ("name", "batch", "int8"),
-    [("llama-3.2-1b", 1, True), ("open-llama-3b", 4, False), ("mistral-7b-v0.1", 1, False)],
+    ("name", "batch", "quantize"),
+    [("llama-3.2-1b", 1, "int8"), ("open-llama-3b", 4, None), ("mistral-7b-v0.1", 1, None)],
 )
-def test_other_shapes_on_a_tpu(name, int8, batch):
+def test_other_shapes_on_a_tpu(name, quantize, batch):
     """Heads narrower than the lanes, a window, a single row: neither cache nor embedding is laid out anew."""
-    program = compile_step(full_size(name, num_hidden_layers=2), tpu_mesh("v6e:2x2", 1), batch, 1280, int8)
+    program = compile_step(full_size(name, num_hidden_layers=2), tpu_mesh("v6e:2x2", 1), batch, 1280, quantize)
     assert largest_copy(program.as_text()) < 2**20
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
-def test_on_a_cpu_the_cache_is_updated_in_place(int8):
+@pytest.mark.parametrize("quantize", [None, "int8"], ids=["", "int8"])
+def test_on_a_cpu_the_cache_is_updated_in_place(quantize):
     """No copy of it: of one layer at a time, int8 keys turn to float32, and there are scores."""
     config = full_size("llama-3.2-1b", num_hidden_layers=2, vocab_size=1024)
     mesh = FOLDERS["llama3"].model.make_mesh(devices=jax.devices()[:1])
-    temporaries = compile_step(config, mesh, 8, 16384, int8).memory_analysis().temp_size_in_bytes
+    temporaries = compile_step(config, mesh, 8, 16384, quantize).memory_analysis().temp_size_in_bytes
     keys = 8 * config.num_key_value_heads * 16384 * config.head_dim * 4
-    assert temporaries < (1.1 if int8 else 0.2) * keys
+    assert temporaries < (1.1 if quantize else 0.2) * keys
 
 
 def largest_copy(text: str) -> int:

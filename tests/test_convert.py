@@ -55,7 +55,7 @@ def load_all(folder):
 def test_float32_is_lossless(of_every_folder, tmp_path):
     """Same tensors under the same names."""
     modules, path, tensors = of_every_folder
-    modules.convert.convert(path, tmp_path / "out", "float32", int8=False)
+    modules.convert.convert(path, tmp_path / "out", "float32")
     converted = load_all(tmp_path / "out")
     assert converted.keys() == tensors.keys()
     assert all(torch.equal(converted[name], tensor) for name, tensor in tensors.items())
@@ -63,7 +63,7 @@ def test_float32_is_lossless(of_every_folder, tmp_path):
 
 def test_the_reference_class_reads_it(checkpoint, tmp_path):
     path, reference = checkpoint
-    llama3.convert.convert(path, tmp_path / "out", "float32", int8=False)
+    llama3.convert.convert(path, tmp_path / "out", "float32")
     again = type(reference).from_pretrained(tmp_path / "out")
     prompts = random_prompts(12)
     assert_matches(again, prompts, decode(llama3, tmp_path / "out", prompts, max_new_tokens=5))
@@ -74,7 +74,7 @@ def test_int8_is_what_loading_in_int8_gives(of_every_folder, tmp_path, monkeypat
     modules, path, originals = of_every_folder
     monkeypatch.setattr(modules.convert, "SHARD_BYTES", 30_000)
     monkeypatch.setattr(modules.convert, "PIECE_BYTES", 5_000)
-    modules.convert.convert(path, tmp_path / "out", "float32", int8=True)
+    modules.convert.convert(path, tmp_path / "out", "float32", "int8")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     tensors = load_all(tmp_path / "out")
     for name, original in originals.items():
@@ -90,8 +90,8 @@ def test_int8_is_what_loading_in_int8_gives(of_every_folder, tmp_path, monkeypat
     for shape in ((1, 1, 1), (2, 2, 2)):
         mesh = modules.model.make_mesh(*shape, devices=jax.devices()[: int(np.prod(shape))])
         converted, loaded = (
-            modules.convert.load(modules.convert.open_checkpoint(folder), mesh, "float32", int8)
-            for folder, int8 in ((tmp_path / "out", False), (path, True))
+            modules.convert.load(modules.convert.open_checkpoint(folder), mesh, "float32", quantize)
+            for folder, quantize in ((tmp_path / "out", None), (path, "int8"))
         )
         jax.tree.map(np.testing.assert_array_equal, converted, loaded)
 
@@ -114,15 +114,15 @@ def test_killed_and_run_again(checkpoint, tmp_path, monkeypatch):
     """Killed at many moments, never loads as complete, and ends byte-identical to a conversion in one go."""
     path, _ = checkpoint
     monkeypatch.setattr(llama3.convert, "SHARD_BYTES", 60_000)
-    llama3.convert.convert(path, tmp_path / "whole", "bfloat16", int8=True)
+    llama3.convert.convert(path, tmp_path / "whole", "bfloat16", "int8")
     output = tmp_path / "killed"
     slow = (
         "import sys, time, runpy, os\n"
         f"sys.path.insert(0, {str(CONVERT.parent)!r})\n"
         "import convert\n"
         "convert.SHARD_BYTES, convert.PIECE_BYTES = 60_000, 3_000\n"
-        "read, replace = convert.read_rows, os.replace\n"
-        "convert.read_rows = lambda *a: (time.sleep(0.002), read(*a))[1]\n"
+        "read, replace = convert.Stored.read, os.replace\n"
+        "convert.Stored.read = lambda *a: (time.sleep(0.002), read(*a))[1]\n"
         "os.replace = lambda *a: (time.sleep(0.02), replace(*a))\n"
         "print('started', flush=True)\n"
         "convert.run(convert.main)\n"
@@ -150,7 +150,7 @@ def test_a_disk_that_is_full(checkpoint, tmp_path):
     size stands for the disk's."""
     path, _ = checkpoint
     output = tmp_path / "out"
-    llama3.convert.convert(path, tmp_path / "whole", "float32", int8=False)
+    llama3.convert.convert(path, tmp_path / "whole", "float32")
     size = (tmp_path / "whole" / "model-00001-of-00001.safetensors").stat().st_size
     command = [sys.executable, CONVERT, "--model_path", path, "--output", output, "--dtype", "float32"]
     limited = ["bash", "-c", f'ulimit -f {size // 2048}; exec "$@"', "-", *command]
@@ -182,7 +182,7 @@ def test_memory_is_bounded(tmp_path):
         "import resource, sys, jax, numpy\n"
         f"sys.path.insert(0, {str(CONVERT.parent)!r})\n"
         "import convert\n"
-        "jax.jit(convert.quantize)(numpy.ones((8, 8), 'float32'))\n"
+        "convert.Int8Rows.rounded(numpy.ones((8, 8), 'float32'))\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"
         "convert.run(convert.main)\n"
@@ -204,7 +204,7 @@ def test_left_out_on_purpose_or_refused(checkpoint, tmp_path, capsys):
             (tmp_path / file.name).write_bytes(file.read_bytes())
     stray = tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     save_file(stray, tmp_path / "model.safetensors")
-    llama3.convert.convert(tmp_path, tmp_path / "out", "float32", int8=False)
+    llama3.convert.convert(tmp_path, tmp_path / "out", "float32")
     assert "left out 1 tensors of the checkpoint: computed from config.json" in capsys.readouterr().err
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["left_out"].keys() == {"model.layers.0.self_attn.rotary_emb.inv_freq"}
@@ -222,22 +222,22 @@ def test_left_out_on_purpose_or_refused(checkpoint, tmp_path, capsys):
     ):
         save_file(content, tmp_path / "model.safetensors")
         with pytest.raises(llama3.model.InputError, match=words):
-            llama3.convert.convert(tmp_path, tmp_path / "other", "float32", int8=False)
+            llama3.convert.convert(tmp_path, tmp_path / "other", "float32")
         assert not (tmp_path / "other" / "config.json").exists()
 
 
 def test_another_conversion_is_not_touched(checkpoint, tmp_path):
     path, _ = checkpoint
-    llama3.convert.convert(path, tmp_path / "out", "float32", int8=False)
+    llama3.convert.convert(path, tmp_path / "out", "float32")
     before = files(tmp_path / "out")
-    llama3.convert.convert(path, tmp_path / "out", "float32", int8=False)  # the same again is fine
+    llama3.convert.convert(path, tmp_path / "out", "float32")  # the same again is fine
     for output, dtype, words in (
         (tmp_path / "out", "bfloat16", "another checkpoint or with other options"),
         (path, "float32", "is the source"),
         (tmp_path, "float32", "is not empty"),
     ):
         with pytest.raises(llama3.model.InputError, match=words):
-            llama3.convert.convert(path, output, dtype, int8=False)
+            llama3.convert.convert(path, output, dtype)
     assert files(tmp_path / "out") == before
 
 
@@ -246,31 +246,31 @@ def test_a_changed_source_and_a_second_conversion(checkpoint, tmp_path):
     path, reference = checkpoint
     source = shutil.copytree(path, tmp_path / "source")
     output = tmp_path / "out"
-    llama3.convert.convert(source, output, "float32", int8=False)
+    llama3.convert.convert(source, output, "float32")
     first = min(file.name for file in output.glob("model-*"))
     busy = pytest.raises(llama3.model.InputError, match="another conversion is writing here")
     with llama3.convert.claimed(output, source, first), busy:
-        llama3.convert.convert(source, output, "float32", int8=False)
+        llama3.convert.convert(source, output, "float32")
     with torch.no_grad():
         reference.model.norm.weight *= 3
         reference.save_pretrained(source, max_shard_size="100KB")
         reference.model.norm.weight /= 3
     with pytest.raises(llama3.model.InputError, match="conversion of another checkpoint"):
-        llama3.convert.convert(source, output, "float32", int8=False)
+        llama3.convert.convert(source, output, "float32")
 
 
 def test_each_device_reads_its_own_slices(checkpoint, monkeypatch):
     """Loading on 8 devices reads every matrix once, and nothing twice but the kv heads that devices share."""
     path, reference = checkpoint
     read = []
-    original = llama3.convert.read_rows
+    original = llama3.convert.Stored.read
 
     def counting(tensor, *index):
         rows = original(tensor, *index)
         read.append((tensor, rows.size))
         return rows
 
-    monkeypatch.setattr(llama3.convert, "read_rows", counting)
+    monkeypatch.setattr(llama3.convert.Stored, "read", counting)
     mesh = llama3.model.make_mesh(1, 1, 8)
     stored = llama3.convert.open_checkpoint(path)
     llama3.convert.load(stored, mesh, "float32")
@@ -282,11 +282,11 @@ def test_each_device_reads_its_own_slices(checkpoint, monkeypatch):
 
 def test_a_finished_shard_that_is_damaged_is_written_again(checkpoint, tmp_path):
     path, _ = checkpoint
-    llama3.convert.convert(path, tmp_path / "out", "float32", int8=False)
+    llama3.convert.convert(path, tmp_path / "out", "float32")
     before = files(tmp_path / "out")
     shard = min((tmp_path / "out").glob("*.safetensors"))
     os.truncate(shard, shard.stat().st_size - 100)
-    llama3.convert.convert(path, tmp_path / "out", "float32", int8=False)
+    llama3.convert.convert(path, tmp_path / "out", "float32")
     assert files(tmp_path / "out") == before
 
 
@@ -295,5 +295,5 @@ def test_a_checkpoint_that_is_being_downloaded_is_not_taken_over(checkpoint, tmp
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model-00001-of-00001.safetensors.part").write_text("")
     with pytest.raises(llama3.model.InputError, match="is not empty"):
-        llama3.convert.convert(path, tmp_path, "float32", int8=False)
+        llama3.convert.convert(path, tmp_path, "float32")
     assert (tmp_path / "config.json").read_text() == "{}"

@@ -98,7 +98,7 @@ def test_fp8_converted(fp8, tmp_path, capsys):
     """To float32 it stays what it is, with its extra layer; to int8 it is what loading in int8 gives."""
     path, reference = fp8
     prompts = random_prompts(30)
-    deepseek.convert.convert(path, tmp_path / "float32", "float32", int8=False)
+    deepseek.convert.convert(path, tmp_path / "float32", "float32")
     assert "left out 2 tensors of the checkpoint: the same as the model's own" in capsys.readouterr().err
     assert_matches(reference, prompts, decode(deepseek, tmp_path / "float32", prompts, (1, 2, 2), max_new_tokens=8))
     mesh, loaded = deepseek.model.make_mesh(devices=jax.devices()[:1]), []
@@ -106,9 +106,9 @@ def test_fp8_converted(fp8, tmp_path, capsys):
         checkpoint = deepseek.convert.open_checkpoint(folder, extra_layer=True)
         loaded.append(deepseek.convert.load(checkpoint, mesh, "float32")["extra"])
     jax.tree.map(np.testing.assert_array_equal, *loaded)
-    deepseek.convert.convert(path, tmp_path / "int8", "float32", int8=True)
+    deepseek.convert.convert(path, tmp_path / "int8", "float32", "int8")
     converted = decode(deepseek, tmp_path / "int8", prompts, max_new_tokens=8)
-    loaded = decode(deepseek, path, prompts, int8=True, max_new_tokens=8)
+    loaded = decode(deepseek, path, prompts, quantize="int8", max_new_tokens=8)
     assert [token.id for token in converted[0]] == [token.id for token in loaded[0]]
 
 
@@ -135,7 +135,7 @@ def test_the_routers_bias_stays_in_float32(tmp_path):
     """Whatever the dtype: a bfloat16 bias would choose other experts."""
     _, model_class, config = flash()
     reference = save_random(tmp_path / "source", model_class, config)
-    glm4_flash.convert.convert(tmp_path / "source", tmp_path / "converted", "bfloat16", int8=True)
+    glm4_flash.convert.convert(tmp_path / "source", tmp_path / "converted", "bfloat16", "int8")
     mesh = glm4_flash.model.make_mesh(devices=jax.devices()[:1])
     for folder in ("source", "converted"):
         checkpoint = glm4_flash.convert.open_checkpoint(tmp_path / folder)

@@ -15,7 +15,7 @@ import pytest
 import test_experts
 import test_kernel
 import test_latent
-from helpers import ROOT, UNKNOWN_PROMPT, decode, import_folder, interpret_kernels
+from helpers import ROOT, UNKNOWN_PROMPT, decode, floats, import_folder, in_format, interpret_kernels
 from jax.sharding import PartitionSpec as P
 from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.device
 
 FOLDERS = {name: import_folder(name) for name in folders()}
 GOLDEN = json.loads((ROOT / "tests" / "golden_tokens.json").read_text())
-INT8 = {"bf16": False, "int8": True}
+FORMATS = {"bf16": None, "int8": "int8"}
 ON_CPU = jax.default_backend() == "cpu"
 # On a CPU one of them, since test_releases.py runs all demos there.
 SHOWN = ("deepseek",) if ON_CPU else FOLDERS
@@ -36,7 +36,8 @@ SHOWN = ("deepseek",) if ON_CPU else FOLDERS
 
 def combined(**choices):
     """Parametrizes by all combinations of the choices, each a dict by label. On a CPU by the first and the fourth,
-    compiled and interpreted: test_kernel.py, test_latent.py and test_experts.py have more, at smaller shapes."""
+    which run compiled and interpreted: test_kernel.py, test_latent.py and test_experts.py have more, at smaller
+    shapes."""
     rows = list(itertools.product(*(choice.items() for choice in choices.values())))
     rows, ways = (rows[:4:3], ("compiled", "interpreted")) if ON_CPU else (rows, ("compiled",))
     cases = [(way, *zip(*row, strict=True)) for way in ways for row in rows]
@@ -66,13 +67,6 @@ def numbers(seed, *shape, scale=1.0):
     return (np.random.default_rng(seed).standard_normal(shape, np.float32) * scale).astype(bfloat16)
 
 
-def exact(x):
-    """In float64, an Int8 as the numbers that it stands for."""
-    if isinstance(x, tuple):
-        return np.asarray(x.values, np.float64) * np.asarray(x.scale, np.float64)[..., None]
-    return np.asarray(x, np.float64)
-
-
 def exact_attention(q, k, v, at, first, last):
     """Softmax attention in float64 of q [B, K, A, M, H] to those keys k [B, K, S, H] whose positions `at` [B, S] are
     from first to last [B, M], and beside it the log-sum-exp of the scores."""
@@ -84,7 +78,7 @@ def exact_attention(q, k, v, at, first, last):
     return np.concatenate([(p / total) @ v[:, :, None], sums], axis=-1)
 
 
-def check_attention(run, model, q, widths, S, T, starts, window, int8):
+def check_attention(run, model, q, widths, S, T, starts, window, quantize):
     """store_and_attend of T tokens: they are in their slots, rounded rightly, nothing else has changed, and queries
     attend to what is stored. Slots that no query may see hold large numbers: a wrong mask lets them in. The rows of a
     piece are in the cache in another order."""
@@ -94,7 +88,7 @@ def check_attention(run, model, q, widths, S, T, starts, window, int8):
     first, is_new = np.maximum(positions - (window or S) + 1, 0), at >= starts[:, None]
     factors = np.where((at >= first[:, :1]) & ~is_new, 1, 20).astype(bfloat16)
     cache = model.LayerCache(*(x * factors[:, None, :, None] for x in cache))
-    cache = model.LayerCache(*map(model.quantize, cache)) if int8 else cache
+    cache = model.LayerCache(*(in_format(model, x, quantize) for x in cache))
     places, arguments = (np.arange(B), None) if T <= model.FEW else (np.arange(B)[::-1], np.arange(B)[::-1])
 
     def attend(*arguments):
@@ -106,14 +100,14 @@ def check_attention(run, model, q, widths, S, T, starts, window, int8):
     out, after = run(attend, q, new, jax.tree.map(lambda x: x[places], cache), starts, arguments)
     after = jax.tree.map(lambda x: x[places], after)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(*map(other_slots, (x, y))), cache, after)
-    keys, values = map(exact, after)
-    for token, side in zip(map(exact, new), (keys, values), strict=True):
+    keys, values = map(floats, after)
+    for token, side in zip(map(floats, new), (keys, values), strict=True):
         stored = side[np.arange(B)[:, None], :, positions % S].swapaxes(1, 2)
-        step = np.abs(token).max(-1, keepdims=True) / 127 if int8 else 0
+        step = np.abs(token).max(-1, keepdims=True) / 127 if quantize else 0
         assert (np.abs(stored - token) <= 0.51 * step).all()
     if width > widths[0]:
         keys, values = np.concatenate([keys, values], axis=-1), keys
-    wanted = exact_attention(exact(q), keys, values, at, *(np.repeat(x, M // T, axis=1) for x in (first, positions)))
+    wanted = exact_attention(floats(q), keys, values, at, *(np.repeat(x, M // T, axis=1) for x in (first, positions)))
     np.testing.assert_allclose(np.asarray(out, np.float64), wanted, atol=3e-2)
 
 
@@ -125,13 +119,13 @@ HEADS = {
 FEW = {"1": 1, "4": 4}
 
 
-@combined(shape=HEADS, T=FEW, int8=INT8)
-def test_attention_of_a_decode_step(run, shape, T, int8):
+@combined(shape=HEADS, T=FEW, quantize=FORMATS)
+def test_attention_of_a_decode_step(run, shape, T, quantize):
     """Rows of all lengths. With a window the cache is a ring, and one of them has begun it anew."""
     B, K, G, S, window = shape
     q = numbers(0, B, K, 1, T * G, 128, scale=3 * 128**-0.5)
     starts = np.int32([3 * S - 2 if window else S - T, 1278, 255, 0])[:B]
-    check_attention(run, test_kernel.model, q, (128, 128), S, T, starts, window, int8)
+    check_attention(run, test_kernel.model, q, (128, 128), S, T, starts, window, quantize)
 
 
 PIECES = {
@@ -140,37 +134,36 @@ PIECES = {
 }
 
 
-@combined(shape=PIECES, int8=INT8)
-def test_attention_of_a_piece_of_prefill(run, shape, int8):
+@combined(shape=PIECES, quantize=FORMATS)
+def test_attention_of_a_piece_of_prefill(run, shape, quantize):
     """1,024 tokens of two rows, of which one is further on."""
     K, G, S, start, window = shape
     q, starts = numbers(0, 2, K, G, 1024, 128, scale=3 * 128**-0.5), np.int32([77, start])
-    check_attention(run, test_kernel.model, q, (128, 128), S, 1024, starts, window, int8)
+    check_attention(run, test_kernel.model, q, (128, 128), S, 1024, starts, window, quantize)
 
 
-@combined(T=FEW, B={"1": 1, "8": 8}, int8=INT8)
-def test_attention_to_latents(run, B, T, int8):
+@combined(T=FEW, B={"1": 1, "8": 8}, quantize=FORMATS)
+def test_attention_to_latents(run, B, T, quantize):
     """A decode step of GLM-4.7-Flash on one device: 20 heads, latents of 512 and rope keys of 64, in whole lanes."""
     q, starts = numbers(0, B, 1, 1, T * 20, 640, scale=0.1), np.linspace(2048 - T, 510, B).astype(np.int32)
-    check_attention(run, test_latent.model, q, (512, 128), 2048, T, starts, None, int8)
+    check_attention(run, test_latent.model, q, (512, 128), 2048, T, starts, None, quantize)
 
 
 def test_rounding():
     """To int8, which other tests take as it is: no number is more than half a step away."""
     x = numbers(0, 64, 4096)
-    rounded, step = jax.jit(test_kernel.model.quantize)(x), np.abs(exact(x)).max(-1) / 127
+    rounded, step = jax.jit(test_kernel.model.quantize)(x), np.abs(floats(x)).max(-1) / 127
     np.testing.assert_allclose(rounded.scale, step, rtol=1e-5)
-    assert (np.abs(exact(rounded) - exact(x)) <= 0.501 * step[:, None]).all()
+    assert (np.abs(floats(rounded) - floats(x)) <= 0.501 * step[:, None]).all()
 
 
-@combined(B={"1": 1, "8": 8}, int8=INT8)
-def test_products(run, B, int8):
+@combined(B={"1": 1, "8": 8}, quantize=FORMATS)
+def test_products(run, B, quantize):
     """gate_up of Llama 3.1 8B on two devices, which TPUs stream by a kernel."""
     model = test_kernel.model
-    x, w = numbers(0, B, 4096), numbers(1, 14336, 4096, scale=1 / 64)
-    w = model.quantize(w) if int8 else w
+    x, w = numbers(0, B, 4096), in_format(model, numbers(1, 14336, 4096, scale=1 / 64), quantize)
     out = run(model.linear, x, w)
-    np.testing.assert_allclose(np.asarray(out, np.float64), exact(x) @ exact(w).T, atol=5e-3)
+    np.testing.assert_allclose(np.asarray(out, np.float64), floats(x) @ floats(w).T, atol=5e-3)
 
 
 def in_4_bits(random, *shape):
@@ -188,10 +181,10 @@ def from_4_bits(values, exponents, are_neighbours=False):
     return found.reshape(*exponents.shape[:-1], -1)
 
 
-@combined(B={"1": 1, "8": 8, "256": 256}, int8=INT8)
-def test_experts_that_were_chosen(run, B, int8):
+@combined(B={"1": 1, "8": 8, "256": 256}, quantize=FORMATS)
+def test_experts_that_were_chosen(run, B, quantize):
     """Experts of Qwen3-30B-A3B, 16 of its 128, and 8 of them for each token."""
-    arguments = test_experts.random_arguments(B, 8, 16, 2048, 768, jnp.bfloat16, int8)
+    arguments = test_experts.random_arguments(B, 8, 16, 2048, 768, jnp.bfloat16, quantize)
     mesh = test_experts.model.make_mesh(devices=jax.devices()[:1])
     out = run(lambda *arguments: test_experts.on_mesh(mesh, *arguments), *arguments)
     test_experts.assert_close(out, test_experts.reference(*arguments), jnp.bfloat16)
@@ -213,7 +206,7 @@ def test_experts_in_4_bits():
     x, scores = numbers(0, 8, 2880), random.uniform(0.2, 1, (8, 4)).astype(np.float32)
     wanted = np.zeros(x.shape)
     for e, matrices in enumerate(zip(from_4_bits(*gate_up), from_4_bits(*down), strict=True)):
-        gate, up = np.split(exact(x) @ matrices[0].T, 2, axis=1)
+        gate, up = np.split(floats(x) @ matrices[0].T, 2, axis=1)
         wanted += scores[:, e : e + 1] * ((np.tanh(gate) * up) @ matrices[1].T)
     for B in (1, 8):
         ids = np.tile(np.arange(4, dtype=np.int32), (B, 1))
@@ -228,7 +221,7 @@ def test_routing(run, B):
     logits, bias = numbers(0, B, 256).astype(np.float32), numbers(1, 256, scale=0.1).astype(np.float32)
     logits += np.arange(256, dtype=np.float32) / 2**16  # no two are equal
     ids, weights = run(lambda *args: test_latent.model.route(*args, config), logits, bias)
-    scores = 1 / (1 + np.exp(-exact(logits)))
+    scores = 1 / (1 + np.exp(-floats(logits)))
     for b, choice in enumerate((scores + bias).reshape(B, 8, 32)):
         best = np.argsort(np.sort(choice)[:, -2:].sum(-1))[-4:]
         eligible = np.where(np.isin(np.arange(8), best)[:, None], choice, -np.inf).ravel()
@@ -323,7 +316,7 @@ def test_demos_in_bfloat16(folder, assert_near):
 
 @pytest.mark.parametrize("folder", SHOWN)
 def test_demos_in_int8(folder, assert_near):
-    found = answers(folder, all_devices(folder), dtype="bfloat16", int8=True, int8_cache=True)
+    found = answers(folder, all_devices(folder), dtype="bfloat16", quantize="int8", quantize_cache="int8")
     assert_near(found, golden(folder), 0.2, is_rounded=True)
 
 

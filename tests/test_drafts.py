@@ -157,16 +157,16 @@ def test_the_extra_layer_guesses_as_the_reference(tmp_path, case, mesh):
 
 
 @pytest.mark.parametrize(
-    ("case", "mesh", "temperature", "drafts", "int8"),
+    ("case", "mesh", "temperature", "drafts", "quantize"),
     [
-        (deepseek_3, (2, 2, 2), 0.5, 1, True),
-        (glm_moe, (1, 2, 2), 0.0, 7, False),
+        (deepseek_3, (2, 2, 2), 0.5, 1, "int8"),
+        (glm_moe, (1, 2, 2), 0.0, 7, None),
     ],
 )
-def test_guesses_of_the_extra_layer_change_no_token(tmp_path, monkeypatch, case, mesh, temperature, drafts, int8):
+def test_guesses_of_the_extra_layer_change_no_token(tmp_path, monkeypatch, case, mesh, temperature, drafts, quantize):
     """Refilled rows, and a checkpoint that convert.py wrote, in int8 too."""
     folder, *_ = save_with_extra_layer(tmp_path / "source", case)
-    folder.convert.convert(tmp_path / "source", tmp_path / "output", "float32", int8)
+    folder.convert.convert(tmp_path / "source", tmp_path / "output", "float32", quantize)
     model, prompts = folder.model, random_prompts(LENGTHS[:6])
     monkeypatch.setattr(model, "SHORT_PIECES", (model.PREFILL_PIECE,))  # one program reads all prompts
     options = {"max_new_tokens": 12, "sampling": model.Sampling(temperature), "seed": 5}
@@ -178,7 +178,7 @@ def test_guesses_of_the_extra_layer_change_no_token(tmp_path, monkeypatch, case,
         options |= {"draft": "mtp", "draft_tokens": drafts, "rows": 4, "stats": stats} if uses else {}
         steps = model.generate(weights, prompts, checkpoint.config, grid, **options)
         found.append(collected(steps, len(prompts)))
-    assert_equal(*found, atol=1e-3 if int8 else 1e-4)
+    assert_equal(*found, atol=1e-3 if quantize else 1e-4)
     assert stats["drafts"] and stats["decode_tokens"] == stats["busy_row_steps"] + stats["drafts_accepted"]
 
 

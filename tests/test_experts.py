@@ -1,5 +1,6 @@
 """The routed experts of llama4/: every path against numpy in float64, the kernel under the interpreter and compiled."""
 
+import dataclasses
 import re
 from functools import partial
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import STRICT, import_folder
+from helpers import STRICT, floats, import_folder, in_format
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 model = import_folder("llama4").model
 
 
-def random_arguments(B, k, E, D, F, dtype, int8, chosen=None):
+def random_arguments(B, k, E, D, F, dtype, quantize, chosen=None):
     """x, ids, scale, w_gate_up, w_down of the whole mesh; `chosen`: the experts that rows may choose."""
     random = np.random.default_rng(0)
     x = jnp.asarray(random.standard_normal((B, D)), dtype)
@@ -23,18 +24,12 @@ def random_arguments(B, k, E, D, F, dtype, int8, chosen=None):
     ids = np.stack([random.permutation(chosen)[:k] for _ in range(B)]).astype(np.int32)
     scale = random.uniform(0.2, 1, (B, k)).astype(np.float32)
     weights = [random.standard_normal(shape) * shape[-1] ** -0.5 for shape in ((E, 2 * F, D), (E, D, F))]
-    weights = [jax.jit(model.quantize)(jnp.asarray(w)) if int8 else jnp.asarray(w, dtype) for w in weights]
+    weights = [in_format(model, jnp.asarray(w, None if quantize else dtype), quantize) for w in weights]
     return x, ids, scale, *weights
 
 
 def reference(x, ids, scale, w_gate_up, w_down):
     """In numpy and float64, an expert at a time, the scale on the expert's input."""
-
-    def floats(w):
-        if isinstance(w, model.Int8):
-            return np.asarray(w.values, np.float64) * np.asarray(w.scale, np.float64)[..., None]
-        return np.asarray(w, np.float64)
-
     x, w_gate_up, w_down = floats(x), floats(w_gate_up), floats(w_down)
     out = np.zeros(x.shape)
     for e in range(len(w_down)):
@@ -59,10 +54,7 @@ def on_mesh(mesh, x, ids, scale, w_gate_up, w_down):
     def body(*arguments):
         return jax.lax.psum(model.experts(*arguments, model.activation), model.MODEL_AXES)
 
-    def specs(w, values, scale):
-        return model.Int8(values, scale) if isinstance(w, model.Int8) else values
-
-    weights = specs(w_gate_up, P("ep", "tp"), P("ep", "tp")), specs(w_down, P("ep", None, "tp"), P("ep"))
+    weights = w_gate_up.specs(P("ep", "tp")), w_down.specs(P("ep", None, "tp"))
     rows = (P("dp"),) * 3
     program = jax.shard_map(body, mesh=mesh, in_specs=(*rows, *weights), out_specs=P("dp"), check_vma=False)
     return jax.jit(program)(x, ids, scale, grouped(w_gate_up, mesh.shape["tp"]), w_down)
@@ -74,7 +66,9 @@ def assert_close(out, wanted, dtype):
 
 
 KINDS = pytest.mark.parametrize(
-    ("dtype", "int8"), [(jnp.float32, False), (jnp.bfloat16, False), (jnp.bfloat16, True)], ids=["f32", "bf16", "int8"]
+    ("dtype", "quantize"),
+    [(jnp.float32, None), (jnp.bfloat16, None), (jnp.bfloat16, "int8")],
+    ids=["f32", "bf16", "int8"],
 )
 
 
@@ -100,9 +94,9 @@ def select(monkeypatch, platform):
     ],
 )
 @KINDS
-def test_against_float64(monkeypatch, platform, dtype, int8, B, k):
+def test_against_float64(monkeypatch, platform, dtype, quantize, B, k):
     select(monkeypatch, platform)
-    arguments = random_arguments(B, k, 8, 128, 256, dtype, int8)
+    arguments = random_arguments(B, k, 8, 128, 256, dtype, quantize)
     mesh = model.make_mesh(devices=jax.devices()[:1])
     assert_close(on_mesh(mesh, *arguments), reference(*arguments), dtype)
 
@@ -113,11 +107,11 @@ def test_against_float64(monkeypatch, platform, dtype, int8, B, k):
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("dtype", "int8", "B", "k"), [(jnp.float32, False, 2, 1), (jnp.bfloat16, True, 140, 2)], ids=["f32", "int8"]
+    ("dtype", "quantize", "B", "k"), [(jnp.float32, None, 2, 1), (jnp.bfloat16, "int8", 140, 2)], ids=["f32", "int8"]
 )
-def test_on_meshes(monkeypatch, platform, dtype, int8, mesh, B, k):
+def test_on_meshes(monkeypatch, platform, dtype, quantize, mesh, B, k):
     select(monkeypatch, platform)
-    arguments = random_arguments(B, k, 8, 64, 256, dtype, int8)
+    arguments = random_arguments(B, k, 8, 64, 256, dtype, quantize)
     mesh = model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
     assert_close(on_mesh(mesh, *arguments), reference(*arguments), dtype)
 
@@ -126,36 +120,33 @@ def test_on_meshes(monkeypatch, platform, dtype, int8, mesh, B, k):
 def test_devices_without_work(monkeypatch, platform, B):
     """All rows choose experts of one device."""
     select(monkeypatch, platform)
-    arguments = random_arguments(B, 2, 8, 64, 256, jnp.float32, True, chosen=(4, 5))
+    arguments = random_arguments(B, 2, 8, 64, 256, jnp.float32, "int8", chosen=(4, 5))
     assert_close(on_mesh(model.make_mesh(1, 4, 2), *arguments), reference(*arguments), jnp.float32)
 
 
 @pytest.mark.parametrize(
-    ("platform", "B", "dtype", "int8"),
+    ("platform", "B", "dtype", "quantize"),
     [
-        ("cpu", 1, jnp.float32, False),
-        ("cpu", 1, jnp.bfloat16, True),
-        ("cpu", 40, jnp.bfloat16, True),
-        ("gpu", 2, jnp.float32, False),
-        ("gpu", 40, jnp.bfloat16, True),
-        ("tpu", 3, jnp.float32, False),
-        ("tpu", 140, jnp.bfloat16, True),
+        ("cpu", 1, jnp.float32, None),
+        ("cpu", 1, jnp.bfloat16, "int8"),
+        ("cpu", 40, jnp.bfloat16, "int8"),
+        ("gpu", 2, jnp.float32, None),
+        ("gpu", 40, jnp.bfloat16, "int8"),
+        ("tpu", 3, jnp.float32, None),
+        ("tpu", 140, jnp.bfloat16, "int8"),
     ],
 )
-def test_biases_and_a_residual_stream_of_no_whole_lanes(monkeypatch, platform, B, dtype, int8):
+def test_biases_and_a_residual_stream_of_no_whole_lanes(monkeypatch, platform, B, dtype, quantize):
     """160 columns, which TPUs store as 256, and biases of gate, up and down, on two devices along tp."""
     select(monkeypatch, platform)
-    x, ids, scale, w_gate_up, w_down = random_arguments(B, 2, 8, 160, 256, dtype, int8)
+    x, ids, scale, w_gate_up, w_down = random_arguments(B, 2, 8, 160, 256, dtype, quantize)
     random = np.random.default_rng(1)
     biases = tuple(random.standard_normal((8, size)).astype(np.float32) for size in (512, 160))
     wanted = np.zeros(x.shape)
     for b, row in enumerate(ids):
         for slot, e in enumerate(row):
-            weights = (
-                np.asarray(w.values, np.float64) * w.scale[..., None] if int8 else w for w in (w_gate_up, w_down)
-            )
-            up_down = [np.asarray(w[e], np.float64) for w in weights]
-            gate, up = np.split(up_down[0] @ np.asarray(x[b], np.float64) + biases[0][e], 2)
+            up_down = [floats(w)[e] for w in (w_gate_up, w_down)]
+            gate, up = np.split(up_down[0] @ floats(x[b]) + biases[0][e], 2)
             wanted[b] += scale[b, slot] * (up_down[1] @ (np.tanh(gate) * up) + biases[1][e])
 
     def body(x, ids, scale, w_gate_up, w_down, *biases):
@@ -165,11 +156,10 @@ def test_biases_and_a_residual_stream_of_no_whole_lanes(monkeypatch, platform, B
         return jax.lax.psum(model.experts(x, ids, scale, w_gate_up, w_down, activate, biases), model.MODEL_AXES)
 
     if platform == "tpu":
-        width = ((0, 0), (0, 0), (0, 96))
-        w_gate_up = w_gate_up._replace(values=jnp.pad(w_gate_up.values, width)) if int8 else jnp.pad(w_gate_up, width)
+        values = jnp.pad(w_gate_up.values, ((0, 0), (0, 0), (0, 96)))
+        w_gate_up = dataclasses.replace(w_gate_up, values=values)
     mesh = model.make_mesh(1, 1, 2, devices=jax.devices()[:2])
-    split = model.Int8(P(None, "tp"), P(None, "tp")) if int8 else P(None, "tp")
-    down = model.Int8(P(None, None, "tp"), P()) if int8 else P(None, None, "tp")
+    split, down = w_gate_up.specs(P(None, "tp")), w_down.specs(P(None, None, "tp"))
     specs = (P(), P(), P(), split, down, P(None, "tp"), P())
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
     out = program(x, ids, scale, grouped(w_gate_up, 2), w_down, grouped(biases[0], 2), biases[1])
@@ -178,7 +168,7 @@ def test_biases_and_a_residual_stream_of_no_whole_lanes(monkeypatch, platform, B
 
 def test_rows_do_not_depend_on_others():
     """What a tile's other rows are must not show: not even where they are not finite."""
-    arguments = random_arguments(16, 2, 8, 128, 256, jnp.float32, False)
+    arguments = random_arguments(16, 2, 8, 128, 256, jnp.float32, None)
     x = arguments[0].at[3].set(jnp.nan)
     mesh = model.make_mesh(devices=jax.devices()[:1])
     out = np.asarray(on_mesh(mesh, x, *arguments[1:]))
@@ -187,7 +177,7 @@ def test_rows_do_not_depend_on_others():
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize(("topology", "int8"), [("v5e:4x4", True), ("v5p:2x2x4", False)])
+@pytest.mark.parametrize(("topology", "quantize"), [("v5e:4x4", "int8"), ("v5p:2x2x4", None)])
 @pytest.mark.parametrize(
     ("ep", "tp", "B", "k", "E", "D", "F"),
     [
@@ -197,7 +187,7 @@ def test_rows_do_not_depend_on_others():
         (16, 1, 16, 8, 64, 7168, 2048),  # DeepSeek, a quarter of its experts
     ],
 )
-def test_compiles_for_tpus(topology, int8, ep, tp, B, k, E, D, F):
+def test_compiles_for_tpus(topology, quantize, ep, tp, B, k, E, D, F):
     """The kernel and XLA agree on layouts: no copy of a weight, and nothing of a weight's size beside it."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = model.make_mesh(1, ep, tp, devices=devices)
@@ -206,9 +196,8 @@ def test_compiles_for_tpus(topology, int8, ep, tp, B, k, E, D, F):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
     def weight(shape, *spec):
-        if int8:
-            return model.Int8(array(shape, jnp.int8, *spec), array(shape[:-1], jnp.float32, *spec[:-1]))
-        return array(shape, jnp.bfloat16, *spec)
+        held = model.FORMATS[quantize].declare(shape, jnp.bfloat16, mesh)
+        return jax.tree.map(lambda x, spec: array(x.shape, x.dtype, *spec), held, held.specs(P(*spec)))
 
     arguments = (
         array((B, D), jnp.bfloat16),

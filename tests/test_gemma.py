@@ -93,7 +93,7 @@ def test_the_factor_of_embeddings_is_rounded_as_in_the_reference(dtype):
     config, mesh = model.Config.from_dict(raw), model.make_mesh(devices=jax.devices()[:1])
     reference = GemmaTextScaledWordEmbedding(16, 3072, None, embed_scale=3072**0.5).to(getattr(torch, dtype))
     table = jnp.asarray(reference.weight.detach().float().numpy(), dtype)
-    weights = {"embedding": table, "norm": jnp.ones(3072, dtype), "layers": []}
+    weights = {"embedding": model.Plain(table), "norm": jnp.ones(3072, dtype), "layers": []}
 
     def embedded(tokens):
         return model.forward(weights, tokens, tokens, [], None, config)[0]

@@ -57,20 +57,20 @@ def test_beyond_the_last_position(released, main):  # noqa: F811
         decode(gpt2, path, random_prompts(65), max_new_tokens=1)
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_converted(released, tmp_path, monkeypatch, int8):
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_converted(released, tmp_path, monkeypatch, quantize):
     """Matrices are written as they were stored, in pieces or not, and int8 is what loading makes of them."""
     path, _ = released
     monkeypatch.setattr(gpt2.convert, "PIECE_BYTES", 4096)
-    gpt2.convert.convert(path, tmp_path / "out", "float32", int8)
-    if not int8:
+    gpt2.convert.convert(path, tmp_path / "out", "float32", quantize)
+    if not quantize:
         source, output = load_file(path / "model.safetensors"), {}
         for file in (tmp_path / "out").glob("*.safetensors"):
             output |= load_file(file)
         assert len(source) == len(output) + 5
         assert all(torch.equal(source[name], tensor) for name, tensor in output.items())
     prompts = random_prompts(20, 3)
-    loaded = decode(gpt2, path, prompts, int8=int8, max_new_tokens=8)
+    loaded = decode(gpt2, path, prompts, quantize=quantize, max_new_tokens=8)
     converted = decode(gpt2, tmp_path / "out", prompts, (1, 1, 8), max_new_tokens=8)
     assert [[token.id for token in row] for row in converted] == [[token.id for token in row] for row in loaded]
 

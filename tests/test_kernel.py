@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import STRICT, import_folder, in_turns, interpret_kernels
+from helpers import STRICT, floats, import_folder, in_format, in_turns, interpret_kernels
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
@@ -15,20 +15,14 @@ llama3 = import_folder("llama3")
 model = llama3.model
 
 
-def random_rows(B, K, N, T, starts, H, dtype, int8):
+def random_rows(B, K, N, T, starts, H, dtype, quantize):
     """Queries [B, T, N, H], keys and values [B, K, P, H] of all positions up to the last new one, as the cache has
     them, and of the T new ones, as they come."""
     random = np.random.default_rng(0)
     q = (random.standard_normal((B, T, N, H)) * 3 / H**0.5).astype(dtype)
     history = [random.standard_normal((B, K, max(starts) + T, H)).astype(dtype) for _ in range(2)]
     new = model.LayerCache(*(np.stack([x[b, :, s : s + T] for b, s in enumerate(starts)]) for x in history))
-    return q, model.LayerCache(*(jax.jit(model.quantize)(x) if int8 else x for x in history)), new
-
-
-def floats(x):
-    if isinstance(x, model.Int8):
-        return np.asarray(x.values, np.float64) * np.asarray(x.scale, np.float64)[..., None]
-    return np.asarray(x, np.float64)
+    return q, model.LayerCache(*(in_format(model, x, quantize) for x in history)), new
 
 
 def reference(q, history, starts, mask):
@@ -81,17 +75,17 @@ ATTENTION = in_turns(
         ((1, 2, 512, 64), 64, (448, 3), {"softcap": 2.0}, 128),
         ((1, 2, 256, 64), 64, (990, 30), {"chunk": 100}, 128),  # chunks end in a piece, the ring too
     ],
-    (jnp.float32, False),
-    (jnp.bfloat16, True),
+    (jnp.float32, None),
+    (jnp.bfloat16, "int8"),
 )
 
 
-@pytest.mark.parametrize(("shape", "T", "starts", "mask", "block", "dtype", "int8"), ATTENTION)
-def test_against_float64(monkeypatch, shape, T, starts, mask, block, dtype, int8):
+@pytest.mark.parametrize(("shape", "T", "starts", "mask", "block", "dtype", "quantize"), ATTENTION)
+def test_against_float64(monkeypatch, shape, T, starts, mask, block, dtype, quantize):
     """Kernel, plain JAX, and its tiles for CPUs: outputs, log-sum-exps, and the cache, where nothing else changes. The
     rows are some of a larger cache if there are many tokens."""
     (K, G, S, H), B, mask = shape, len(starts), model.Mask(**mask)
-    q, history, new = random_rows(B, K, K * G, T, starts, H, dtype, int8)
+    q, history, new = random_rows(B, K, K * G, T, starts, H, dtype, quantize)
     wanted, wanted_sum = reference(q, history, starts, mask)
     ring, at = mask.wraps(S, T), jnp.array(starts, jnp.int32)
     places = None if T <= model.FEW else jnp.arange(B)[::-1]
@@ -134,18 +128,18 @@ SHARED_HEADS = in_turns(
         ((1, 2, 2), 2, 2, 48, (464, 11), {}),
         ((1, 1, 4), 2, 2, 4, (300, 9), {}),
     ],
-    ("tpu", True),
-    ("cpu", False),
+    ("tpu", "int8"),
+    ("cpu", None),
 )
 
 
-@pytest.mark.parametrize(("mesh", "kv_heads", "G", "T", "starts", "mask", "platform", "int8"), SHARED_HEADS)
-def test_devices_that_share_a_head(monkeypatch, platform, mesh, kv_heads, G, T, starts, mask, int8):
+@pytest.mark.parametrize(("mesh", "kv_heads", "G", "T", "starts", "mask", "platform", "quantize"), SHARED_HEADS)
+def test_devices_that_share_a_head(monkeypatch, platform, mesh, kv_heads, G, T, starts, mask, quantize):
     """Each has a part of the sequence, and they exchange queries and outputs, on TPUs by a kernel."""
     mesh, mask = model.make_mesh(*mesh, devices=jax.devices()[: np.prod(mesh)]), model.Mask(**mask)
     X, B, S, H = model.model_shards(mesh), len(starts), 256, 64
     R = X // kv_heads
-    q, history, new = random_rows(B, kv_heads, X * G, T, starts, H, jnp.float32, int8)
+    q, history, new = random_rows(B, kv_heads, X * G, T, starts, H, jnp.float32, quantize)
     wanted, _ = reference(q, history, starts, mask)
     ring = mask.wraps(R * S, T)
     before, after = (cache_with(history, [s + n for s in starts], S, R, ring) for n in (0, T))
@@ -173,7 +167,8 @@ def test_devices_that_share_a_head(monkeypatch, platform, mesh, kv_heads, G, T, 
 @pytest.mark.parametrize("R", [1, 8])
 def test_short_prompts_lower_for_tpus(R):
     """However many devices share a head, and however few tokens there are."""
-    mesh = model.make_mesh(tp=R, devices=jax.devices()[:R])
+    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
+    mesh = model.make_mesh(tp=R, devices=topology.devices[:R])
     heads = jax.sharding.PartitionSpec("dp", None, model.MODEL_AXES)
 
     def attend(q, k, v, cache, positions):
@@ -181,25 +176,25 @@ def test_short_prompts_lower_for_tpus(R):
 
     specs = heads, heads, heads, model.CACHE_SPEC, jax.sharding.PartitionSpec("dp")
     program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(heads, specs[3]), check_vma=False)
-    side = jnp.ones((1, R, 256, 128), jnp.bfloat16)
+    side = model.Plain(jax.ShapeDtypeStruct((1, R, 256, 128), jnp.bfloat16))
     for T in (1, 2, 8, 24 // R * R + R):
-        x = jnp.ones((1, T, R, 128), jnp.bfloat16)
-        cache = model.LayerCache(side, side)
-        jax.jit(program).trace(x, x, x, cache, jnp.arange(T)[None]).lower(lowering_platforms=("tpu",))
+        x, positions = jax.ShapeDtypeStruct((1, T, R, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, T), jnp.int32)
+        arguments = x, x, x, model.LayerCache(side, side), positions
+        assert "tpu_custom_call" in jax.jit(program).lower(*arguments).as_text()
 
 
 @pytest.mark.parametrize(("rows", "O", "C"), [(1, 333, 256), (8, 1001, 128), (33, 512, 384), (3, 1, 128)])
-@pytest.mark.parametrize(("dtype", "int8"), [(jnp.float32, False), (jnp.bfloat16, True)])
-def test_streamed_product(rows, O, C, dtype, int8):
+@pytest.mark.parametrize(("dtype", "quantize"), [(jnp.float32, None), (jnp.bfloat16, "int8")])
+def test_streamed_product(monkeypatch, rows, O, C, dtype, quantize):
     """In blocks that do not divide the rows of the weight, too."""
     keys = jax.random.split(jax.random.key(0))
     x = jax.random.normal(keys[0], (rows, C), dtype)
-    w = jax.random.normal(keys[1], (O, C), dtype)
-    w = model.quantize(w) if int8 else w
-    y = jax.jit(partial(model.streamed_product, block=128, interpret=STRICT))(x, w)
-    exact = np.asarray(w.values, np.float64) * np.asarray(w.scale)[:, None] if int8 else np.asarray(w, np.float64)
-    wanted = np.asarray(x, np.float64) @ exact.T
-    np.testing.assert_allclose(np.asarray(y, np.float64), wanted, atol=2e-6 * np.abs(wanted).max())
+    w = in_format(model, jax.random.normal(keys[1], (O, C), dtype), quantize)
+    kernel = partial(model.streamed_product, block=128, interpret=STRICT)
+    monkeypatch.setattr(model, "streamed_product", kernel)
+    y = jax.jit(lambda x, w: w.streamed_product(x))(x, w)
+    wanted = floats(x) @ floats(w).T
+    np.testing.assert_allclose(floats(y), wanted, atol=2e-6 * np.abs(wanted).max())
 
 
 def array_on(topology):
@@ -209,10 +204,9 @@ def array_on(topology):
     return lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=device)
 
 
-def abstract_side(array, shape, int8):
-    if int8:
-        return model.Int8(array(*shape, dtype=jnp.int8), array(*shape[:-1], dtype=jnp.float32))
-    return array(*shape)
+def abstract_side(array, shape, quantize):
+    side = model.FORMATS[quantize].declare(shape, jnp.bfloat16, mesh=None)
+    return jax.tree.map(lambda x: array(*x.shape, dtype=x.dtype), side)
 
 
 COMPILED = in_turns(
@@ -226,17 +220,17 @@ COMPILED = in_turns(
         ((1, 1, 5, 10240, 128), 5, {"chunk": 8192}),  # Scout
         ((1, 4, 2, 5120, 256), 1, {"window": 4096, "softcap": 50.0}),  # Gemma 2 2B
     ],
-    ("v5e:2x2", True),
-    ("v6e:2x2", False),
-    ("v5p:2x2x1", True),
+    ("v5e:2x2", "int8"),
+    ("v6e:2x2", None),
+    ("v5p:2x2x1", "int8"),
 )
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize(("shape", "T", "mask", "topology", "int8"), COMPILED)
-def test_compiles_for_tpus(topology, int8, shape, T, mask):
+@pytest.mark.parametrize(("shape", "T", "mask", "topology", "quantize"), COMPILED)
+def test_compiles_for_tpus(topology, quantize, shape, T, mask):
     (B, K, G, S, H), array = shape, array_on(topology)
-    side, new = abstract_side(array, (B, K, S, H), int8), array(B, K, T, H)
+    side, new = abstract_side(array, (B, K, S, H), quantize), array(B, K, T, H)
     arguments = array(B, K, 1, T * G, H), model.LayerCache(new, new), model.LayerCache(side, side)
 
     def attend(*arguments):  # as the models do; XLA 0.10.2 fails if what the kernel returns leaves the program as it is
@@ -255,17 +249,17 @@ def test_compiles_for_tpus(topology, int8, shape, T, mask):
 @pytest.mark.optimized
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
 @pytest.mark.parametrize(
-    ("shape", "T", "mask", "int8"),
+    ("shape", "T", "mask", "quantize"),
     [
-        ((1, 2, 4, 2048, 128), 1024, {}, True),  # 8B on four chips
-        ((1, 2, 16, 1280, 128), 256, {"window": 300, "softcap": 50.0}, False),
-        ((2, 1, 5, 2560, 128), 512, {"chunk": 2000}, True),
-        ((2, 3, 1, 512, 192), 512, {}, False),  # heads of a latent model, which are wider than their values
+        ((1, 2, 4, 2048, 128), 1024, {}, "int8"),  # 8B on four chips
+        ((1, 2, 16, 1280, 128), 256, {"window": 300, "softcap": 50.0}, None),
+        ((2, 1, 5, 2560, 128), 512, {"chunk": 2000}, "int8"),
+        ((2, 3, 1, 512, 192), 512, {}, None),  # heads of a latent model, which are wider than their values
     ],
 )
-def test_piece_compiles_for_tpus(topology, shape, T, mask, int8):
+def test_piece_compiles_for_tpus(topology, shape, T, mask, quantize):
     (B, K, G, S, H), W, array = shape, min(shape[-1], 128), array_on(topology)
-    cache = tuple(abstract_side(array, (B + 1, K, S, width), int8) for width in (H, W))
+    cache = tuple(abstract_side(array, (B + 1, K, S, width), quantize) for width in (H, W))
     at = array(B, dtype=jnp.int32)
     kernel = partial(model.attention_kernel, mask=model.Mask(**mask), T=T)
     program = jax.jit(kernel).lower(array(B, K, G, T, H), (), cache, at, at).compile()

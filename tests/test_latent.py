@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import import_folder, in_turns, interpret_kernels
+from helpers import floats, import_folder, in_format, in_turns, interpret_kernels
 from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
@@ -16,7 +16,7 @@ model = import_folder("deepseek").model
 N, H, U, W, L = 8, 16, 8, 24, 32  # over all devices
 
 
-def random_arguments(starts, T, dtype, int8_weights=False):
+def random_arguments(starts, T, dtype, quantize=None):
     """q, q_rope, the latents and rotary keys of all tokens up to the last new one, and kv_b: as one device would see
     them."""
     random = np.random.default_rng(0)
@@ -27,13 +27,7 @@ def random_arguments(starts, T, dtype, int8_weights=False):
     B, tokens = len(starts), max(starts) + T
     q, q_rope = array(B, T, N, H, scale=0.7), array(B, T, N, U, scale=0.7)
     history, kv_b = model.LayerCache(array(B, tokens, L), array(B, tokens, U)), array(N, H + W, L, scale=L**-0.5)
-    return q, q_rope, history, jax.jit(model.quantize)(kv_b) if int8_weights else kv_b
-
-
-def floats(x):
-    if isinstance(x, model.Int8):
-        return np.asarray(x.values, np.float64) * np.asarray(x.scale, np.float64)[..., None]
-    return np.asarray(x, np.float64)
+    return q, q_rope, history, in_format(model, kv_b, quantize)
 
 
 def reference(q, q_rope, history, starts, kv_b):
@@ -90,13 +84,13 @@ ATTENTION = in_turns(
         ((1, 1, 4), 32, (130, 448), 64, 512),
         ((2, 1, 4), 2, (0, 190, 187, 3), 32, 256),  # as many blocks on all devices, for the interpreter
     ],
-    ("tpu", True),
-    ("cpu", False),
+    ("tpu", "int8"),
+    ("cpu", None),
 )
 
 
-@pytest.mark.parametrize(("mesh", "sharers", "starts", "T", "slots", "platform", "int8"), ATTENTION, ids=str)
-def test_against_float64(monkeypatch, platform, mesh, sharers, starts, T, slots, int8):
+@pytest.mark.parametrize(("mesh", "sharers", "starts", "T", "slots", "platform", "quantize"), ATTENTION, ids=str)
+def test_against_float64(monkeypatch, platform, mesh, sharers, starts, T, slots, quantize):
     width = 128 if platform == "tpu" else None  # as abstract_cache has it there
     monkeypatch.setattr(model, "CACHE_SHARERS", sharers)
     select(monkeypatch, platform)
@@ -106,9 +100,9 @@ def test_against_float64(monkeypatch, platform, mesh, sharers, starts, T, slots,
     mesh = model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
     X = model.model_shards(mesh)
     R = model.cache_sharers(None, X)
-    q, q_rope, history, kv_b = random_arguments(starts, T, jnp.float32, int8)
+    q, q_rope, history, kv_b = random_arguments(starts, T, jnp.float32, quantize)
     new = model.LayerCache(*(jnp.stack([x[b, s : s + T] for b, s in enumerate(starts)]) for x in history))
-    history = model.LayerCache(*map(jax.jit(model.quantize), history)) if int8 else history
+    history = model.LayerCache(*(in_format(model, x, quantize) for x in history))
     wanted = reference(q, q_rope, history, starts, kv_b)
 
     def cache_with(n):  # the tokens up to the n-th new one, and something else behind them
@@ -182,16 +176,16 @@ COMPILED = in_turns(
         (1, 256, 64, 1),  # R1, a row on 32 chips
         (1, 256, 64, 2),
     ],
-    ("v5e:2x2", True),
-    ("v6e:2x2", False),
-    ("v5p:2x2x1", True),
-    ("v5e:2x2", False),
+    ("v5e:2x2", "int8"),
+    ("v6e:2x2", None),
+    ("v5p:2x2x1", "int8"),
+    ("v5e:2x2", None),
 )
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize(("B", "G", "S", "T", "topology", "int8"), COMPILED)
-def test_compiles_for_tpus(topology, int8, B, G, S, T):
+@pytest.mark.parametrize(("B", "G", "S", "T", "topology", "quantize"), COMPILED)
+def test_compiles_for_tpus(topology, quantize, B, G, S, T):
     topology = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
 
@@ -199,12 +193,8 @@ def test_compiles_for_tpus(topology, int8, B, G, S, T):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
 
     def side(slots, width):
-        shape = B, 1, slots
-        return (
-            model.Int8(array(*shape, width, dtype=jnp.int8), array(*shape, dtype=jnp.float32))
-            if int8
-            else array(*shape, width)
-        )
+        held = model.FORMATS[quantize].declare((B, 1, slots, width), jnp.bfloat16, mesh=None)
+        return jax.tree.map(lambda x: array(*x.shape, dtype=x.dtype), held)
 
     arguments = (
         array(B, 1, 1, T * G, 640),

@@ -58,11 +58,11 @@ def test_fp8_converted(fp8, tmp_path):
     """To float32 it stays what it is; to int8 it is what loading in int8 gives."""
     path, reference = fp8
     prompts = random_prompts(30)
-    llama4.convert.convert(path, tmp_path / "float32", "float32", int8=False)
+    llama4.convert.convert(path, tmp_path / "float32", "float32")
     assert_matches(reference, prompts, decode(llama4, tmp_path / "float32", prompts, (1, 2, 2), max_new_tokens=8))
-    llama4.convert.convert(path, tmp_path / "int8", "float32", int8=True)
+    llama4.convert.convert(path, tmp_path / "int8", "float32", "int8")
     converted = decode(llama4, tmp_path / "int8", prompts, max_new_tokens=8)
-    loaded = decode(llama4, path, prompts, int8=True, max_new_tokens=8)
+    loaded = decode(llama4, path, prompts, quantize="int8", max_new_tokens=8)
     assert [token.id for token in converted[0]] == [token.id for token in loaded[0]]
 
 

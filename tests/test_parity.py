@@ -486,13 +486,13 @@ def test_sharp_attention_far_along(tmp_path, family, scale, rope):
     assert_matches(reference, prompts, decode(modules, tmp_path, prompts, max_new_tokens=6))
 
 
-@pytest.mark.parametrize("int8_cache", [True])
-def test_pieces_of_prefill_change_nothing(checkpoints, monkeypatch, int8_cache):
+@pytest.mark.parametrize("quantize_cache", ["int8"])
+def test_pieces_of_prefill_change_nothing(checkpoints, monkeypatch, quantize_cache):
     modules, path, _ = checkpoints("llama 3.1")
     prompts = random_prompts(700, 90)
-    whole = decode(modules, path, prompts, max_new_tokens=6, int8_cache=int8_cache)
+    whole = decode(modules, path, prompts, max_new_tokens=6, quantize_cache=quantize_cache)
     monkeypatch.setattr(modules.model, "PREFILL_PIECE", 64)
-    pieces = decode(modules, path, prompts, max_new_tokens=6, int8_cache=int8_cache)
+    pieces = decode(modules, path, prompts, max_new_tokens=6, quantize_cache=quantize_cache)
     for row, other in zip(whole, pieces, strict=True):
         assert [token.id for token in row] == [token.id for token in other]
         np.testing.assert_allclose([t.logprob for t in row], [t.logprob for t in other], atol=1e-4)

@@ -126,8 +126,8 @@ def test_loops_run_as_often_as_counted(monkeypatch, rows):
     attend = partial(model.cached_attention, batch=rows, R=2)
     program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(heads, specs[3]), check_vma=False)
     program, R = jax.jit(program), model.row_groups(rows, 2)[1]
-    x, new, w = jnp.ones((rows, T, 2, 16)), jnp.ones((rows, T, 16)), jnp.ones((2 * 16, 16))
-    cache = model.LayerCache(*[jnp.zeros((1, 2, 512 // R, 16))] * 2)
+    x, new, w = jnp.ones((rows, T, 2, 16)), jnp.ones((rows, T, 16)), model.Plain(jnp.ones((2 * 16, 16)))
+    cache = model.LayerCache(*[model.Plain(jnp.zeros((1, 2, 512 // R, 16)))] * 2)
     for start in (0, 64, 192, 448):
         count.clear()
         positions = start + jnp.tile(jnp.arange(T), (rows, 1))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ROOT, decode, import_folder, reference_logprobs, save_random
+from helpers import ROOT, decode, floats, import_folder, in_format, reference_logprobs, save_random
 from shared import folders
 from test_parity import llama, random_prompts
 from transformers import AutoTokenizer
@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import precision
 
 FOLDERS = {name: import_folder(name) for name in folders()}
-linear, quantize = FOLDERS["llama3"].model.linear, FOLDERS["llama3"].model.quantize
+model = FOLDERS["llama3"].model
 
 
 def conversations(folder):
@@ -34,25 +34,25 @@ def conversations(folder):
 
 
 @cache
-def log_probabilities(folder, dtype, int8, int8_cache, mesh_shape=(1, 1, 1)):
+def log_probabilities(folder, dtype, quantize=None, quantize_cache=None, mesh_shape=(1, 1, 1)):
     """float32 [len(row), V] for each row of conversations: the distribution of the token after each of them."""
     checkpoint = FOLDERS[folder].convert.open_checkpoint(ROOT / folder / "demo")
-    return precision.scorer(FOLDERS[folder], checkpoint, dtype, int8, int8_cache, mesh_shape)(
+    return precision.scorer(FOLDERS[folder], checkpoint, dtype, quantize, quantize_cache, mesh_shape)(
         list(conversations(folder))
     )
 
 
 @pytest.mark.parametrize(
-    ("folder", "dtype", "int8", "int8_cache", "mesh", "limit"),
+    ("folder", "dtype", "quantize", "quantize_cache", "mesh", "limit"),
     [
-        *((folder, "bfloat16", False, False, (1, 1, 1), 2e-3) for folder in ("llama4", "deepseek")),
-        *((folder, "bfloat16", True, True, (1, 2, 4), 2e-2) for folder in ("deepseek", "gpt_oss", "gemma", "gpt2")),
-        ("glm4", "float16", False, False, (1, 1, 1), 2e-3),
+        *((folder, "bfloat16", None, None, (1, 1, 1), 2e-3) for folder in ("llama4", "deepseek")),
+        *((folder, "bfloat16", "int8", "int8", (1, 2, 4), 2e-2) for folder in ("deepseek", "gpt_oss", "gemma", "gpt2")),
+        ("glm4", "float16", None, None, (1, 1, 1), 2e-3),
     ],
 )
-def test_mean_kl_from_float32(folder, dtype, int8, int8_cache, mesh, limit):
-    exact = log_probabilities(folder, "float32", False, False)
-    rounded = log_probabilities(folder, dtype, int8, int8_cache, mesh)
+def test_mean_kl_from_float32(folder, dtype, quantize, quantize_cache, mesh, limit):
+    exact = log_probabilities(folder, "float32")
+    rounded = log_probabilities(folder, dtype, quantize, quantize_cache, mesh)
     divergences = [(np.exp(e) * (e - r)).sum(-1) for e, r in zip(exact, rounded, strict=True)]
     mean = np.concatenate(divergences).mean()
     print(f"mean KL {mean:.1e}, of unseen text {divergences[-1].mean():.1e}")
@@ -74,20 +74,20 @@ def test_matrices_stored_wider_on_a_cpu(tmp_path, mesh):
         assert token.logprob == pytest.approx(wanted[token.id], abs=0.1) and wanted[token.id] > wanted.max() - 0.1
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
-def test_a_single_row_on_a_cpu_is_one_loop(int8):
+@pytest.mark.parametrize("quantize", [None, "int8"], ids=["", "int8"])
+def test_a_single_row_on_a_cpu_is_one_loop(quantize):
     """What makes it fast shows in the program: the weights are not turned to float32 in memory, nor handed to a library
     (either took ten times as long)."""
     x = jnp.ones((1, 1024), jnp.bfloat16)
-    w = quantize(jnp.ones((4096, 1024))) if int8 else jnp.ones((4096, 1024), jnp.bfloat16)
-    program = jax.jit(linear).lower(x, w).compile()
+    w = in_format(model, jnp.ones((4096, 1024), jnp.bfloat16), quantize)
+    program = jax.jit(model.linear).lower(x, w).compile()
     assert program.memory_analysis().temp_size_in_bytes < 4096 * 1024 * 4 / 8
     reductions = [line for line in program.as_text().splitlines() if "/reduce" in line and " fusion(" in line]
     assert len(reductions) == 1 and "kind=kLoop" in reductions[0]
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize("quantize", [None, "int8"], ids=["", "int8"])
 @pytest.mark.parametrize(
     ("rows", "contracted", "dtype"),
     [
@@ -112,14 +112,14 @@ def test_a_single_row_on_a_cpu_is_one_loop(int8):
         (200, 96, jnp.bfloat16),
     ],
 )
-def test_products_on_a_cpu(rows, contracted, dtype, int8):
+def test_products_on_a_cpu(rows, contracted, dtype, quantize):
     """Every form of cpu_product against float64."""
     keys = jax.random.split(jax.random.key(0))
     x = jax.random.normal(keys[0], (rows, contracted)).astype(dtype)
     w = jax.random.normal(keys[1], (70, contracted)).astype(dtype)
-    if contracted == 2048 and not int8:
+    if contracted == 2048 and not quantize:
         w = jnp.pad(w, ((0, 0), (0, 32)))  # see stored_width
-    w = quantize(w) if int8 else w
-    values = np.asarray(w.values, np.float64) * np.asarray(w.scale, np.float64)[:, None] if int8 else w
-    wanted = np.asarray(x, np.float64) @ np.asarray(values, np.float64)[:, :contracted].T
-    np.testing.assert_allclose(jax.jit(linear)(x, w), wanted, atol=5e-3 if int8 else 1e-4 * max(1, contracted / 1024))
+    w = in_format(model, w, quantize)
+    wanted = floats(x) @ floats(w)[:, :contracted].T
+    tolerance = 5e-3 if quantize else 1e-4 * max(1, contracted / 1024)
+    np.testing.assert_allclose(jax.jit(model.linear)(x, w), wanted, atol=tolerance)

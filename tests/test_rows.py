@@ -93,23 +93,22 @@ def test_what_prompts_share_is_read_once():
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "temperature", "int8_cache", "T"),
+    ("name", "mesh", "temperature", "quantize_cache", "T"),
     [
-        ("llama3", (1, 1, 1), 0.0, True, 2),
-        ("llama3", (2, 1, 2), 2.0, False, 4),
-        ("deepseek", (1, 1, 4), 0.0, False, 4),
-        ("llama4", (1, 1, 8), 2.0, False, 8),
-        ("gpt_oss", (1, 1, 2), 0.0, False, 3),
+        ("llama3", (1, 1, 1), 0.0, "int8", 2),
+        ("llama3", (2, 1, 2), 2.0, None, 4),
+        ("deepseek", (1, 1, 4), 0.0, None, 4),
+        ("llama4", (1, 1, 8), 2.0, None, 8),
+        ("gpt_oss", (1, 1, 2), 0.0, None, 3),
     ],
 )
-def test_steps_that_verify(name, mesh, temperature, int8_cache, T):
+def test_steps_that_verify(name, mesh, temperature, quantize_cache, T):
     """Drafts that are right, wrong, half right or left to chance: the tokens of steps of one, and a row advances past
     those that agree. Rows read prompts, decode, and end, each at its own pace."""
     folder, config, mesh, weights = demo(name, mesh)
     model, (prompts, new) = folder.model, (random_prompts([3, 30, 11, 1]), 18)
-    options = {"sampling": model.Sampling(temperature), "seed": 5}
-    wanted = model.generate(weights, prompts, config, mesh, max_new_tokens=new, int8_cache=int8_cache, **options)
-    wanted = collected(wanted, 4)
+    options = {"sampling": model.Sampling(temperature), "seed": 5, "quantize_cache": quantize_cache}
+    wanted = collected(model.generate(weights, prompts, config, mesh, max_new_tokens=new, **options), 4)
     history, limits = np.zeros((4, 64), np.int32), np.array([len(prompt) + new for prompt in prompts], np.int32)
     for b, prompt in enumerate(prompts):
         answer = np.array([token.id for token in wanted[b]])
@@ -122,7 +121,7 @@ def test_steps_that_verify(name, mesh, temperature, int8_cache, T):
     numbers = history, np.zeros(4, np.int32), lengths, limits, np.array([(b, 5) for b in range(4)], np.uint32)
     by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("dp"))
     rows = model.Rows(*jax.device_put(numbers, by_rows))
-    cache = model.zeros(model.abstract_cache(config, mesh, 4, 64, jnp.float32, int8_cache))
+    cache = model.zeros(model.abstract_cache(config, mesh, 4, 64, jnp.float32, quantize_cache))
     given, steps = [[] for _ in prompts], np.zeros(4, int)
     fixed = {"config": config, "mesh": mesh, "sampling": options["sampling"]}
     while min(map(len, given)) < new:

@@ -397,7 +397,7 @@ def test_conversion_takes_the_tokenizer_along(tmp_path, name):
     folder, model_class, config = case.family(vocab_size=case.vocab_size, hidden_size=16, num_hidden_layers=2)
     save_random(tmp_path / "source", model_class, config, rewrite=lambda raw: raw | case.raw)
     case.write(tmp_path / "source")
-    folder.convert.convert(tmp_path / "source", tmp_path / "converted", "bfloat16", int8=True)
+    folder.convert.convert(tmp_path / "source", tmp_path / "converted", "bfloat16", "int8")
     tokenizer = folder.main.read_tokenizer(folder.convert.open_checkpoint(tmp_path / "converted"))
     assert_same(tokenizer, case.encode, case.decode)
 

@@ -49,7 +49,7 @@ def main() -> None:
     checkpoint = convert.open_checkpoint(ROOT / args.folder / "demo")
     config = checkpoint.config
     mesh = model.make_mesh(*model.mesh_shape(config, jax.devices()))
-    weights = convert.load(checkpoint, mesh, args.dtype, args.quantize == "int8")
+    weights = convert.load(checkpoint, mesh, args.dtype, args.quantize)
     chance, begin = random.Random(0), time.perf_counter()
     half, end = begin + 30 * args.minutes, begin + 60 * args.minutes
     tokens = batches = 0
