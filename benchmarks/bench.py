@@ -211,7 +211,8 @@ def bench(args) -> dict:
     config = model.Config.from_dict(raw_config)
     if args.draft == "mtp":
         config = dataclasses.replace(config, uses_extra_layer=True)
-    mesh = model.make_mesh(*model.mesh_shape(config, jax.devices(), args.dp, args.ep, args.tp))
+    declared = model.in_format(model.weights_of(config), args.quantize)
+    mesh = model.make_mesh(*model.mesh_shape(declared, jax.devices(), args.dp, args.ep, args.tp))
     with tempfile.TemporaryDirectory() as checkpoint:
         rival = None
         if args.vs:
@@ -312,7 +313,7 @@ def main() -> None:
     add("--steps", type=count, default=64, help="decode steps of a round")
     add("--rounds", type=count, default=3)
     add("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16")
-    add("--quantize", choices=["int8"])
+    add("--quantize", choices=["int8", "int4"])
     add("--quantize_cache", choices=["int8"])
     for axis in ("dp", "ep", "tp"):
         add(f"--{axis}", type=count)

@@ -88,7 +88,7 @@ def fits(folder: str, config: str, weights: str, devices: list, memory: float) -
     model = import_model(folder)
     config = model.Config.from_dict(read_config(folder, config))
     try:
-        mesh = model.make_mesh(*model.mesh_shape(config, devices), devices=devices)
+        mesh = model.make_mesh(*model.mesh_shape(model.weights_of(config), devices), devices=devices)
         abstract = model.abstract_weights(config, mesh, "bfloat16", "int8" if weights == "int8" else None)
     except model.InputError:
         return False

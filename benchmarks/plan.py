@@ -174,7 +174,8 @@ def plan(args) -> dict:
     chip = CHIPS[name]
     devices = devices_of(args.target)
     dp = args.dp or (max(1, len(devices) // ((args.ep or 1) * args.tp)) if args.tp else None)
-    mesh = model.make_mesh(*model.mesh_shape(config, devices, dp, args.ep, args.tp), devices=devices)
+    declared = model.in_format(model.weights_of(config), args.quantize)
+    mesh = model.make_mesh(*model.mesh_shape(declared, devices, dp, args.ep, args.tp), devices=devices)
     R, piece, taken = model.cache_sharers(config, model.model_shards(mesh)), None, None
     if hasattr(model, "row_groups"):  # R: devices that share the tokens of a row
         R = model.row_groups(args.batch // mesh.shape["dp"], R)[1]
@@ -425,7 +426,7 @@ def main() -> None:
     add("--tokens", type=int, default=1, help="of a row in a decode step, all but one of them drafts, default 1")
     add("--draft", choices=["lookup", "mtp"], help="where these come from, by default from the caller")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    add("--quantize", choices=["int8"])
+    add("--quantize", choices=["int8", "int4"])
     add("--quantize_cache", choices=["int8"])
     add(
         "--prefill",

@@ -1,20 +1,22 @@
 """Hugging Face safetensors -> the weights that model.py declares.
 
 `load` fills the pytree of model.abstract_weights straight from a checkpoint folder: each host reads only the slices
-that its own devices hold. Run as a program, this writes a checkpoint in another dtype or in int8:
+that its own devices hold. Run as a program, this writes a checkpoint in another dtype, in int8 or in 4 bits:
 
-    python3 convert.py --model_path HF --output DIR [--dtype bfloat16] [--quantize int8]
+    python3 convert.py --model_path HF --output DIR [--dtype bfloat16] [--quantize int8|int4]
 
 DIR keeps Hugging Face's names and shapes, so that it loads on any mesh. An int8 matrix `x.weight` [O, C] has its
-float32 scales in `x.weight_scale` [O]; packed experts [E, input, O] have theirs in [E, O]. Tensors stream through in
-pieces of PIECE_BYTES. A shard gets its final name when it is whole, and config.json, without which nothing loads, comes
-last. So an interrupted conversion never loads, and the same command goes on where it stopped.
+float32 scales in `x.weight_scale` [O]; packed experts [E, input, O] have theirs in [E, O]. In 4 bits there are
+`x.weight_packed` and `x.weight_scale` instead (see PackQuantized). Tensors stream through in pieces of PIECE_BYTES. A
+shard gets its final name when it is whole, and config.json, without which nothing loads, comes last. So an interrupted
+conversion never loads, and the same command goes on where it stopped.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import json
 import math
@@ -26,27 +28,32 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes  # numpy's bfloat16 and FP8
 import model
 import numpy as np
 from jax import NamedSharding
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from model import Config, InputError, Int8, Part, Plain, Weight, in_format, weights_of
+from model import Config, InputError, Int4Groups, Int8, Part, Plain, Weight, in_format, weights_of
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 NUMPY = {  # by safetensors' name
     "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F16": np.float16, "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "I8": np.int8, "U8": np.uint8,
+    "I8": np.int8, "U8": np.uint8, "I32": np.int32, "I64": np.int64,
 }  # fmt: skip
+FLOATS = ("BF16", "F32", "F16")
 DTYPES = {name: np.dtype(name) for name in ("bfloat16", "float32", "float16")}  # of numbers that no format rounds
-INT8 = {"quant_method": "int8_per_channel"}  # config.json's quantization_config
+METHODS = ("fp8", "compressed-tensors", "mxfp4", "awq", "gptq")  # which config.json may name
+OURS = {  # config.json's quantization_config of what convert writes
+    "int8": {"quant_method": "int8_per_channel"}, "int4": {"quant_method": "int4_in_groups", "group_size": 32},
+}  # fmt: skip
+SCALES_OF_ACTIVATIONS = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
 SMALL = 2**22  # loading checks weights with fewer numbers than this for NaN: norms, routers
@@ -73,6 +80,7 @@ class Stored(NamedTuple):
     kind: str  # safetensors' name of the dtype
     shape: tuple[int, ...]
     is_transposed: bool = False  # on disk, the last two dimensions are exchanged
+    is_zero: bool = False  # a bias that changes nothing, which a model without biases leaves out
 
     format = Plain
 
@@ -147,7 +155,7 @@ class Int8Rows(NamedTuple):
     def collect(cls, folder: Path, found: dict, quantization: object) -> None:
         for name in [name for name, tensor in found.items() if tensor.dtype == np.int8]:
             values, scale = found[name], found.pop(f"{name}_scale", None)
-            if quantization != INT8 or scale is None:
+            if quantization not in OURS.values() or scale is None:
                 raise InputError(f"{folder}: {name:.200} is in int8, and {name:.200}_scale is missing")
             if (scale.shape, scale.dtype) != (values.shape[:-1], np.float32):
                 has = f"{scale.dtype!s:.40} {list(scale.shape)}"
@@ -213,13 +221,256 @@ class Mxfp4Blocks(NamedTuple):
     @classmethod
     def arrays(cls, held, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
         codes = {name: tensor.codes for name, tensor in tensors.items()}
-        yield on_devices(held.values, weight, codes, 2, partial(model.packed_codes, n=2, lanes=16))
+        pack = functools.partial(model.packed_codes, n=2, lanes=16)
+        yield on_devices(held.values, weight, codes, pack, 2, np.dtype(np.uint8))
         exponents = {name: tensor.exponents.read for name, tensor in tensors.items()}
         yield on_devices(held.exponents, with_columns(weight, 32), exponents)
 
 
-FORMS = (Fp8, Int8Rows, Mxfp4Blocks)
-WRITERS = {Int8: Int8Rows}  # the form in which convert writes a format
+@dataclasses.dataclass(frozen=True)
+class InGroups:
+    """A matrix [.., O, C] of 4-bit codes, less a zero and times a scale for each group of a row's numbers. The forms
+    that store these differ in how they pack the codes."""
+
+    shape: tuple[int, ...]
+    group: int
+    words: Stored
+    scale: Stored
+    zero: Stored | None
+    places: np.ndarray | None = None  # the group of each number of a row, where they are not neighbours
+
+    dtype, is_transposed = DTYPES["float32"], False
+
+    @property
+    def format(self) -> Int4Groups | type[Plain]:
+        if self.places is not None:  # "act-order"
+            return Plain
+        return Int4Groups(self.group, self.zero is not None, "bfloat16" if self.scale.kind == "BF16" else "float32")
+
+    def codes(self, *index: slice | int) -> np.ndarray:
+        """Codes from 0 to 15, uint8, of some rows and columns."""
+        raise NotImplementedError
+
+    def scales(self, *index: slice | int) -> np.ndarray:
+        """Scales [.., O, C / group] of some rows and groups."""
+        return self.scale.read(*index)
+
+    def zeros(self, *index: slice | int) -> np.ndarray:
+        """Zeros, uint8, of some rows and groups."""
+        raise NotImplementedError
+
+    def read(self, *index: slice | int) -> np.ndarray:
+        *rows, columns = (*index, *[slice(None)] * (len(self.shape) - len(index)))
+        places = np.arange(self.shape[-1]) // self.group if self.places is None else self.places
+        groups = places[columns]
+        scales = self.scales(*rows)[..., groups].astype(np.float32)
+        zeros = 8 if self.zero is None else self.zeros(*rows)[..., groups].astype(np.float32)
+        return (self.codes(*index) - np.float32(zeros)) * scales
+
+    @staticmethod
+    def arrays(held, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
+        codes = {name: tensor.codes for name, tensor in tensors.items()}
+        yield on_devices(held.values, weight, codes, held.packed, held.codes, np.dtype(np.uint8))
+        group, part = held.shape[-1] // held.ordered(held.scale.shape)[-1], weight.parts[0]
+        step = math.gcd(group, part.layout()[2]) if weight.split == 1 and part.units else group  # units are not cut
+        for array, field in ((held.scale, "scales"), (held.zero, "zeros")):
+            if array is not None:
+                readers = {name: functools.partial(tensor.of_groups, field, step) for name, tensor in tensors.items()}
+                n = group // step
+                yield on_devices(
+                    array, with_columns(weight, step), readers, lambda x, n=n: x[..., ::n], n, order=held.ordered
+                )
+
+    def of_groups(self, field: str, group: int, *index: slice | int) -> np.ndarray:
+        """Scales or zeros of some rows, and of groups that may be smaller than those stored."""
+        *rows, groups = (*index, *[slice(None)] * (len(self.shape) - len(index)))
+        places = np.arange(-(-self.shape[-1] // group))[groups] * group // self.group
+        return getattr(self, field)(*rows)[..., places]
+
+
+def nibbles(words: np.ndarray) -> np.ndarray:
+    """int32 words [.., n] as their 8 n codes of 4 bits, uint8, the lowest first."""
+    pairs = np.ascontiguousarray(words).view(np.uint8)
+    return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], -1)
+
+
+class PackQuantized(InGroups):
+    """As compressed-tensors' "pack-quantized" and convert store it: `x_packed` int32 [.., O, C / 8], with the first of
+    8 codes in the lowest bits, `x_scale` [.., O, C / group], `x_shape`, and `x_zero_point` int32 [O / 8, C / group]."""
+
+    @classmethod
+    def collect(cls, folder: Path, found: dict, quantization: object) -> None:
+        for name in [name.removesuffix("_packed") for name in found if name.endswith("_packed")]:
+            words, shape, scale, zero, g_idx = (
+                found.pop(f"{name}_{part}", None) for part in ("packed", "shape", "scale", "zero_point", "g_idx")
+            )
+            sizes, has_zeros = settings_of(folder, quantization)
+            columns = words.shape[-1] * 8 if shape is None else int(shape.read()[-1])
+            sizes = [columns if size == -1 else size for size in sizes]
+            groups = [-(-columns // size) for size in sizes]
+            of_scale = next((n for n in groups if scale is not None and scale.shape[-1:] == (n,)), groups[0])
+            group = sizes[groups.index(of_scale)]
+            expect(folder, f"{name}_packed", words, ("I32",), (*words.shape[:-1], -(-columns // 8)))
+            expect(folder, f"{name}_scale", scale, FLOATS, (*words.shape[:-1], of_scale))
+            if has_zeros:
+                expect(folder, f"{name}_zero_point", zero, ("I32",), (-(-words.shape[0] // 8), of_scale))
+            places = None if g_idx is None else places_of(folder, f"{name}_g_idx", g_idx, columns, group)
+            found[name] = cls((*words.shape[:-1], columns), group, words, scale, zero if has_zeros else None, places)
+
+    def codes(self, *index):
+        *rows, columns = (*index, *[slice(None)] * (len(self.shape) - len(index)))
+        start, stop, _ = columns.indices(self.shape[-1])
+        words = self.words.read(*rows, slice(start // 8, -(-stop // 8)))
+        return nibbles(words)[..., start % 8 : stop - start // 8 * 8]
+
+    def zeros(self, rows=slice(None), groups=slice(None)):
+        start, stop, _ = rows.indices(self.shape[0])
+        words = self.zero.read(slice(start // 8, -(-stop // 8)), groups)
+        return nibbles(words.T).T[start % 8 : stop - start // 8 * 8]
+
+    @staticmethod
+    def outputs(name: str, shape: tuple[int, ...]) -> list[tuple]:
+        """As Int8Rows.outputs."""
+        groups = shape[-1] // OURS["int4"]["group_size"]
+        return [
+            (f"{name}_packed", "I32", (*shape[:-1], shape[-1] // 8)),
+            (f"{name}_scale", "BF16", (*shape[:-1], groups)),
+        ]
+
+    @staticmethod
+    def rounded(rows: np.ndarray) -> list[jax.Array]:
+        return int4_words(rows)
+
+
+@jax.jit
+def int4_words(rows: np.ndarray) -> list[jax.Array]:
+    codes, scale = model.quantize_in_groups(rows, rows.shape[-1] // OURS["int4"]["group_size"], jnp.bfloat16)
+    return [jax.lax.bitcast_convert_type(model.packed_codes(codes, 8, 1), jnp.int32), scale]
+
+
+class Awq(InGroups):
+    """As AutoAWQ's GEMM stores it: `qweight` int32 [C, O / 8], whose word has the codes of 8 outputs in the order
+    0 2 4 6 1 3 5 7 from the lowest bits on, `qzeros` [C / group, O / 8] likewise, and `scales` [C / group, O]."""
+
+    order = np.argsort((0, 2, 4, 6, 1, 3, 5, 7))
+
+    @classmethod
+    def collect(cls, folder: Path, found: dict, quantization: object) -> None:
+        if not isinstance(quantization, dict) or quantization.get("quant_method") != "awq":
+            return
+        if (version := quantization.get("version", "gemm")) not in ("gemm", "GEMM"):
+            raise InputError(f"{folder}: AWQ's version {version!r:.40} is not supported, only gemm")
+        (size,) = settings_of(folder, quantization)[0]
+        for name in [name.removesuffix(".qweight") for name in found if name.endswith(".qweight")]:
+            words, zero, scale = (found.pop(f"{name}.{part}", None) for part in ("qweight", "qzeros", "scales"))
+            columns, eighth = words.shape
+            group = columns if size == -1 else size
+            expect(folder, f"{name}.qweight", words, ("I32",), (columns, eighth))
+            expect(folder, f"{name}.qzeros", zero, ("I32",), (-(-columns // group), eighth))
+            expect(folder, f"{name}.scales", scale, FLOATS, (-(-columns // group), 8 * eighth))
+            found[f"{name}.weight"] = cls((8 * eighth, columns), group, words, scale, zero)
+
+    def by_output(self, words: Stored, rows: slice, columns) -> np.ndarray:
+        """Some outputs of words [n, O / 8]: uint8 [rows, columns]."""
+        start, stop, _ = rows.indices(self.shape[0])
+        codes = nibbles(words.read(columns, slice(start // 8, -(-stop // 8))))
+        codes = codes.reshape(len(codes), -1, 8)[..., self.order].reshape(len(codes), -1)
+        return codes[:, start % 8 : stop - start // 8 * 8].T
+
+    def codes(self, rows=slice(None), columns=slice(None)):
+        return self.by_output(self.words, rows, columns)
+
+    def scales(self, rows=slice(None), groups=slice(None)):
+        return self.scale.read(groups, rows).T
+
+    def zeros(self, rows=slice(None), groups=slice(None)):
+        return self.by_output(self.zero, rows, groups)
+
+
+class Gptq(Awq):
+    """As GPTQ stores it: `qweight` int32 [C / 8, O], whose word has the codes of 8 inputs from the lowest bits on,
+    `qzeros` [C / group, O / 8], `scales` [C / group, O], `g_idx` [C], the group of each input. Version 1 stores zeros
+    less one."""
+
+    order = np.arange(8)
+    less = 1
+
+    @classmethod
+    def collect(cls, folder: Path, found: dict, quantization: object) -> None:
+        if not isinstance(quantization, dict) or quantization.get("quant_method") != "gptq":
+            return
+        (size,) = settings_of(folder, quantization)[0]
+        form = GptqV2 if quantization.get("checkpoint_format") == "gptq_v2" else cls
+        for name in [name.removesuffix(".qweight") for name in found if name.endswith(".qweight")]:
+            words, zero, scale, g_idx = (
+                found.pop(f"{name}.{part}", None) for part in ("qweight", "qzeros", "scales", "g_idx")
+            )
+            columns, rows = 8 * words.shape[0], words.shape[1]
+            group = columns if size == -1 else size
+            expect(folder, f"{name}.qweight", words, ("I32",), (columns // 8, rows))
+            expect(folder, f"{name}.qzeros", zero, ("I32",), (-(-columns // group), -(-rows // 8)))
+            expect(folder, f"{name}.scales", scale, FLOATS, (-(-columns // group), rows))
+            places = None if g_idx is None else places_of(folder, f"{name}.g_idx", g_idx, columns, group)
+            found[f"{name}.weight"] = form((rows, columns), group, words, scale, zero, places)
+            bias = found.get(f"{name}.bias")
+            if bias is not None and not bias.read().any():  # AutoGPTQ writes one for each matrix
+                found[f"{name}.bias"] = bias._replace(is_zero=True)
+
+    def codes(self, rows=slice(None), columns=slice(None)):
+        start, stop, _ = columns.indices(self.shape[1])
+        codes = nibbles(self.words.read(slice(start // 8, -(-stop // 8)), rows).T)
+        return codes[:, start % 8 : stop - start // 8 * 8]
+
+    def zeros(self, rows=slice(None), groups=slice(None)):
+        return super().zeros(rows, groups) + np.uint8(self.less)
+
+
+class GptqV2(Gptq):
+    """GPTQ's version 2, with the zeros themselves."""
+
+    less = 0
+
+
+def settings_of(folder: Path, quantization: object) -> tuple[list[int], bool]:
+    """What config.json says about weights in groups: the sizes of groups that there are, -1 for whole rows, and whether
+    they have zeros."""
+    quantization = quantization if isinstance(quantization, dict) else {}
+    groups = quantization.get("config_groups")
+    groups = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else [quantization]
+    if not groups or not all(isinstance(group, dict) for group in groups):
+        raise InputError(f"{folder}: quantization_config says nothing about weights")
+    for group in groups:
+        bits = [group[name] for name in ("num_bits", "bits", "w_bit") if name in group]
+        if bits not in ([], [4]):
+            raise InputError(f"{folder}: weights of {bits[0]!r:.40} bits are not supported, only of 4")
+    sizes = [group.get("group_size", group.get("q_group_size")) for group in groups]
+    sizes = [-1 if size is None else size for size in sizes]
+    if not all(type(size) is int and (size == -1 or 16 <= size < 2**31) for size in sizes):
+        raise InputError(f"{folder}: group_size {sizes[0]!r:.40} is neither -1 nor 16 or more")
+    return sizes, any(group.get("symmetric") is False for group in groups)
+
+
+def expect(folder: Path, name: str, tensor: Stored | None, kinds, shape: tuple[int, ...]) -> None:
+    """Raises InputError unless there is a tensor of this name, shape and one of these dtypes."""
+    if tensor is None:
+        raise InputError(f"{folder}: {name:.200} is missing")
+    if tensor.kind not in kinds or tensor.shape != shape:
+        raise InputError(f"{folder}: {name:.200} has {tensor.kind:.40} {list(tensor.shape)}, not {list(shape)}")
+
+
+def places_of(folder: Path, name: str, g_idx: Stored, columns: int, group: int) -> np.ndarray | None:
+    """The group of each column by a tensor g_idx; None if groups are neighbours."""
+    expect(folder, name, g_idx, ("I32",), (columns,))
+    places = np.array(g_idx.read())
+    if (places == np.arange(columns) // group).all() or (places == -1).all():
+        return None
+    if places.min() < 0 or places.max() >= -(-columns // group):
+        raise InputError(f"{folder}: {name:.200} names groups that there are not")
+    return places
+
+
+FORMS = (PackQuantized, Awq, Gptq, Fp8, Int8Rows, Mxfp4Blocks)
+WRITERS = {Int8: Int8Rows, model.FORMATS["int4"]: PackQuantized}  # the form in which convert writes a format
 
 
 def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -294,16 +545,16 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder}: no config.json: no checkpoint, or a conversion to be run again until it finishes")
     raw_config = read_json(folder / "config.json")
-    quantization = raw_config.get("quantization_config")
+    quantization = raw_config.get("quantization_config", raw_config.get("compression_config"))
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     unsupported = (
         f"{folder}: quantization {method or quantization!r:.40} is not supported; give the unquantized checkpoint"
     )
-    if quantization not in (None, INT8) and method not in ("fp8", "compressed-tensors", "mxfp4"):
+    if quantization not in (None, *OURS.values()) and method not in METHODS:
         raise InputError(unsupported)
     Config.from_dict(raw_config)  # reports what is wrong with config.json before what is wrong with the tensors
     found = stored_tensors(folder)
-    config = Config.from_dict(raw_config, found)
+    config = Config.from_dict(raw_config, [re.sub("(weight_packed|qweight)$", "weight", name) for name in found])
     if extra_layer and getattr(config, "has_extra_layer", False):
         config = dataclasses.replace(config, uses_extra_layer=True)
     for weight in jax.tree.leaves(weights_of(config)):
@@ -315,9 +566,9 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
     try:
         tensors, left_out = check_tensors(folder, found, config)
     except InputError as error:
-        if quantization is None or any(type(tensor) in FORMS for tensor in found.values()):
+        if quantization is None or any(type(tensor) is not Stored for tensor in found.values()):
             raise
-        raise InputError(f"{unsupported} ({error})") from error  # of these methods, only FP8 and MXFP4 are read
+        raise InputError(f"{unsupported} ({error})") from error  # these methods have forms that are not read
 
     def as_stored(weight):
         formats = {tensors[name].format for name in weight.tensors()}
@@ -387,12 +638,16 @@ def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict
     for name, tensor in found.items():
         if reason := model.left_out(name, config):
             skipped[name] = reason
+        elif name not in expected and getattr(tensor, "is_zero", False):
+            skipped[name] = "a bias of zeros"
+        elif name not in expected and name.endswith(SCALES_OF_ACTIVATIONS):
+            skipped[name] = "for activations, which stay in the dtype of the model"
         elif name not in expected:
             problems.append(f"{name:.200} is not a tensor of this model")
         elif tensor.shape != expected[name]:
             problems.append(f"{name} has shape {list(tensor.shape)}, and config.json asks for {list(expected[name])}")
         elif tensor.dtype not in DTYPES.values():
-            problems.append(f"{name} has dtype {tensor.dtype!s:.40}, which is not supported here")
+            problems.append(f"{name} has dtype {tensor.kind:.40}, which is not supported here")
     if problems:
         more = f", and {len(problems) - 3} more such" if len(problems) > 3 else ""
         raise InputError(f"{folder}: {'; '.join(problems[:3])}{more}")
@@ -407,14 +662,13 @@ def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Tells checkpoints apart without reading them whole: by config.json, every tensor's place, dtype and shape, and
-    the first and last row of up to a thousand tensors."""
+    """Tells checkpoints apart without reading them whole: by config.json, every tensor's form, dtype and shape, and the
+    first and last row of up to a thousand tensors."""
     digest = hashlib.sha256(json.dumps(checkpoint.raw_config, sort_keys=True).encode())
     names = sorted(checkpoint.tensors)
     for name in names:
         tensor = checkpoint.tensors[name]
-        places = [part for part in tensor if isinstance(part, Stored)] or [tensor]
-        digest.update(f"{name} {[(x.file.name, x.kind, x.shape) for x in places]} ".encode())
+        digest.update(f"{name} {type(tensor).__name__} {tensor.dtype} {tensor.shape} ".encode())
     for name in names[:: len(names) // 1000 + 1]:
         for end in (slice(0, 1), slice(-1, None)):
             rows = [end] * max(1, len(checkpoint.tensors[name].shape) - 1)
@@ -466,23 +720,29 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", quantize: 
         on_disk = dtypes.pop() if len(dtypes) == 1 else DTYPES["float32"]
         readers = {name: tensor.read for name, tensor in tensors.items()}
         array = jax.ShapeDtypeStruct(held.shape, on_disk, sharding=NamedSharding(mesh, weight.spec()))
-        return on_devices(array, weight, readers, finish=partial(check_finite, readers))
+        return on_devices(array, weight, readers, functools.partial(check_finite, readers))
 
-    def in_memory(weight, held, array):
+    def in_memory(held, array):
         if type(array) is type(held):
             return array
-        if weight.format is Plain:
-            cast = [array if array.dtype == x.dtype else array.astype(x.dtype) for x in jax.tree.leaves(held)]
-            return jax.tree.unflatten(jax.tree.structure(held), cast)
-        shardings = jax.tree.map(lambda x: x.sharding, held)
-        return jax.block_until_ready(jax.jit(held.of, out_shardings=shardings)(array))
+        declared, tree = jax.tree.flatten(held)
+        if len(declared) == 1:  # a vector, or numbers that are not rounded
+            return tree.unflatten([array if array.dtype == declared[0].dtype else array.astype(declared[0].dtype)])
+        return jax.block_until_ready(rounding(tree, tuple(declared))(array))
 
     leaves, tree = jax.tree.flatten(weights)
     stored, held = jax.tree.leaves(checkpoint.weights), tree.flatten_up_to(target)
     arrays = read_ahead(read, leaves, stored, held)
-    triples, delay = zip(leaves, held, arrays, strict=True), 1 if needed < 0.1 else 0  # seconds before the bar appears
-    with progress_bar(triples, total=len(leaves), desc="loading", unit=" weights", delay=delay) as bar:
-        return tree.unflatten([in_memory(*triple) for triple in bar])
+    pairs, delay = zip(held, arrays, strict=True), 1 if needed < 0.1 else 0  # seconds before the bar appears
+    with progress_bar(pairs, total=len(leaves), desc="loading", unit=" weights", delay=delay) as bar:
+        return tree.unflatten([in_memory(*pair) for pair in bar])
+
+
+@functools.cache
+def rounding(tree, declared: tuple[jax.ShapeDtypeStruct, ...]):
+    """The program that rounds numbers to a format, a pytree of `declared` arrays: one for all weights of this kind."""
+    held = tree.unflatten(declared)
+    return jax.jit(held.of, out_shardings=tree.unflatten([x.sharding for x in declared]))
 
 
 def read_ahead(read, *arguments: list) -> Iterator:
@@ -510,21 +770,30 @@ def with_columns(weight: Weight, n: int) -> Weight:
     if weight.split == 0:
         return dataclasses.replace(weight, other_dim=weight.other_dim // n)
     part = weight.parts[0]
-    rows = {name: size // n for name, size in part.tensors.items()}
+    rows = {name: -(-size // n) for name, size in part.tensors.items()}
     part = dataclasses.replace(part, tensors=rows, multiple=max(part.multiple // n, 1))
     return dataclasses.replace(weight, parts=(part,))
 
 
-def on_devices(array: jax.ShapeDtypeStruct, weight: Weight, readers: dict, n: int = 1, finish=None) -> jax.Array:
+def on_devices(
+    array: jax.ShapeDtypeStruct,
+    weight: Weight,
+    readers: dict,
+    finish=lambda x: x,
+    n: int = 1,
+    dtype: np.dtype | None = None,
+    order=lambda x: x,
+) -> jax.Array:
     """The array that is declared as `array`: `weight`, or what stands beside it, whose tensors are read by `readers`.
-    `finish` makes n numbers of 8 bits to one of the array, or checks those that were read."""
+    `finish` checks what was read, or makes of each n numbers in `dtype` one of the array. `order` exchanges dimensions
+    of a shape, or of an array, where those of `array` are in another order than those of the weight."""
+    shape = order(array.shape)
 
     def block(index):
-        *rows, columns = index
-        start, stop, _ = columns.indices(array.shape[-1])
-        dtype, shape = np.uint8 if n > 1 else array.dtype, (*array.shape[:-1], n * array.shape[-1])
-        numbers = block_of(readers, weight, (*rows, slice(n * start, n * stop)), shape, np.dtype(dtype))
-        return numbers if finish is None else finish(numbers)
+        *rows, columns = order(index)
+        start, stop, _ = columns.indices(shape[-1])
+        index = (*rows, slice(n * start, n * stop))
+        return order(finish(block_of(readers, weight, index, (*shape[:-1], n * shape[-1]), dtype or array.dtype)))
 
     return jax.block_until_ready(jax.make_array_from_callback(array.shape, array.sharding, block, dtype=array.dtype))
 
@@ -569,10 +838,10 @@ def block_of(readers: dict, weight: Weight, index: tuple, shape: tuple[int, ...]
 def convert(source: Path, output: Path, dtype: str, quantize: str | None = None) -> None:
     """Writes the checkpoint `source` to `output`, matrices as `quantize` says, and all else in `dtype`."""
     checkpoint = open_checkpoint(source, extra_layer=True)
-    if checkpoint.raw_config.get("quantization_config") == INT8:
-        raise InputError(f"{source}: is in int8 already; convert the original checkpoint")
+    if (ours := checkpoint.raw_config.get("quantization_config")) in OURS.values():
+        raise InputError(f"{source}: is converted already, to {ours['quant_method']}; convert the original checkpoint")
     shards = planned_shards(checkpoint, dtype, quantize)
-    config = checkpoint.raw_config | {"dtype": dtype, "quantization_config": INT8}
+    config = checkpoint.raw_config | {"dtype": dtype, "quantization_config": OURS.get(quantize)}
     for name in ["torch_dtype"] if quantize else ["torch_dtype", "quantization_config"]:
         config.pop(name, None)
     metadata = {"format": "pt", "source": fingerprint(checkpoint)}
@@ -606,7 +875,7 @@ def planned_shards(checkpoint: Checkpoint, dtype: str, quantize: str | None) -> 
             outputs, rounded = form.outputs(name, tensor.shape), form.rounded
         else:
             kept = DTYPES[weight.dtype or dtype]
-            outputs, rounded = [(name, kinds[kept], tensor.shape)], partial(cast, kept)
+            outputs, rounded = [(name, kinds[kept], tensor.shape)], functools.partial(cast, kept)
         outputs = [(*output, math.prod(output[2]) * np.dtype(NUMPY[output[1]]).itemsize) for output in outputs]
         nbytes = sum(size for *_, size in outputs)
         if shards[-1] and shard_bytes + nbytes > SHARD_BYTES:
@@ -775,7 +1044,7 @@ def main() -> None:
     parser.add_argument("--model_path", required=True, help="a Hugging Face checkpoint folder or a hub id")
     parser.add_argument("--output", required=True, help="the folder to write")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
-    parser.add_argument("--quantize", choices=["int8"], help="matrices in int8, one scale for each output channel")
+    parser.add_argument("--quantize", choices=["int8", "int4"], help="matrices in int8 or in 4 bits")
     args = parser.parse_args()
     if not args.output:
         raise InputError("--output is empty")

@@ -99,7 +99,7 @@ def parse_arguments():
     add("--draft", choices=list(model.DRAFTS), help=drafts)
     add("--draft_tokens", type=number(int, 1, model.FEW - 1), default=3, help="guesses a step, default 3")
     add("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16", help="default bfloat16")
-    add("--quantize", choices=["int8"], help="weights in int8, one scale for each output channel")
+    add("--quantize", choices=["int8", "int4"], help="weights in int8, or in groups of 4 bits")
     add("--quantize_cache", choices=["int8"], help="KV cache in int8, one scale for each token and head")
     add("--dp", type=count, help="split the batch into this many parts, default 1")
     add("--ep", type=count, help="split experts into this many parts, default 1, on TPUs what tp cannot split")
@@ -424,7 +424,7 @@ def published(figures: dict[str, float], device_kind: str) -> float | None:
 def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
     """The line of statistics; null where nothing was decoded or a peak is unknown.
 
-    No rate includes compilation. (With --quantize, `load_s` includes compiling the rounding to int8, some 0.1 s.)
+    No rate includes compilation. (With --quantize, `load_s` includes compiling the rounding, some 0.1 s for each shape.)
     """
     device = mesh.devices.flat[0]
     steps_per_s = measured["decode_steps"] / measured["decode_s"] if measured["decode_steps"] else None
@@ -581,7 +581,8 @@ def read_inputs(args) -> Inputs:
     if not args.chat:
         model.check_prompts(prompt_tokens, config, args.max_seq_len, args.max_new_tokens)
     check_context(prompt_tokens, checkpoint.raw_config)
-    mesh = model.make_mesh(*mesh_shape(config, jax.devices(), args.dp, args.ep, args.tp))
+    weights = model.in_format(checkpoint.weights, args.quantize)
+    mesh = model.make_mesh(*mesh_shape(weights, jax.devices(), args.dp, args.ep, args.tp))
     if args.profile:
         Path(args.profile).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=args.profile).close()  # the error of a folder that cannot be written names it

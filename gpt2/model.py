@@ -280,7 +280,12 @@ class Format:
         return self.values.shape
 
     @classmethod
-    def declare(cls, shape: tuple[int, ...], dtype: jnp.dtype, mesh: Mesh) -> Format:
+    def on(cls, weight: Weight, mesh: Mesh) -> type[Format]:
+        """The format in which the devices of a mesh hold a weight that is declared in this one."""
+        return cls
+
+    @classmethod
+    def declare(cls, shape: tuple[int, ...], dtype: jnp.dtype) -> Format:
         """The format of numbers of a shape, with a ShapeDtypeStruct for each array. `dtype` is that of numbers that are
         not rounded."""
         raise NotImplementedError
@@ -307,11 +312,34 @@ class Format:
         """`product` in the way that suits CPUs."""
         return product(x, self)
 
-    def streamed_product(self, x: Array) -> Array:
-        """`product` by a kernel for TPUs, for a large matrix and few rows."""
-        raise NotImplementedError
+    def gpu_product(self, x: Array) -> Array:
+        """`product` in the way that suits GPUs."""
+        return product(x, self)
 
-    expert_columns = (2048,)  # of these, the first that divides an expert's: what CPUs multiply one row with at a time
+    def tpu_product(self, x: Array) -> Array:
+        """`product` in the way that suits TPUs."""
+        return product(x, self, min_rows=8)
+
+    def rows(self, start: int, stop: int) -> Format:
+        """Some rows of a matrix."""
+        return jax.tree.map(lambda array: array[start:stop], self)
+
+    # Of these the first that divides an expert's columns: what CPUs multiply one row with at a time.
+    expert_columns = (2048,)
+    # What TPUs' expert_kernel takes at a time: columns of an expert, and at least so many tokens.
+    kernel_columns, kernel_rows = 128, 1
+
+    def piece(self, e: Array, axis: int, i: int | Array, n: int) -> list[tuple]:
+        """Where the i-th n rows (axis 0) or columns (1) of expert e are in each array."""
+        part = pl.ds(pl.multiple_of(i * n, n), n)
+        index = (part, slice(None)) if axis == 0 else (slice(None), part)
+        return [(e if a.ndim == 3 else pl.ds(e, 1), *index)[: a.ndim] for a in jax.tree.leaves(self)]
+
+    def kernel_product(self, x: Array) -> Array:
+        """x [B, C] times a piece [O, C] in a kernel for TPUs: float32 [B, O]."""
+        values, scale = self.values_and_scale(x.dtype)
+        y = einsum("bc,oc->bo", x, values)
+        return y if scale is None else y * scale
 
 
 def format_of_arrays(cls: type) -> type:
@@ -325,8 +353,10 @@ class Plain(Format):
 
     values: Array
 
+    bits = 16
+
     @classmethod
-    def declare(cls, shape, dtype, mesh):
+    def declare(cls, shape, dtype):
         return cls(jax.ShapeDtypeStruct(shape, dtype))
 
     @classmethod
@@ -342,8 +372,8 @@ class Plain(Format):
     def cpu_product(self, x):
         return plain_cpu_product(x, self.values)
 
-    def streamed_product(self, x):
-        return streamed_product(x, self.values)
+    def tpu_product(self, x):
+        return streamed_product(x, self.values) if is_streamed(x, self.values) else super().tpu_product(x)
 
 
 @format_of_arrays
@@ -357,8 +387,10 @@ class Int8(Format):
     values: Array
     scale: Array
 
+    bits = 8
+
     @classmethod
-    def declare(cls, shape, dtype, mesh):
+    def declare(cls, shape, dtype):
         return cls(jax.ShapeDtypeStruct(shape, jnp.int8), jax.ShapeDtypeStruct(shape[:-1], jnp.float32))
 
     def of(self, x):
@@ -370,8 +402,10 @@ class Int8(Format):
     def cpu_product(self, x):
         return int8_cpu_product(x, self.values) * self.scale
 
-    def streamed_product(self, x):
-        return streamed_product(x, self.values) * self.scale
+    def tpu_product(self, x):
+        if is_streamed(x, self.values):
+            return streamed_product(x, self.values) * self.scale
+        return super().tpu_product(x)
 
 
 def quantize(x: Array) -> Int8:
@@ -382,15 +416,7 @@ def quantize(x: Array) -> Int8:
     return Int8(values.astype(jnp.int8), scale)
 
 
-def packed_codes(codes: Array | np.ndarray, n: int, lanes: int) -> Array | np.ndarray:
-    """uint8 codes of 4 bits [.., C] as words [.., C / n] of n of them. They stand in runs of n * lanes codes: word w of
-    a run has its codes w, lanes + w, 2 lanes + w and so on, the first in the lowest bits. So all words unpack to n
-    vectors of neighbours."""
-    runs = codes.reshape(*codes.shape[:-1], -1, n, lanes).astype(f"uint{4 * n}")
-    return sum(runs[..., k, :] << 4 * k for k in range(n)).reshape(*codes.shape[:-1], -1)
-
-
-FORMATS = {None: Plain, "int8": Int8}  # by the name of what main.py's --quantize asks for
+FORMATS = {None: Plain, "int8": Int8}  # by what main.py's --quantize asks for; the block "Int4" adds one
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -475,7 +501,7 @@ class Weight:
     dtype: str | None = None
     per_head: bool = False
     transposed: bool = False
-    format: type[Format] = Plain
+    format: type[Format] | Int4Groups = Plain
 
     def axes(self) -> tuple[str, ...]:
         """The axes of the mesh that split one matrix. Experts are split over ep, so only tp splits each one."""
@@ -510,6 +536,19 @@ class Weight:
             return {self.full_name(name): (self.experts, *shape) for name, shape in shapes.items()}
         return {self.full_name(name, e): shape for e in range(self.experts or 1) for name, shape in shapes.items()}
 
+    def columns(self) -> int:
+        """The input dimension of a matrix in the checkpoint."""
+        return sum(self.parts[0].tensors.values()) if self.split == 1 else self.other_dim
+
+    def uncut_columns(self, mesh: Mesh) -> int:
+        """The largest number of columns of a matrix of which no device has only a part: its first column, and how many
+        it has, are multiples of it."""
+        part, shards = self.parts[0], math.prod(mesh.shape[axis] for axis in self.axes())
+        if self.split != 1:
+            return self.other_dim
+        firsts = (part.assigned_units(shard, shards)[0] for shard in range(shards))
+        return math.gcd(*firsts, part.assigned_units(0, shards)[2]) * part.layout()[2]
+
     def spec(self) -> P:
         """Which axes of the mesh split its dimensions."""
         split = [] if self.split is None else [None] * (1 if self.other_dim is None else 2)
@@ -528,13 +567,12 @@ class Weight:
             raise InputError(f"ep = {mesh.shape['ep']} does not divide the {self.experts} experts; choose a divisor")
         shards = math.prod(mesh.shape[axis] for axis in self.axes())
         shape = list(self.shape(shards * sum(part.rows_per_device(shards) for part in self.parts)))
-        dtype = self.dtype or (head_dtype(dtype, mesh) if self.per_head else dtype)
+        dtype, format = self.dtype or (head_dtype(dtype, mesh) if self.per_head else dtype), self.format.on(self, mesh)
         if self.is_matrix() and not self.per_head:
             cuts = shards if self.split == 1 else 1
-            shape[1] = cuts * self.format.width(shape[1] // cuts, self, dtype, mesh)
+            shape[1] = cuts * format.width(shape[1] // cuts, self, dtype, mesh)
         shape = (*[self.experts] * bool(self.experts), *shape)
-        is_vector = self.other_dim is None
-        held = jax.ShapeDtypeStruct(shape, dtype) if is_vector else self.format.declare(shape, dtype, mesh)
+        held = jax.ShapeDtypeStruct(shape, dtype) if self.other_dim is None else format.declare(shape, dtype)
 
         def array(x, spec):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
@@ -569,19 +607,26 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, quantize: str
     in FORMATS, chooses. Raises InputError if the mesh does not divide the experts.
 
     Matrices are [output, input], so a row is contiguous. Loading transposes only packed experts and what is declared
-    `transposed`. If devices cannot share rows evenly, the arrays have rows or columns of zeros,
-    which change nothing.
+    `transposed`. If devices cannot share rows evenly, the arrays have rows or columns of zeros, which change nothing.
     """
     return jax.tree.map(lambda weight: weight.abstract(mesh, dtype), in_format(weights_of(config), quantize))
 
 
 def in_format(weights: dict, quantize: str | None) -> dict:
-    """A pytree of Weight whose matrices are held as `quantize` says, if devices split them. None changes nothing."""
+    """A pytree of Weight whose matrices are held as `quantize` says, if devices split them. None changes nothing. In
+    "int4" the embedding, the head, what is multiplied head by head and rows that are no whole groups are in int8. What
+    has as few bits already stays as it is."""
 
-    def asked(weight):
-        return dataclasses.replace(weight, format=FORMATS[quantize]) if quantize and weight.is_matrix() else weight
+    def asked(path, weight):
+        if not quantize or not weight.is_matrix():
+            return weight
+        format = FORMATS[quantize]
+        if quantize == "int4":
+            is_apart = path[0].key in ("embedding", "head") or weight.per_head
+            format = Int8 if is_apart or weight.columns() % format.size else format
+        return weight if weight.format.bits == format.bits else dataclasses.replace(weight, format=format)
 
-    return jax.tree.map(asked, weights)
+    return jax.tree_util.tree_map_with_path(asked, weights)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1368,7 +1413,7 @@ def abstract_cache(
         tokens = min(max_seq_len, span + PREFILL_PIECE) if span else max_seq_len
         slots = cache_slots(ceil_div(tokens, cache_sharers(config, X)))
         shape = (batch, X * ceil_div(config.num_key_value_heads, X), slots, H)
-        side = FORMATS[quantize].declare(shape, dtype, mesh)
+        side = FORMATS[quantize].declare(shape, dtype)
         side = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), side)
         return LayerCache(side, side)
 
@@ -1534,18 +1579,18 @@ def by_platform(*arguments, default, cpu=None, tpu=None):
 # Memory on each machine
 
 
-def mesh_shape(config: Config, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None):
-    """dp, ep and tp for these devices. Those not given are 1, except tp, which takes the remaining devices. A TPU's
-    memory has lanes of 128 numbers. There ep is the smallest that leaves each device whole lanes of an expert's
-    columns, or a few zeros beside them."""
+def mesh_shape(weights: dict, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None):
+    """dp, ep and tp for a pytree of Weight on these devices. Those not given are 1, except tp, which takes the
+    remaining devices. On TPUs ep is the smallest that leaves each device whole pieces of an expert's columns (see
+    Format.kernel_columns), or a few zeros beside them."""
     dp = dp or 1
     left = len(devices) // dp
     if not ep and not tp and devices[0].platform == "tpu":
-        experts = [weight for weight in jax.tree.leaves(weights_of(config)) if weight.experts and weight.split == 1]
+        experts = [weight for weight in jax.tree.leaves(weights) if weight.experts and weight.split == 1]
 
         def suits(weight, ep, tp):
             whole, columns = (weight.parts[0].rows_per_device(devices) for devices in (1, tp))
-            return weight.experts % ep == columns % 128 == 0 and tp * columns <= 1.1 * whole
+            return weight.experts % ep == columns % weight.format.kernel_columns == 0 and tp * columns <= 1.1 * whole
 
         divisors = (n for n in range(1, left + 1) if left % n == 0)
         ep = next((n for n in divisors if all(suits(weight, n, left // n) for weight in experts)), None)
@@ -1612,7 +1657,7 @@ def einsum(subscripts: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) 
 def linear(x: Array, w: Format, bias: Array | None = None) -> Array:
     """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
     flat = x.reshape(-1, x.shape[-1])
-    y = by_platform(flat, w, cpu=cpu_product, tpu=tpu_product, default=product)
+    y = by_platform(flat, w, cpu=cpu_product, tpu=tpu_product, default=gpu_product)
     y = y.reshape(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 
@@ -1625,7 +1670,8 @@ def linear_halves(x: Array, w: Format, bias: Array | None = None) -> tuple[Array
         return tuple(jnp.split(linear(x, w, bias), 2, axis=-1))
 
     def half(i):
-        return linear(x, *jax.tree.map(lambda a: jnp.split(a, 2)[i], (w, bias)))
+        rows = i * w.shape[0] // 2, (i + 1) * w.shape[0] // 2
+        return linear(x, w.rows(*rows), None if bias is None else bias[slice(*rows)])
 
     on_tpu = (lambda: (half(0), half(1))) if math.prod(x.shape[:-1]) >= 128 else one_product
     return by_platform(tpu=on_tpu, default=one_product)
@@ -1637,6 +1683,11 @@ def product(x: Array, w: Format, min_rows: int = 1) -> Array:
     values, scale = w.values_and_scale(x.dtype)
     y = einsum("bc,oc->bo", padded(x, w, min_rows), values)[: x.shape[0]]
     return y if scale is None else y * scale
+
+
+def gpu_product(x: Array, w: Format) -> Array:
+    """product for GPUs, and for what is neither a CPU nor a TPU."""
+    return w.gpu_product(x)
 
 
 def padded(x: Array, w: Format, rows: int = 1) -> Array:
@@ -1729,24 +1780,25 @@ def in_float32(x: Array, w: Array) -> Array:
     return weights_first(x.astype(jnp.float32), w, jnp.float32)
 
 
-def pieces_of(w: Array, size: int, least: int = 1) -> int:
+def pieces_of(w: Array | Format, size: int, least: int = 1) -> int:
     """Into how many pieces of equal rows to divide w [O, C]: `least` or more, of at most `size` numbers each. 1 if no
     number near does."""
-    fewest = max(least, ceil_div(w.size, size))
-    return next((n for n in range(fewest, 4 * fewest) if len(w) % n == 0), 1)
+    fewest = max(least, ceil_div(math.prod(w.shape), size))
+    return next((n for n in range(fewest, 4 * fewest) if w.shape[0] % n == 0), 1)
 
 
-def over_rows(multiply, w: Array, pieces: int) -> Array:
+def over_rows(multiply, w: Array | Format, pieces: int) -> Array:
     """multiply(w), float32 [B, O], a piece of w [O, C] at a time."""
-    rows, B = len(w) // pieces, jax.eval_shape(multiply, w).shape[0]
+    O, B = w.shape[0], jax.eval_shape(multiply, w).shape[0]
+    rows = O // pieces
 
     def step(i, y):
         # The barrier ties w to i: else XLA would turn all of it to float32 before the loop.
         tied, i = jax.lax.optimization_barrier((w, i))
-        piece = jax.lax.dynamic_slice_in_dim(tied, i * rows, rows)
+        piece = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * rows, rows), tied)
         return jax.lax.dynamic_update_slice_in_dim(y, multiply(piece), i * rows, axis=1)
 
-    return multiply(w) if pieces == 1 else jax.lax.fori_loop(0, pieces, step, jnp.zeros((B, len(w)), jnp.float32))
+    return multiply(w) if pieces == 1 else jax.lax.fori_loop(0, pieces, step, jnp.zeros((B, O), jnp.float32))
 
 
 def repeat_columns(x: Array, width: int) -> Array:
@@ -1797,16 +1849,19 @@ STREAM_BYTES = 40 * 2**20  # XLA for TPUs does not fetch a weight ahead if a dev
 
 
 def tpu_product(x: Array, w: Format) -> Array:
-    """product for TPUs. A kernel streams the weight if it is too large to be fetched ahead and the rows are few."""
-    B, (O, C) = len(x), w.shape
-    itemsize = jax.tree.leaves(w)[0].dtype.itemsize
-    # Two buffers each of 128 rows of w and of x. A kernel gets 16 MiB.
+    """product for TPUs."""
     x = padded(x, w)
-    vmem = 2 * C * (128 * itemsize + B * x.dtype.itemsize)
-    is_streamed = B <= 64 and C % 128 == 0 and O * C * itemsize >= STREAM_BYTES and vmem <= 12 * 2**20
-    if 4 * B * C > 2**25:  # if x comes of float32 arrays too large for VMEM, XLA would read them for each tile of w
+    if 4 * x.size > 2**25:  # if x comes of float32 arrays too large for VMEM, XLA would read them for each tile of w
         x = jax.lax.optimization_barrier(x)
-    return w.streamed_product(x) if is_streamed else product(x, w, min_rows=8)
+    return w.tpu_product(x)
+
+
+def is_streamed(x: Array, w: Array) -> bool:
+    """Whether a kernel streams a weight: if it is too large to be fetched ahead and the rows are few."""
+    (B, C), itemsize = x.shape, w.dtype.itemsize
+    # Two buffers each of 128 rows of w and of x. A kernel gets 16 MiB.
+    vmem = 2 * C * (128 * itemsize + B * x.dtype.itemsize)
+    return B <= 64 and C % 128 == 0 and w.size * itemsize >= STREAM_BYTES and vmem <= 12 * 2**20
 
 
 def streamed_product(x: Array, w: Array, block: int | None = None, interpret=False) -> Array:
@@ -1842,6 +1897,278 @@ def kernel_cost(flops: int, read) -> pl.CostEstimate:
     """The cost, for the compiler, of a kernel that reads the arrays of the pytree `read`."""
     nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))
     return pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Int4
+
+
+class Int4Groups(NamedTuple):
+    """How Int4 is declared: a scale in `dtype` for each `size` numbers of a row, and zero points or none."""
+
+    size: int = 32
+    has_zeros: bool = False
+    dtype: str = "bfloat16"
+
+    bits, kernel_columns = 4, 512  # of Int4Lanes
+
+    def on(self, weight: Weight, mesh: Mesh) -> Int4Groups | type[Format]:
+        """Groups that no device has only a part of; Plain, where 16 numbers are too many for that."""
+        size = math.gcd(self.size, weight.uncut_columns(mesh), 128)
+        kind = Int4Lanes if mesh.devices.flat[0].platform == "tpu" else Int4
+        return GroupsOn(kind, self._replace(size=size)) if size >= 16 else Plain
+
+
+class GroupsOn(NamedTuple):
+    """Int4Groups on a machine, as `kind` of Int4."""
+
+    kind: type[Int4]
+    groups: Int4Groups
+
+    def width(self, C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
+        return ceil_div(C, self.kind.run) * self.kind.run
+
+    def declare(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Int4:
+        values = jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // self.kind.codes), self.kind.word)
+        scale = (*shape[:-1], shape[-1] // self.groups.size)
+        scale = jax.ShapeDtypeStruct(self.kind.ordered(scale), jnp.dtype(self.groups.dtype))
+        zero = jax.ShapeDtypeStruct(scale.shape, self.kind.zero_dtype) if self.groups.has_zeros else None
+        return self.kind(values, scale, zero)
+
+
+@format_of_arrays
+class Int4(Format):
+    """Codes of 4 bits, less their group's zero, times its scale. A group is 16 to 128 numbers of a row.
+
+    `values` [.., C / 8] uint32 has 8 codes in a word, in runs of 128: word w of the 16 of a run has the codes w,
+    16 + w, 32 + w and so on, the first in the lowest bits. So a run unpacks to vectors of neighbours. `scale` is
+    [.., C / group], `zero` uint8 too, or None if all zeros are 8.
+    """
+
+    values: Array
+    scale: Array
+    zero: Array | None = None
+
+    bits, expert_columns = 4, (256, 128)
+    word, codes, run, zero_dtype = jnp.uint32, 8, 128, jnp.uint8
+
+    @property
+    def shape(self):
+        return (*self.values.shape[:-1], self.codes * self.values.shape[-1])
+
+    @staticmethod
+    def ordered(x):
+        """A shape, or an array, of scales [.., O, C / group] as this format has it."""
+        return x
+
+    def of(self, x):
+        codes, scale = quantize_in_groups(x, self.ordered(self.scale.shape)[-1], self.scale.dtype)
+        return type(self)(self.packed(codes), self.ordered(scale))
+
+    @classmethod
+    def packed(cls, codes: Array | np.ndarray) -> Array | np.ndarray:
+        """uint8 codes [.., C] as words."""
+        return packed_codes(codes, cls.codes, cls.run // cls.codes)
+
+    def cpu_product(self, x):
+        return int4_cpu_product(x, self)
+
+    def gpu_product(self, x):
+        return int4_gpu_product(x, self)
+
+    def values_and_scale(self, dtype):
+        lanes = self.run // self.codes
+        words = self.values.reshape(*self.values.shape[:-1], -1, 1, lanes)
+        shifts = 4 * jnp.arange(self.codes, dtype=self.word)[:, None]
+        scale, zero = self.ordered(self.scale), 8 if self.zero is None else self.ordered(self.zero)[..., None]
+        codes = (words >> shifts & 15).astype(jnp.int32).reshape(*scale.shape, -1)
+        numbers = (codes - zero).astype(jnp.float32) * scale[..., None].astype(jnp.float32)
+        return numbers.astype(dtype).reshape(self.shape), None
+
+
+@format_of_arrays
+class Int4Lanes(Int4):
+    """Int4 as TPUs have it: 4 codes in a word, in runs of 512, so that a run unpacks to four vectors of 128 lanes.
+    `scale` and `zero` are [.., C / group, O]."""
+
+    values: Array
+    scale: Array
+    zero: Array | None = None
+
+    word, codes, run, zero_dtype = jnp.uint16, 4, 512, jnp.bfloat16
+    kernel_columns, kernel_rows = 512, 8
+
+    @staticmethod
+    def ordered(x):
+        return (*x[:-2], x[-1], x[-2]) if isinstance(x, tuple) else x.swapaxes(-1, -2)
+
+    def specs(self, spec):
+        of_groups = P(*spec[:-2], spec[-1], spec[-2])
+        return Int4Lanes(spec, of_groups, None if self.zero is None else of_groups)
+
+    def rows(self, start, stop):
+        return Int4Lanes(
+            self.values[start:stop], *(x if x is None else x[:, start:stop] for x in (self.scale, self.zero))
+        )
+
+    def tpu_product(self, x):
+        return lanes_product(x, self) if len(x) <= 32 else super().tpu_product(x)
+
+    def piece(self, e, axis, i, n):
+        group = self.shape[-1] // self.scale.shape[-2]
+
+        def part(size):
+            return pl.ds(pl.multiple_of(i * size, size), size)
+
+        of_groups = (slice(None), part(n)) if axis == 0 else (part(n // group), slice(None))
+        of_words = (part(n), slice(None)) if axis == 0 else (slice(None), part(n // self.codes))
+        return [(e, *of_words), *[(e, *of_groups)] * (len(jax.tree.leaves(self)) - 1)]
+
+    def kernel_product(self, x):
+        return lanes_kernel_product(x, self)
+
+
+def quantize_in_groups(x: Array, groups: int, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """x [.., C] as uint8 codes from 0 to 15 [.., C], 8 for a zero, and scales [.., groups] in `dtype`. The scale of a
+    group is the one with the least squared error among those that make its largest number one of INT4_LARGEST."""
+    x = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
+    largest = jnp.take_along_axis(x, jnp.argmax(jnp.abs(x), axis=-1, keepdims=True), axis=-1)
+    scales = jnp.stack([(largest / n).astype(dtype) for n in INT4_LARGEST])
+    divisors = jnp.where(scales == 0, 1, scales).astype(jnp.float32)
+    codes = jnp.clip(jnp.round(x / divisors), -8, 7)
+    best = jnp.argmin(jnp.sum((codes * divisors - x) ** 2, axis=-1, keepdims=True), axis=0)[None]
+    codes, scales = (jnp.take_along_axis(a, best, axis=0)[0] for a in (codes, scales))
+    return (codes + 8).astype(jnp.uint8).reshape(*x.shape[:-2], -1), scales[..., 0]
+
+
+INT4_LARGEST = (-8.0, -7.5, 7.0)
+
+
+def packed_codes(codes: Array | np.ndarray, n: int, lanes: int) -> Array | np.ndarray:
+    """uint8 codes of 4 bits [.., C] as words [.., C / n] of n of them. They stand in runs of n * lanes codes: word w of
+    a run has its codes w, lanes + w, 2 lanes + w and so on, the first in the lowest bits."""
+    runs = codes.reshape(*codes.shape[:-1], -1, n, lanes).astype(f"uint{4 * n}")
+    return sum(runs[..., k, :] << 4 * k for k in range(n)).reshape(*codes.shape[:-1], -1)
+
+
+FORMATS["int4"] = Int4Groups()
+
+
+def int4_cpu_product(x: Array, w: Int4) -> Array:
+    """product for CPUs in 4 bits. Up to 4 rows are multiplied one by one, in a loop that unpacks. For more rows, pieces
+    of the weight are unpacked, and multiplied while they are in the processor's cache."""
+    x, C = padded(x, w), w.shape[1]
+    if len(x) <= 4 and C % 512 == 0 and C // w.scale.shape[1] >= 32:
+        return jnp.concatenate([int4_row_product(row[None], w) for row in x])
+
+    def unpack_first(piece):
+        return plain_cpu_product(x, jax.lax.optimization_barrier(piece.values_and_scale(x.dtype)[0]))
+
+    return over_rows(unpack_first, w, pieces_of(w, 2**21))
+
+
+def int4_row_product(x: Array, w: Int4) -> Array:
+    """x [1, C] times w [O, C] in groups of 32 or more: float32 [1, O]. As in row_product, `runs` runs are added in one
+    loop. A code is shifted to the highest four bits of a float32's mantissa, with the exponent of 16: that is 16 and
+    the code, without a conversion. A loop with more than four of the eight codes of a word would be too long for XLA to
+    have its lanes side by side in vector registers."""
+    (O, C), lanes = w.shape, 16
+    group, runs = C // w.scale.shape[1], 8 if C % 1024 == 0 else 4
+    x = x.astype(jnp.float32) / jax.lax.optimization_barrier(jnp.ones(x.shape))
+    xs = jax.lax.optimization_barrier(list(jnp.moveaxis(x.reshape(-1, runs, 8, lanes), 2, 0)))
+    words = w.values.reshape(O, -1, runs, lanes)
+
+    def of_32(a):  # for each word, that of its first, second, third and fourth 32 codes
+        return jnp.repeat(a, group // 32, axis=1).astype(jnp.float32).reshape(O, -1, runs, 4, 1)
+
+    scale, zero = of_32(w.scale), None if w.zero is None else of_32(w.zero)
+
+    def numbers(k):
+        shift = 19 - 4 * k
+        bits = words << shift if shift > 0 else words >> -shift
+        codes = jax.lax.bitcast_convert_type(bits & 0x780000 | 0x41800000, jnp.float32)
+        return codes - 24 if zero is None else codes - 16 - zero[:, :, :, k // 2]
+
+    def half(pairs):
+        terms = sum(sum(numbers(k) * xs[k] for k in (2 * i, 2 * i + 1)) * scale[:, :, :, i] for i in pairs)
+        sums = jax.lax.reduce(terms, np.float32(0), lambda a, b: jax.lax.reduce_precision(a + b, 8, 23), (2,))
+        return jax.lax.optimization_barrier(sums)
+
+    sums = jnp.sum(half((0, 1)) + half((2, 3)), axis=1)
+    return einsum("ol,bl->bo", jax.lax.optimization_barrier(sums), jnp.ones((1, lanes)))
+
+
+def int4_gpu_product(x: Array, w: Int4) -> Array:
+    """product for GPUs in 4 bits. For one row it is a sum of terms, into which XLA fuses the unpacking. It would not
+    for more, so some rows of w at a time are unpacked to memory and multiplied."""
+    x, O = padded(x, w), w.shape[0]
+    if len(x) == 1:
+        return jnp.sum(w.values_and_scale(jnp.float32)[0] * x.astype(jnp.float32), axis=-1)[None]
+    size, y = O // pieces_of(w, 2**24), []
+    for first in range(0, O, size):
+        piece, x, y = jax.lax.optimization_barrier((w.rows(first, first + size), x, y))  # no piece before its turn
+        y.append(product(x, Plain(piece.values_and_scale(x.dtype)[0])))
+    return jnp.concatenate(y, axis=1)
+
+
+def lanes_kernel_product(x: Array, w: Int4Lanes) -> Array:
+    """x [B, C], B a multiple of 8, times w [O, C] in a kernel: float32 [B, O].
+
+    To scale each number would take longer than to fetch it. So products come first, and sums are scaled: 128 columns of
+    x are multiplied as a row for each group among them, with zeros in the place of the other groups. A code becomes
+    the bfloat16 of 128 more by its bits alone, and what that and the zero add to a sum is taken off again.
+    """
+    (B, C), O = x.shape, w.shape[0]
+    group = C // w.scale.shape[0]
+    groups = max(1, 128 // group)  # in 128 columns
+    own = jax.lax.broadcasted_iota(jnp.int32, (B, 128), 1) // group
+    total = jnp.zeros((B, O), jnp.float32)
+    for at in range(0, C, 512):
+        words = pltpu.bitcast(w.values[:, at // 4 : at // 4 + 128], jnp.uint32)
+        for k in range(4):
+            first = at + 128 * k
+            codes = pltpu.bitcast(words >> 4 * k & 0xF000F | 0x43004300, jnp.bfloat16)  # 128 + code
+            columns = x[:, first : first + 128].astype(jnp.float32)
+            alone = jnp.concatenate([jnp.where(own == g, columns, 0) for g in range(groups)])
+            sums = einsum("bc,oc->bo", alone.astype(x.dtype), codes.astype(x.dtype))
+            added = jnp.sum(alone, axis=1, keepdims=True)
+            for g in range(groups):
+                n, of_g = (first + g * group) // group, slice(g * B, (g + 1) * B)
+                zero = 8 if w.zero is None else w.zero[n : n + 1].astype(jnp.float32)
+                total += (sums[of_g] - added[of_g] * (128 + zero)) * w.scale[n : n + 1].astype(jnp.float32)
+    return total
+
+
+def lanes_product(x: Array, w: Int4Lanes, block: int | None = None, interpret=False) -> Array:
+    """streamed_product of a weight in 4 bits: x [B, C] times w [O, C]: float32 [B, O]."""
+    (B, C), O = x.shape, w.shape[0]
+    block = block or max(128, 2**21 // (C // 2) // 128 * 128)
+    x = jnp.pad(x, ((0, -B % 8), (0, 0)))
+
+    def kernel(x, w, y):
+        y[...] = lanes_kernel_product(x[...], jax.tree.map(lambda a: a[...], w))
+
+    def rows_of(a):
+        return pl.BlockSpec((block, a.shape[1]), lambda i: (i, 0))
+
+    def columns_of(a):
+        return pl.BlockSpec((a.shape[0], block), lambda i: (0, i))
+
+    y = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((len(x), O), jnp.float32),
+        grid=(pl.cdiv(O, block),),
+        in_specs=[
+            pl.BlockSpec(x.shape, lambda i: (0, 0)),
+            Int4Lanes(rows_of(w.values), columns_of(w.scale), None if w.zero is None else columns_of(w.zero)),
+        ],
+        out_specs=pl.BlockSpec((len(x), block), lambda i: (0, i)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),  # shared by the two cores of a v5p
+        cost_estimate=kernel_cost(2 * B * O * C, w),
+        interpret=interpret,
+        name="lanes_product",
+    )(x, jax.tree.map(lambda a: pltpu.with_memory_space_constraint(a, pltpu.HBM), w))
+    return y[:B]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -52,7 +52,8 @@ def interpret_kernels(monkeypatch, model, **options) -> None:
         return (tpu or default)(*arguments)
 
     monkeypatch.setattr(model, "by_platform", choose)
-    for name in ("attention_kernel", "exchange_kernel", "expert_kernel", "routing_kernel", "streamed_product"):
+    kernels = "attention_kernel", "exchange_kernel", "expert_kernel", "routing_kernel"
+    for name in (*kernels, "streamed_product", "lanes_product"):
         if kernel := getattr(model, name, None):
             given = options if name == "attention_kernel" else {}
             monkeypatch.setattr(model, name, partial(kernel, interpret=STRICT, **given))

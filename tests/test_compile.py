@@ -17,7 +17,7 @@ from shared import folders
 pytestmark = pytest.mark.optimized
 
 FOLDERS = {name: import_folder(name) for name in folders()}
-KERNEL = re.compile(r"%(ragged_attention|exchange|routing|experts|streamed_product)[.\d]* = ")
+KERNEL = re.compile(r"%(ragged_attention|exchange|routing|experts|streamed_product|lanes_product)[.\d]* = ")
 COLLECTIVE = re.compile(r"= [^=]*? (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* copy\(")
 BITS = {"bf16": 16, "f32": 32, "s32": 32, "s8": 8, "u32": 32, "pred": 8}
@@ -120,9 +120,10 @@ def test_experts_are_not_cut_finer_than_lanes():
             topologies.get_topology_desc(platform="tpu", topology_name=topology).devices,
             FOLDERS[folder].model,
         )
-        assert model.mesh_shape(full_size(name, folder), devices) == shape
-        assert model.mesh_shape(full_size(name, folder), jax.devices()) == (1, 1, 8)
-        assert model.mesh_shape(full_size(name, folder), jax.devices(), dp=2, ep=2) == (2, 2, 2)
+        weights = model.weights_of(full_size(name, folder))
+        assert model.mesh_shape(weights, devices) == shape
+        assert model.mesh_shape(weights, jax.devices()) == (1, 1, 8)
+        assert model.mesh_shape(weights, jax.devices(), dp=2, ep=2) == (2, 2, 2)
 
 
 @pytest.mark.parametrize(("batch", "quantize_cache"), [(1, None), (128, "int8")])

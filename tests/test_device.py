@@ -251,7 +251,7 @@ def test_exchange(run, kind):
 def all_devices(folder):
     """The mesh of them that main.py takes."""
     model = FOLDERS[folder].model
-    return model.mesh_shape(FOLDERS[folder].convert.open_checkpoint(ROOT / folder / "demo").config, jax.devices())
+    return model.mesh_shape(FOLDERS[folder].convert.open_checkpoint(ROOT / folder / "demo").weights, jax.devices())
 
 
 def answers(folder, mesh=(1, 1, 1), path=None, **options):

@@ -196,7 +196,7 @@ def test_compiles_for_tpus(topology, quantize, ep, tp, B, k, E, D, F):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
     def weight(shape, *spec):
-        held = model.FORMATS[quantize].declare(shape, jnp.bfloat16, mesh)
+        held = model.FORMATS[quantize].declare(shape, jnp.bfloat16)
         return jax.tree.map(lambda x, spec: array(x.shape, x.dtype, *spec), held, held.specs(P(*spec)))
 
     arguments = (

@@ -192,7 +192,8 @@ def test_streamed_product(monkeypatch, rows, O, C, dtype, quantize):
     w = in_format(model, jax.random.normal(keys[1], (O, C), dtype), quantize)
     kernel = partial(model.streamed_product, block=128, interpret=STRICT)
     monkeypatch.setattr(model, "streamed_product", kernel)
-    y = jax.jit(lambda x, w: w.streamed_product(x))(x, w)
+    monkeypatch.setattr(model, "is_streamed", lambda x, w: True)
+    y = jax.jit(model.tpu_product)(x, w)
     wanted = floats(x) @ floats(w).T
     np.testing.assert_allclose(floats(y), wanted, atol=2e-6 * np.abs(wanted).max())
 
@@ -205,7 +206,7 @@ def array_on(topology):
 
 
 def abstract_side(array, shape, quantize):
-    side = model.FORMATS[quantize].declare(shape, jnp.bfloat16, mesh=None)
+    side = model.FORMATS[quantize].declare(shape, jnp.bfloat16)
     return jax.tree.map(lambda x: array(*x.shape, dtype=x.dtype), side)
 
 

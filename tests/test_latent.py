@@ -193,7 +193,7 @@ def test_compiles_for_tpus(topology, quantize, B, G, S, T):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
 
     def side(slots, width):
-        held = model.FORMATS[quantize].declare((B, 1, slots, width), jnp.bfloat16, mesh=None)
+        held = model.FORMATS[quantize].declare((B, 1, slots, width), jnp.bfloat16)
         return jax.tree.map(lambda x: array(*x.shape, dtype=x.dtype), held)
 
     arguments = (

@@ -1,0 +1,332 @@
+"""Weights in 4 bits: the forms of releases, packed here as their authors describe them, and --quantize int4.
+
+References are transformers' classes with the numbers that a form stands for.
+"""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_experts
+import torch
+from helpers import ROOT, STRICT, assert_matches, decode, floats, import_folder, save_random
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.torch import load_file, save_file
+from test_parity import deepseek, deepseek_3, llama, llama3, mixtral, mixtral_8, qwen3, qwen_2, random_prompts
+
+model = llama3.model
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Released forms
+
+
+def nibbles_first(codes):
+    """Codes [.., 8 n] as int32 [.., n], the first in the lowest bits, with zeros for what is missing."""
+    codes = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % 8)]).astype(np.uint32)
+    words = codes.reshape(*codes.shape[:-1], -1, 8) << (4 * np.arange(8, dtype=np.uint32))
+    return np.bitwise_or.reduce(words, axis=-1).view(np.int32)
+
+
+def pack_quantized(name, codes, zero, scale, g_idx):
+    """compressed-tensors: codes and zeros are signed numbers plus 8."""
+    module = name.removesuffix(".weight")
+    packed = {"weight_packed": nibbles_first(codes), "weight_shape": np.array(codes.shape), "weight_scale": scale}
+    if zero is not None:
+        packed["weight_zero_point"] = np.ascontiguousarray(nibbles_first(zero.T).T)
+    if (np.diff(g_idx) < 0).any():
+        packed["weight_g_idx"] = g_idx
+    return {f"{module}.{key}": array for key, array in packed.items()}
+
+
+def awq(name, codes, zero, scale, g_idx):
+    """AutoAWQ: of 8 neighbouring outputs, nibble i is the one at (0 2 4 6 1 3 5 7)[i]."""
+
+    def words(x):  # [n, O]
+        order = np.arange(x.shape[1]).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].ravel()
+        return nibbles_first(x[:, order])
+
+    zero = np.full(scale.shape, 8) if zero is None else zero
+    packed = {"qweight": words(codes.T), "qzeros": words(zero.T), "scales": scale.T.astype(np.float16)}
+    return {f"{name.removesuffix('.weight')}.{key}": array for key, array in packed.items()}
+
+
+def gptq(name, codes, zero, scale, g_idx, less=1):
+    """AutoGPTQ: zeros less one, and a bias of zeros where there is none."""
+    module, zero = name.removesuffix(".weight"), np.full(scale.shape, 8) if zero is None else zero
+    packed = {
+        "qweight": np.ascontiguousarray(nibbles_first(codes).T),
+        "qzeros": nibbles_first(zero.T - less),
+        "scales": scale.T.astype(np.float16),
+        "g_idx": g_idx,
+        "bias": np.zeros(len(codes), np.float16),
+    }
+    return {f"{module}.{key}": array for key, array in packed.items()}
+
+
+def gptq_2(*arguments):
+    packed = gptq(*arguments, less=0)
+    return {name: array for name, array in packed.items() if not name.endswith(".bias")}
+
+
+def config_of(form, group, has_zeros):
+    if form is pack_quantized:
+        weights = {"num_bits": 4, "group_size": group, "symmetric": not has_zeros, "strategy": "group"}
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+        return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    if form is awq:
+        return {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
+    more = {"checkpoint_format": "gptq_v2"} if form is gptq_2 else {}
+    return {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": not has_zeros} | more
+
+
+def save_in_4_bits(folder, reference, form, group, has_zeros, pattern, ordered=True):
+    """Saves a random model whose matrices with names like `pattern` are in 4 bits. Returns the model of their numbers.
+    Groups of an input that is not `ordered` are no neighbours."""
+    random = np.random.default_rng(0)
+    reference = save_random(folder, *reference)
+    tensors, parameters = load_file(folder / "model.safetensors"), dict(reference.named_parameters())
+    for name in [name for name in tensors if re.search(pattern, name)]:
+        weight = tensors.pop(name).float()
+        (O, C), groups = weight.shape, -(-weight.shape[1] // group)
+        places = (np.arange(C) if ordered else random.permutation(C)) // group
+        scale = (weight.std().item() / 3 * random.uniform(0.5, 1.5, (O, groups))).astype(np.float16)
+        zero = random.integers(4, 12, (O, groups)) if has_zeros else None
+        codes = random.integers(0, 16, (O, C))
+        numbers = (codes - (8 if zero is None else zero[:, places])) * scale[:, places].astype(np.float64)
+        packed = form(name, codes, zero, scale, places.astype(np.int32))
+        for key, array in packed.items():
+            array = torch.from_numpy(
+                array if array.dtype.kind == "f" else array.astype(np.int64 if "shape" in key else np.int32)
+            )
+            tensors.setdefault(key, array)  # a bias that the model has stays
+        with torch.no_grad():
+            target = dense_parameter(parameters, name)
+            target.copy_(torch.from_numpy(numbers).to(target.dtype))
+    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": config_of(form, group, has_zeros)}))
+    return reference
+
+
+def dense_parameter(parameters, name):
+    """Where transformers has the matrix of a checkpoint: experts are joined in one parameter."""
+    if name in parameters:
+        return parameters[name]
+    name = name.replace("block_sparse_moe", "mlp")  # as releases of Mixtral have it
+    module, expert, matrix = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name).groups()
+    if matrix in ("down_proj", "w2"):
+        return parameters[f"{module}.down_proj"][int(expert)]
+    joined = parameters[f"{module}.gate_up_proj"][int(expert)]
+    return joined.chunk(2)[matrix in ("up_proj", "w3")]
+
+
+LINEAR = r"(q|k|v|o|gate|up|down)_proj\.weight$"
+RELEASES = {
+    "compressed-tensors": (llama3, llama, pack_quantized, 32, False, LINEAR, (1, 1, 1)),
+    "compressed-tensors with zeros, on a mesh": (llama3, llama, pack_quantized, 32, True, LINEAR, (2, 1, 2)),
+    "its v_proj and down_proj ignored": (
+        qwen3,
+        qwen_2,
+        pack_quantized,
+        16,
+        True,
+        r"(q|k|o|gate|up)_proj\.weight$",
+        (1, 2, 2),
+    ),
+    "routed experts alone, as in Kimi K2": (
+        deepseek,
+        deepseek_3,
+        pack_quantized,
+        16,
+        False,
+        r"\.experts\.\d",
+        (1, 2, 2),
+    ),
+    "awq": (llama3, llama, awq, 32, True, LINEAR, (1, 1, 4)),
+    "awq of a mixture": (mixtral, mixtral_8, awq, 16, True, r"(self_attn\..|\.experts\.\d+\.w\d)", (1, 4, 1)),
+    "gptq": (qwen3, qwen_2, gptq, 32, True, LINEAR, (1, 1, 2)),
+    "gptq, version 2": (llama3, llama, gptq_2, 64, True, LINEAR, (1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_released_forms(tmp_path, name):
+    folder, family, form, group, has_zeros, pattern, mesh = RELEASES[name]
+    _, *reference = family()
+    reference = save_in_4_bits(tmp_path, reference, form, group, has_zeros, pattern)
+    prompts = random_prompts(23, 3)
+    assert_matches(reference, prompts, decode(folder, tmp_path, prompts, mesh, max_new_tokens=6))
+
+
+@pytest.mark.parametrize("form", [gptq, pack_quantized])
+def test_groups_that_are_no_neighbours(tmp_path, form):
+    """ "act-order". Such a matrix is held in the dtype of the model."""
+    _, *reference = llama()
+    reference = save_in_4_bits(tmp_path, reference, form, 32, True, LINEAR, ordered=False)
+    prompts = random_prompts(23, 3)
+    assert_matches(reference, prompts, decode(llama3, tmp_path, prompts, (1, 1, 2), max_new_tokens=6))
+
+
+@pytest.mark.parametrize(("quantize", "kind"), [("int8", "Int8"), ("int4", "Int4"), (None, "Int4")])
+def test_a_release_in_another_format(tmp_path, quantize, kind):
+    """It stays in 4 bits, unless int8 is asked for. Converted without --quantize, it is in the dtype of the model."""
+    _, *reference = llama()
+    reference = save_in_4_bits(tmp_path / "source", reference, awq, 32, True, LINEAR)
+    mesh = model.make_mesh(devices=jax.devices()[:1])
+    weights = llama3.convert.load(llama3.convert.open_checkpoint(tmp_path / "source"), mesh, "float32", quantize)
+    assert {type(weights["layers"][0][name]).__name__ for name in ("qkv", "o", "gate_up", "down")} == {kind}
+    llama3.convert.convert(tmp_path / "source", tmp_path / "output", "float32")
+    prompts = random_prompts(23, 3)
+    assert_matches(reference, prompts, decode(llama3, tmp_path / "output", prompts, max_new_tokens=3))
+
+
+def damaged(tensors, config, change):
+    weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    down = "model.layers.0.mlp.down_proj.weight"
+    if change == "zero":
+        del tensors[f"{down}_zero_point"]
+    elif change == "scale":
+        del tensors[f"{down}_scale"]
+    elif change == "cut scale":
+        tensors[f"{down}_scale"] = tensors[f"{down}_scale"][:, :-1].contiguous()
+    elif change == "packed":
+        tensors[f"{down}_packed"] = tensors[f"{down}_packed"][:, :-1].contiguous()
+    elif change == "shape":
+        tensors[f"{down}_shape"] = torch.tensor([64, 72])
+    elif change == "dtype":
+        tensors[f"{down}_packed"] = tensors[f"{down}_packed"].long()
+    else:
+        weights |= change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("zero", "down_proj.weight_zero_point is missing"),
+        ("scale", "down_proj.weight_scale is missing"),
+        ("cut scale", r"down_proj.weight_scale has F16 \[64, 2\], not \[64, 3\]"),
+        ("packed", r"down_proj.weight_packed has I32 \[64, 11\], not \[64, 12\]"),
+        ("shape", "down_proj.weight_packed has I32"),
+        ("dtype", "down_proj.weight_packed has I64"),
+        ({"num_bits": 8}, "weights of 8 bits are not supported"),
+        ({"group_size": 64}, "_scale has F16"),
+        ({"group_size": 7}, "group_size 7 is neither"),
+    ],
+    ids=str,
+)
+def test_damaged(tmp_path, change, words):
+    _, *reference = llama()
+    save_in_4_bits(tmp_path, reference, pack_quantized, 32, True, LINEAR)
+    tensors, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    damaged(tensors, config, change)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(model.InputError, match=words):
+        llama3.convert.open_checkpoint(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# --quantize int4
+
+
+@pytest.mark.parametrize("folder", ["llama3", "gpt_oss", "deepseek"])
+def test_converted_is_what_loading_gives(tmp_path, folder):
+    """The same tokens and numbers, also on two devices and, where these cut groups, on eight."""
+    source, folder = ROOT / folder / "demo", import_folder(folder)
+    prompts = [[token % 256 for token in prompt] for prompt in random_prompts(40, 3)]
+    folder.convert.convert(source, tmp_path / "output", "float32", "int4")
+    runs = (
+        (source, "int4", (1, 1, 1)),
+        *((tmp_path / "output", None, mesh) for mesh in ((1, 1, 1), (1, 1, 2), (1, 2, 4))),
+    )
+    rows = [decode(folder, path, prompts, mesh, quantize=how, max_new_tokens=5) for path, how, mesh in runs]
+    for others in rows[1:]:
+        for row, other in zip(rows[0], others, strict=True):
+            assert [token.id for token in row] == [token.id for token in other]
+            np.testing.assert_allclose([t.logprob for t in row], [t.logprob for t in other], atol=2e-3)
+
+
+def in_groups(kind, *shape, size, has_zeros):
+    """Random codes, scales and maybe zeros as `kind` of Int4, and the numbers [.., O, C] in float64."""
+    random = np.random.default_rng(0)
+    codes, of_groups = random.integers(0, 16, shape, np.uint8), (*shape[:-1], shape[-1] // size)
+    scale = random.uniform(0.5, 1, of_groups).astype(np.float32) / shape[-1] ** 0.5 / 4
+    zero = random.integers(0, 17, of_groups) if has_zeros else np.full(of_groups, 8)
+    numbers = (codes.reshape(*of_groups, size) - zero[..., None]) * scale[..., None].astype(np.float64)
+    arrays = [kind.ordered(x) for x in (scale, zero.astype(kind.zero_dtype))][: 1 + has_zeros]
+    return kind(jnp.asarray(kind.packed(codes)), *map(jnp.asarray, arrays)), numbers.reshape(shape)
+
+
+@pytest.mark.parametrize(
+    ("O", "C", "size", "has_zeros"),
+    [(256, 1024, 32, False), (384, 1536, 128, True), (128, 512, 16, True), (128, 640, 64, True)],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_products_against_float64(O, C, size, has_zeros, dtype):
+    """On CPUs, on GPUs and, by the interpreted kernel, on TPUs."""
+    random = np.random.default_rng(0)
+    x = random.standard_normal((60, C)).astype(dtype)
+    w, numbers = in_groups(model.Int4, O, C, size=size, has_zeros=has_zeros)
+    products = {"cpu": lambda x: w.cpu_product(x), "gpu": lambda x: w.gpu_product(x)}
+    if C % 512 == 0:
+        lanes, _ = in_groups(model.Int4Lanes, O, C, size=size, has_zeros=has_zeros)
+        products["tpu"] = lambda x: model.lanes_product(x, lanes, block=128, interpret=STRICT)
+    for name, multiply in products.items():
+        for B in (1, 3, 9, 60)[: 3 if name == "tpu" else 4]:
+            out = jax.jit(multiply)(x[:B])
+            # More rows are multiplied with weights in their own dtype.
+            tolerance = 3e-4 if dtype == jnp.float32 else 6e-2
+            np.testing.assert_allclose(np.asarray(out, np.float64), floats(x[:B]) @ numbers.T, atol=tolerance)
+
+
+def test_half_a_step():
+    """No number is further off than half a step of its group, but for one of 8 steps, which is cut to 7."""
+    x = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
+    held = jax.jit(model.GroupsOn(model.Int4, model.Int4Groups()).declare(x.shape, jnp.float32).of)(x)
+    steps = np.abs(floats(held.scale)).repeat(32, axis=-1)
+    errors = np.abs(np.asarray(held.values_and_scale(jnp.float32)[0]) - x)
+    assert (errors <= 1.05 * steps).all() and (errors <= 0.51 * steps).mean() > 0.97
+
+
+@pytest.mark.parametrize(("platform", "kind"), [("cpu", "Int4"), ("gpu", "Int4"), ("tpu", "Int4Lanes")])
+@pytest.mark.parametrize(("B", "k"), [(1, 1), (5, 8), (140, 2)])
+def test_experts_against_float64(monkeypatch, platform, kind, B, k):
+    test_experts.select(monkeypatch, platform)
+    model, arguments = test_experts.model, test_experts.random_arguments(B, k, 8, 512, 512, jnp.float32, None)[:3]
+    shapes = (8, 1024, 512), (8, 512, 512)
+    pairs = [in_groups(getattr(model, kind), *shape, size=32, has_zeros=k > 1) for shape in shapes]
+    (weights, numbers), mesh = zip(*pairs, strict=True), model.make_mesh(devices=jax.devices()[:1])
+    out = test_experts.on_mesh(mesh, *arguments, *weights)
+    test_experts.assert_close(out, test_experts.reference(*arguments, *numbers), jnp.float32)
+
+
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v6e:4x4", "v5p:2x2x4"])
+def test_kernels_compile_for_tpus(topology):
+    """A product of Llama 3.1 8B and the experts of Kimi K2 on 16 devices. Weights are not copied."""
+    devices, model = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices, test_experts.model
+    mesh = model.make_mesh(1, 16, 1, devices=devices)
+
+    def array(shape, dtype, spec=P()):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    def weight(shape, *spec):
+        held = model.GroupsOn(model.Int4Lanes, model.Int4Groups()).declare(shape, jnp.bfloat16)
+        return jax.tree.map(lambda x, spec: array(x.shape, x.dtype, spec), held, held.specs(P(*spec)))
+
+    def body(x, ids, scores, gate_up, down, w):
+        out = model.experts(x, ids, scores, gate_up, down, model.activation)
+        return jax.lax.psum(out.astype(x.dtype), model.MODEL_AXES), model.linear(x, w)
+
+    x, ids, scores = array((8, 7168), jnp.bfloat16), array((8, 8), jnp.int32), array((8, 8), jnp.float32)
+    experts = weight((384, 4096, 7168), "ep", "tp", None), weight((384, 7168, 2048), "ep", None, "tp")
+    arguments = x, ids, scores, *experts, weight((28672, 7168), None, None)
+    specs = jax.tree.map(lambda a: a.sharding.spec, arguments)
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
+    program = program.lower(*arguments).compile()
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 2
+    assert program.memory_analysis().temp_size_in_bytes < 4 * 2**20
