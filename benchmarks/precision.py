@@ -1,4 +1,4 @@
-"""What bfloat16 and int8 cost on real text: how far the distribution of every next token moves from float32's.
+"""What bfloat16, int8 and int4 cost on real text: how far the distribution of every next token moves from float32's.
 
     python3 benchmarks/precision.py llama3 --model_path PATH --tokens 4096 --save NAME
 
@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 FORMATS = {  # dtype of all that is not rounded; how weights are, how the cache is
     "float32": ("float32", None, None),
     "bfloat16": ("bfloat16", None, None),
+    "int4 weights": ("bfloat16", "int4", None),
     "int8 weights": ("bfloat16", "int8", None),
     "int8 cache": ("bfloat16", None, "int8"),
     "int8 weights and cache": ("bfloat16", "int8", "int8"),

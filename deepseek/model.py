@@ -111,22 +111,27 @@ class Config:
     attention_bias: bool = False
     rope: Rope | None = None  # from_dict sets it
     rope_interleave: bool = True
+    prefix: str = ""  # of the names of the checkpoint's tensors
     has_extra_layer: bool = False  # in the checkpoint, for multi-token prediction
     uses_extra_layer: bool = False  # to draft tokens: then it is among the weights
 
     @classmethod
     def from_dict(cls, config: dict, names: Collection[str] = ()) -> Config:
-        """Reads the dict of a config.json, as transformers 4 or 5 writes it. The names of the checkpoint's tensors tell
-        whether it has an extra layer.
+        """Reads the dict of a config.json, as transformers 4 or 5 writes it. Kimi K2.5 nests the text model's, which is
+        as Kimi K2's. The names of the checkpoint's tensors tell whether it has an extra layer.
 
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
+        is_nested = config.get("model_type") == "kimi_k25"
+        config = config.get("text_config") if is_nested else config
+        if not isinstance(config, dict):
+            raise InputError(f"config.json: text_config must be a table, not {config!r:.40}")
         model_type = config.get("model_type")
         is_v2 = model_type == "deepseek_v2"
         scoring, methods = ("softmax", ("greedy", "group_limited_greedy")) if is_v2 else ("sigmoid", ("noaux_tc",))
         method = config.get("topk_method", methods[0])
         check_supported(
-            model_type=(model_type, ("deepseek_v3", "kimi_k2", "deepseek_v2")),
+            model_type=(model_type, ("deepseek_v3", "kimi_k2", *(() if is_nested else ("deepseek_v2", "kimi_k25")))),
             hidden_act=(config.get("hidden_act", "silu"), ("silu", "swish")),
             mlp_bias=(config.get("mlp_bias", False), (False,)),
             moe_layer_freq=(config.get("moe_layer_freq", 1), (1,)),
@@ -138,7 +143,9 @@ class Config:
         given = read_fields(cls, config | {"scoring_func": scoring} | of_v2 | ungrouped)
         interleaved = given.get("rope_interleave", True)
         given["rope"] = read_rope(config, "qk_rope_head_dim", given["qk_rope_head_dim"], interleaved)
-        extra = f"model.layers.{given['num_hidden_layers']}.eh_proj.weight"  # no other layer has this tensor
+        given["prefix"] = "language_model." if is_nested else ""
+        # No other layer has this tensor.
+        extra = f"{given['prefix']}model.layers.{given['num_hidden_layers']}.eh_proj.weight"
         result = cls(**given | {"has_extra_layer": extra in names})
         check_routing(result, result.n_routed_experts, 1 if is_v2 else 2)
         return result
@@ -160,10 +167,10 @@ def weights_of(config: Config) -> dict:
     """
     D, Q, L, U = config.hidden_size, config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
     N, H, W, E = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim, config.n_routed_experts
-    float32_vector = partial(whole, dtype="float32")
+    float32_vector, model = partial(whole, dtype="float32"), f"{config.prefix}model"
 
     def layer(i):
-        attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        attention, mlp = f"{model}.layers.{i}.self_attn", f"{model}.layers.{i}.mlp"
 
         def heads(name, width, within=None):
             return Part({f"{attention}.{name}": N * width}, units=N, within=within)
@@ -171,14 +178,14 @@ def weights_of(config: Config) -> dict:
         queries = {f"{attention}.q_a_proj": Q} if Q else {}
         qkv_a = Part(queries | {f"{attention}.kv_a_proj_with_mqa": L + U})
         weights = {
-            "attention_norm": float32_vector(f"model.layers.{i}.input_layernorm.weight", D),
+            "attention_norm": float32_vector(f"{model}.layers.{i}.input_layernorm.weight", D),
             "qkv_a": by_output(D, qkv_a),
             "kv_norm": float32_vector(f"{attention}.kv_a_layernorm.weight", L),
             "q": by_output(Q or D, heads("q_b_proj" if Q else "q_proj", H + U)),
             "k_b": by_output(L, heads("kv_b_proj", H + W, within=(0, H)), per_head=True),
             "v_b": by_output(L, heads("kv_b_proj", H + W, within=(H, H + W)), per_head=True),
             "o": by_input(D, heads("o_proj", W)),
-            "mlp_norm": float32_vector(f"model.layers.{i}.post_attention_layernorm.weight", D),
+            "mlp_norm": float32_vector(f"{model}.layers.{i}.post_attention_layernorm.weight", D),
         }
         if Q:
             weights["q_norm"] = float32_vector(f"{attention}.q_a_layernorm.weight", Q)
@@ -201,12 +208,12 @@ def weights_of(config: Config) -> dict:
         return weights
 
     weights = {
-        "embedding": by_output(D, Part({"model.embed_tokens": config.vocab_size})),
+        "embedding": by_output(D, Part({f"{model}.embed_tokens": config.vocab_size})),
         "layers": [layer(i) for i in range(config.num_hidden_layers)],
-        "norm": whole("model.norm.weight", D),
+        "norm": whole(f"{model}.norm.weight", D),
     }
     if config.uses_extra_layer:
-        extra = f"model.layers.{config.num_hidden_layers}"
+        extra = f"{model}.layers.{config.num_hidden_layers}"
         weights["extra"] = layer(config.num_hidden_layers) | {
             "embedding_norm": float32_vector(f"{extra}.enorm.weight", D),
             "hidden_norm": float32_vector(f"{extra}.hnorm.weight", D),
@@ -214,7 +221,7 @@ def weights_of(config: Config) -> dict:
             "norm": whole(f"{extra}.shared_head.norm.weight", D),
         }
     if not config.tie_word_embeddings:
-        weights["head"] = by_output(D, Part({"lm_head": config.vocab_size}))
+        weights["head"] = by_output(D, Part({f"{config.prefix}lm_head": config.vocab_size}))
     return weights
 
 
@@ -222,9 +229,11 @@ def left_out(name: str, config: Config) -> str | None:
     """Why a tensor of the checkpoint is left out on purpose, or None."""
     if name.endswith("rotary_emb.inv_freq"):
         return "computed from config.json"
-    if name == "lm_head.weight" and config.tie_word_embeddings:
+    if config.prefix and name.startswith(("vision_tower.", "mm_projector.")):
+        return "for images, and this model reads text"
+    if name == f"{config.prefix}lm_head.weight" and config.tie_word_embeddings:
         return "tied to model.embed_tokens.weight"
-    if config.has_extra_layer and name.startswith(f"model.layers.{config.num_hidden_layers}."):
+    if config.has_extra_layer and name.startswith(f"{config.prefix}model.layers.{config.num_hidden_layers}."):
         if not config.uses_extra_layer:
             return "of the layer of multi-token prediction, which only drafts need"
         if name.endswith((".embed_tokens.weight", ".shared_head.head.weight")):
@@ -1983,7 +1992,7 @@ def chosen_experts(scores: Array, choice: Array, best: int, config: Config) -> t
 
 
 FOLDERS = {  # of the repository that this file is from, and the model_types that each reads
-    "deepseek": ("deepseek_v2", "deepseek_v3", "kimi_k2"),
+    "deepseek": ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"),
     "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text"),
     "glm4": ("glm", "glm4"),
     "glm4_flash": ("glm4_moe_lite",),
@@ -2532,7 +2541,7 @@ def quantize_in_groups(x: Array, groups: int, dtype: jnp.dtype) -> tuple[Array, 
     return (codes + 8).astype(jnp.uint8).reshape(*x.shape[:-2], -1), scales[..., 0]
 
 
-INT4_LARGEST = (-8.0, -7.5, 7.0)
+INT4_LARGEST = (-8.0, 7.0)
 
 
 def packed_codes(codes: Array | np.ndarray, n: int, lanes: int) -> Array | np.ndarray:

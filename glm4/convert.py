@@ -113,7 +113,7 @@ class Fp8(NamedTuple):
 
     @classmethod
     def collect(cls, folder: Path, found: dict, quantization: object) -> None:
-        """`x_scale_inv` has a scale for each block, `x_scale` one for each row."""
+        """`x_scale_inv` has a scale for each block, `x_scale` one for each row, or one for all."""
         block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
         block = [128, 128] if block is None else block
         if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**31 for n in block)):
@@ -126,6 +126,8 @@ class Fp8(NamedTuple):
                 raise InputError(f"{folder}: {name:.200} {what}")
             sizes = block if ending == "_scale_inv" else [1, max(tensor.shape[1], 1)]
             wanted = tuple(-(-size // n) for size, n in zip(tensor.shape, sizes, strict=True))
+            if ending == "_scale" and scale.shape in ((), (1,)):
+                sizes, wanted, scale = tensor.shape, (1, 1), scale._replace(shape=(1, 1))
             if scale.shape != wanted or scale.dtype not in DTYPES.values():
                 asked = f"blocks of {block} ask" if ending == "_scale_inv" else "a scale a row asks"
                 has = f"{scale.dtype!s:.40} {list(scale.shape)}, and {asked} for float32 {list(wanted)}"
@@ -545,7 +547,10 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder}: no config.json: no checkpoint, or a conversion to be run again until it finishes")
     raw_config = read_json(folder / "config.json")
-    quantization = raw_config.get("quantization_config", raw_config.get("compression_config"))
+    text_config = raw_config.get("text_config")
+    places = [raw_config, *[text_config] * isinstance(text_config, dict)]
+    found = (place[name] for place in places for name in ("quantization_config", "compression_config") if name in place)
+    quantization = next(found, None)
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     unsupported = (
         f"{folder}: quantization {method or quantization!r:.40} is not supported; give the unquantized checkpoint"

@@ -218,7 +218,7 @@ LLAMA4_PATTERN = (
 KIMI_PATTERN = r"[\p{Han}]+|" + LLAMA4_PATTERN.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"\n/]", r"\n]")
 TIKTOKEN_PATTERNS = {  # by model_type; Moonlight is a deepseek_v3
     "llama": LLAMA3_PATTERN, "llama4": LLAMA4_PATTERN, "llama4_text": LLAMA4_PATTERN, "deepseek_v3": KIMI_PATTERN,
-    "kimi_k2": KIMI_PATTERN,
+    "kimi_k2": KIMI_PATTERN, "kimi_k25": KIMI_PATTERN,
 }  # fmt: skip
 
 
@@ -424,7 +424,7 @@ def published(figures: dict[str, float], device_kind: str) -> float | None:
 def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
     """The line of statistics; null where nothing was decoded or a peak is unknown.
 
-    No rate includes compilation. (With --quantize, `load_s` includes compiling the rounding, some 0.1 s for each shape.)
+    No rate includes compilation. (With --quantize, `load_s` includes compiling the rounding, 0.1 s a shape.)
     """
     device = mesh.devices.flat[0]
     steps_per_s = measured["decode_steps"] / measured["decode_s"] if measured["decode_steps"] else None

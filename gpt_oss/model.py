@@ -1807,7 +1807,7 @@ def chosen_experts(scores: Array, choice: Array, best: int, config: Config) -> t
 
 
 FOLDERS = {  # of the repository that this file is from, and the model_types that each reads
-    "deepseek": ("deepseek_v2", "deepseek_v3", "kimi_k2"),
+    "deepseek": ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"),
     "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text"),
     "glm4": ("glm", "glm4"),
     "glm4_flash": ("glm4_moe_lite",),
@@ -2356,7 +2356,7 @@ def quantize_in_groups(x: Array, groups: int, dtype: jnp.dtype) -> tuple[Array, 
     return (codes + 8).astype(jnp.uint8).reshape(*x.shape[:-2], -1), scales[..., 0]
 
 
-INT4_LARGEST = (-8.0, -7.5, 7.0)
+INT4_LARGEST = (-8.0, 7.0)
 
 
 def packed_codes(codes: Array | np.ndarray, n: int, lanes: int) -> Array | np.ndarray:

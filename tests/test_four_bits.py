@@ -163,6 +163,41 @@ def test_released_forms(tmp_path, name):
     assert_matches(reference, prompts, decode(folder, tmp_path, prompts, mesh, max_new_tokens=6))
 
 
+def test_kimi_k25(tmp_path):
+    """Kimi K2 in a model that sees: a nested config.json, a prefix of names, other tensors; experts in 4 bits."""
+    _, model_class, config = deepseek_3(n_group=1, topk_group=1)
+    reference = save_in_4_bits(tmp_path, (model_class, config), pack_quantized, 32, False, r"\.experts\.\d")
+    tensors, raw = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    tensors |= {"vision_tower.encoder.weight": torch.ones(4), "mm_projector.linear_1.weight": torch.ones(4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    raw = {"model_type": "kimi_k25", "text_config": raw | {"model_type": "kimi_k2"}, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    checkpoint = deepseek.convert.open_checkpoint(tmp_path)
+    assert set(checkpoint.left_out) == {"vision_tower.encoder.weight", "mm_projector.linear_1.weight"}
+    prompts = random_prompts(23, 3)
+    assert_matches(reference, prompts, decode(deepseek, tmp_path, prompts, (1, 2, 1), max_new_tokens=6))
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_fp8_with_one_scale(tmp_path, shape):
+    """A whole matrix has one scale, and activations have scales that are not used."""
+    _, *reference = llama()
+    reference = save_random(tmp_path, *reference)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if re.search(LINEAR, name)]:
+        scale = tensors[name].abs().max() / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        with torch.no_grad():
+            reference.get_parameter(name).copy_(tensors[name].float() * scale)
+        tensors |= {f"{name}_scale": scale.reshape(shape), f"{name.removesuffix('weight')}input_scale": torch.ones(1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "fp8"}}))
+    prompts = random_prompts(23, 3)
+    assert_matches(reference, prompts, decode(llama3, tmp_path, prompts, (1, 1, 2), max_new_tokens=6))
+
+
 @pytest.mark.parametrize("form", [gptq, pack_quantized])
 def test_groups_that_are_no_neighbours(tmp_path, form):
     """ "act-order". Such a matrix is held in the dtype of the model."""
