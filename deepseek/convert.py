@@ -307,6 +307,9 @@ class PackQuantized(InGroups):
                 found.pop(f"{name}_{part}", None) for part in ("packed", "shape", "scale", "zero_point", "g_idx")
             )
             sizes, has_zeros = settings_of(folder, quantization)
+            shape_of(folder, f"{name}_packed", words)
+            if shape is not None:
+                expect(folder, f"{name}_shape", shape, ("I64", "I32"), (len(words.shape),))
             columns = words.shape[-1] * 8 if shape is None else int(shape.read()[-1])
             sizes = [columns if size == -1 else size for size in sizes]
             groups = [-(-columns // size) for size in sizes]
@@ -365,7 +368,7 @@ class Awq(InGroups):
         (size,) = settings_of(folder, quantization)[0]
         for name in [name.removesuffix(".qweight") for name in found if name.endswith(".qweight")]:
             words, zero, scale = (found.pop(f"{name}.{part}", None) for part in ("qweight", "qzeros", "scales"))
-            columns, eighth = words.shape
+            columns, eighth = shape_of(folder, f"{name}.qweight", words)[:2]
             group = columns if size == -1 else size
             expect(folder, f"{name}.qweight", words, ("I32",), (columns, eighth))
             expect(folder, f"{name}.qzeros", zero, ("I32",), (-(-columns // group), eighth))
@@ -407,9 +410,10 @@ class Gptq(Awq):
             words, zero, scale, g_idx = (
                 found.pop(f"{name}.{part}", None) for part in ("qweight", "qzeros", "scales", "g_idx")
             )
-            columns, rows = 8 * words.shape[0], words.shape[1]
+            eighth, rows = shape_of(folder, f"{name}.qweight", words)[:2]
+            columns = 8 * eighth
             group = columns if size == -1 else size
-            expect(folder, f"{name}.qweight", words, ("I32",), (columns // 8, rows))
+            expect(folder, f"{name}.qweight", words, ("I32",), (eighth, rows))
             expect(folder, f"{name}.qzeros", zero, ("I32",), (-(-columns // group), -(-rows // 8)))
             expect(folder, f"{name}.scales", scale, FLOATS, (-(-columns // group), rows))
             places = None if g_idx is None else places_of(folder, f"{name}.g_idx", g_idx, columns, group)
@@ -460,9 +464,16 @@ def expect(folder: Path, name: str, tensor: Stored | None, kinds, shape: tuple[i
         raise InputError(f"{folder}: {name:.200} has {tensor.kind:.40} {list(tensor.shape)}, not {list(shape)}")
 
 
+def shape_of(folder: Path, name: str, words: Stored) -> tuple[int, ...]:
+    """The shape of packed codes, of a matrix or of several."""
+    if len(words.shape) not in (2, 3) or 0 in words.shape:
+        raise InputError(f"{folder}: {name:.200} is no matrix, but {list(words.shape)}")
+    return words.shape
+
+
 def places_of(folder: Path, name: str, g_idx: Stored, columns: int, group: int) -> np.ndarray | None:
     """The group of each column by a tensor g_idx; None if groups are neighbours."""
-    expect(folder, name, g_idx, ("I32",), (columns,))
+    expect(folder, name, g_idx, ("I32", "I64"), (columns,))
     places = np.array(g_idx.read())
     if (places == np.arange(columns) // group).all() or (places == -1).all():
         return None

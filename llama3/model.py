@@ -2055,10 +2055,11 @@ class Int4Groups(NamedTuple):
     bits, kernel_columns = 4, 512  # of Int4Lanes
 
     def on(self, weight: Weight, mesh: Mesh) -> Int4Groups | type[Format]:
-        """Groups that no device has only a part of; Plain, where 16 numbers are too many for that."""
+        """Groups that no device has only a part of; Plain, where 16 numbers are too many for that, and for what is
+        multiplied head by head."""
         size = math.gcd(self.size, weight.uncut_columns(mesh), 128)
         kind = Int4Lanes if mesh.devices.flat[0].platform == "tpu" else Int4
-        return GroupsOn(kind, self._replace(size=size)) if size >= 16 else Plain
+        return Plain if size < 16 or weight.per_head else GroupsOn(kind, self._replace(size=size))
 
 
 class GroupsOn(NamedTuple):

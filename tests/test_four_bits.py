@@ -147,6 +147,15 @@ RELEASES = {
         r"\.experts\.\d",
         (1, 2, 2),
     ),
+    "all matrices of latent attention": (
+        deepseek,
+        deepseek_3,
+        pack_quantized,
+        16,
+        True,
+        r"(_proj|kv_a_proj_with_mqa)\.weight$",
+        (1, 2, 4),
+    ),
     "awq": (llama3, llama, awq, 32, True, LINEAR, (1, 1, 4)),
     "awq of a mixture": (mixtral, mixtral_8, awq, 16, True, r"(self_attn\..|\.experts\.\d+\.w\d)", (1, 4, 1)),
     "gptq": (qwen3, qwen_2, gptq, 32, True, LINEAR, (1, 1, 2)),
@@ -233,6 +242,8 @@ def damaged(tensors, config, change):
         tensors[f"{down}_packed"] = tensors[f"{down}_packed"][:, :-1].contiguous()
     elif change == "shape":
         tensors[f"{down}_shape"] = torch.tensor([64, 72])
+    elif change == "flat":
+        tensors[f"{down}_packed"] = tensors[f"{down}_packed"].flatten()
     elif change == "dtype":
         tensors[f"{down}_packed"] = tensors[f"{down}_packed"].long()
     else:
@@ -248,6 +259,7 @@ def damaged(tensors, config, change):
         ("packed", r"down_proj.weight_packed has I32 \[64, 11\], not \[64, 12\]"),
         ("shape", "down_proj.weight_packed has I32"),
         ("dtype", "down_proj.weight_packed has I64"),
+        ("flat", "down_proj.weight_packed is no matrix"),
         ({"num_bits": 8}, "weights of 8 bits are not supported"),
         ({"group_size": 64}, "_scale has F16"),
         ({"group_size": 7}, "group_size 7 is neither"),
