@@ -1712,9 +1712,9 @@ def is_valid(value: object, kind: type, name: str = "") -> bool:
 
 def by_platform(*arguments, default, cpu=None, tpu=None):
     """Calls one of several functions, by the platform of the mesh. jax.lax.platform_dependent would trace them all."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = device.platform if device else jax.default_backend()
-    return ({"cpu": cpu, "tpu": tpu}.get(platform) or default)(*arguments)
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    own = cpu if device.device_kind == "cpu" else tpu if device.device_kind.startswith("TPU") else None
+    return (own or default)(*arguments)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
