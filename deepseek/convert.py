@@ -210,7 +210,7 @@ class Mxfp4Blocks(NamedTuple):
         *rows, columns = (*index, *[slice(None)] * (3 - len(index)))
         start, stop, _ = columns.indices(self.shape[-1])
         pairs = self.pairs.read(*rows, slice(start // 32, -(-stop // 32)))
-        codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-2], -1)
+        codes = nibbles(pairs).reshape(*pairs.shape[:-2], -1)
         return codes[..., start % 32 : stop - start // 32 * 32]
 
     def read(self, *index: slice | int) -> np.ndarray:
@@ -291,7 +291,7 @@ class InGroups:
 
 
 def nibbles(words: np.ndarray) -> np.ndarray:
-    """int32 words [.., n] as their 8 n codes of 4 bits, uint8, the lowest first."""
+    """Words or bytes [.., n] as their codes of 4 bits, uint8, the lowest first: 8 n of int32, 2 n of uint8."""
     pairs = np.ascontiguousarray(words).view(np.uint8)
     return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], -1)
 
@@ -560,8 +560,8 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
     raw_config = read_json(folder / "config.json")
     text_config = raw_config.get("text_config")
     places = [raw_config, *[text_config] * isinstance(text_config, dict)]
-    found = (place[name] for place in places for name in ("quantization_config", "compression_config") if name in place)
-    quantization = next(found, None)
+    names = "quantization_config", "compression_config"
+    quantization = next((place[name] for place in places for name in names if name in place), None)
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     unsupported = (
         f"{folder}: quantization {method or quantization!r:.40} is not supported; give the unquantized checkpoint"

@@ -50,9 +50,10 @@ Dimension letters, in shapes and einsums. Under shard_map B, N, F, E and V are t
     k  num_experts_per_tok       W  v_head_dim
 
 Dtypes. Weights, residual stream and cache are bfloat16 by default; `weights_of`, `cache_layout` and `head_dtype` name
-the exceptions. Matrices that devices split, and the cache, can be int8 with float32 scales. Products accumulate in
-float32, and `linear` returns float32. The partial sums that devices add with a psum are rounded to the residual
-stream's dtype first, which halves the traffic. Norms, rotary embedding, softmax, routing and logits are float32.
+the exceptions. Matrices that devices split, and the cache, can be int8 with float32 scales; matrices can be in 4 bits
+too (see "Int4"). Products accumulate in float32, and `linear` returns float32. The partial sums that devices add with a
+psum are rounded to the residual stream's dtype first, which halves the traffic. Norms, rotary embedding, softmax,
+routing and logits are float32.
 """
 
 from __future__ import annotations
@@ -2395,7 +2396,7 @@ class Int4Groups(NamedTuple):
 
     bits, kernel_columns = 4, 512  # of Int4Lanes
 
-    def on(self, weight: Weight, mesh: Mesh) -> Int4Groups | type[Format]:
+    def on(self, weight: Weight, mesh: Mesh) -> GroupsOn | type[Format]:
         """Groups that no device has only a part of; Plain, where 16 numbers are too many for that, and for what is
         multiplied head by head."""
         size = math.gcd(self.size, weight.uncut_columns(mesh), 128)
@@ -2525,7 +2526,7 @@ def quantize_in_groups(x: Array, groups: int, dtype: jnp.dtype) -> tuple[Array, 
     return (codes + 8).astype(jnp.uint8).reshape(*x.shape[:-2], -1), scales[..., 0]
 
 
-INT4_LARGEST = (-8.0, 7.0)
+INT4_LARGEST = (-8.0, 7.0)  # codes less 8
 
 
 def packed_codes(codes: Array | np.ndarray, n: int, lanes: int) -> Array | np.ndarray:

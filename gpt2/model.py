@@ -1912,7 +1912,7 @@ class Int4Groups(NamedTuple):
 
     bits, kernel_columns = 4, 512  # of Int4Lanes
 
-    def on(self, weight: Weight, mesh: Mesh) -> Int4Groups | type[Format]:
+    def on(self, weight: Weight, mesh: Mesh) -> GroupsOn | type[Format]:
         """Groups that no device has only a part of; Plain, where 16 numbers are too many for that, and for what is
         multiplied head by head."""
         size = math.gcd(self.size, weight.uncut_columns(mesh), 128)
@@ -2042,7 +2042,7 @@ def quantize_in_groups(x: Array, groups: int, dtype: jnp.dtype) -> tuple[Array, 
     return (codes + 8).astype(jnp.uint8).reshape(*x.shape[:-2], -1), scales[..., 0]
 
 
-INT4_LARGEST = (-8.0, 7.0)
+INT4_LARGEST = (-8.0, 7.0)  # codes less 8
 
 
 def packed_codes(codes: Array | np.ndarray, n: int, lanes: int) -> Array | np.ndarray:

@@ -43,9 +43,9 @@ Dimension letters, in shapes and einsums. Under shard_map B, N, K, G, F, E and V
     O  any output dimension      H  head_dim                  E  num_local_experts
 
 Dtypes. Weights, residual stream and cache are bfloat16 by default; `weights_of` and `cache_layout` name the exceptions.
-Matrices that devices split, and the cache, can be int8 with float32 scales. Products accumulate in float32, and
-`linear` returns float32. The partial sums that devices add with a psum are rounded to the residual stream's dtype
-first, which halves the traffic. Norms, rotary embedding, softmax and logits are float32.
+Matrices that devices split, and the cache, can be int8 with float32 scales; matrices can be in 4 bits too (see "Int4").
+Products accumulate in float32, and `linear` returns float32. The partial sums that devices add with a psum are rounded
+to the residual stream's dtype first, which halves the traffic. Norms, rotary embedding, softmax and logits are float32.
 """
 
 from __future__ import annotations
@@ -2231,7 +2231,7 @@ class Int4Groups(NamedTuple):
 
     bits, kernel_columns = 4, 512  # of Int4Lanes
 
-    def on(self, weight: Weight, mesh: Mesh) -> Int4Groups | type[Format]:
+    def on(self, weight: Weight, mesh: Mesh) -> GroupsOn | type[Format]:
         """Groups that no device has only a part of; Plain, where 16 numbers are too many for that, and for what is
         multiplied head by head."""
         size = math.gcd(self.size, weight.uncut_columns(mesh), 128)
@@ -2361,7 +2361,7 @@ def quantize_in_groups(x: Array, groups: int, dtype: jnp.dtype) -> tuple[Array, 
     return (codes + 8).astype(jnp.uint8).reshape(*x.shape[:-2], -1), scales[..., 0]
 
 
-INT4_LARGEST = (-8.0, 7.0)
+INT4_LARGEST = (-8.0, 7.0)  # codes less 8
 
 
 def packed_codes(codes: Array | np.ndarray, n: int, lanes: int) -> Array | np.ndarray:
