@@ -1679,22 +1679,6 @@ def experts(x, ids, scores, w_gate_up, w_down, activate, biases: tuple[Array, Ar
     return out
 
 
-def in_tiles(run, x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int) -> Array:
-    """`run(..)` on tiles of at most `tile` rows. A tile computes all its rows with every expert that one of them chose.
-    So rows that are more than a tile are sorted by expert, with a row for each expert that it chose. ids are those of
-    this device, E for an expert on another device."""
-    (B, k), E = ids.shape, w_down.shape[0]
-    if tile >= B:
-        return run(x, ids, scores, w_gate_up, w_down, gate_up_bias, tile=B)
-    ids = jnp.pad(ids.ravel(), (0, -B * k % tile), constant_values=E)  # to whole tiles
-    scores = jnp.pad(scores.ravel(), (0, -B * k % tile))
-    order = jnp.argsort(ids)
-    x = jnp.take(x, order // k, axis=0, mode="clip")
-    y = run(x, ids[order, None], scores[order, None], w_gate_up, w_down, gate_up_bias, tile=tile)
-    y = y[jnp.argsort(order)[: B * k]]  # zeros for experts on other devices
-    return jnp.sum(y.reshape(B, k, -1), axis=1)
-
-
 def scores_by_expert(ids: Array, scores: Array, E: int) -> Array:
     """ids, scores [B, k]: float32 [B, E], the score of each token for each expert, 0 if it did not choose it."""
     return jnp.sum(jnp.where(ids[:, :, None] == jnp.arange(E), scores[:, :, None], 0), axis=1)
@@ -2455,33 +2439,54 @@ def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> 
     E, x = w_down.shape[0], padded(x, w_gate_up)
     has_few = ids.size < 3 * E
     gather, loop, kernel = (partial(f, activate=activate) for f in (gathered_experts, expert_loop, expert_kernel))
-    whole = partial(loop, columns=())
     mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
-    shared = partial(in_tiles, loop, tile=min(max(power_of_two(mean), 16), 64))
-    alone = partial(loop, columns=w_down.expert_columns)
-    on_cpu = partial(in_tiles, alone, tile=1) if has_few else shared
-    on_gpu = gather if has_few else partial(in_tiles, whole, tile=512)
+    tile = 1 if has_few else min(2 * power_of_two(mean), 64)
+    on_cpu = partial(loop, tile=tile, columns=cpu_columns(w_down, w_gate_up.shape[1] // 2, tile))
+    on_gpu = gather if has_few else partial(loop, tile=512)
     is_whole = w_gate_up.shape[1] // 2 % w_down.kernel_columns == 0  # pieces, of which the kernel fetches no less
-    on_tpu = kernel if is_whole else partial(in_tiles, whole, tile=128)
+    on_tpu = kernel if is_whole else partial(loop, tile=128)
     arguments = x, ids, scores, w_gate_up, w_down, gate_up_bias
     return by_platform(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
 
-def expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int, activate, columns=(256,)) -> Array:
-    """For CPUs, and GPUs with many rows: a loop over tiles of rows, the experts that they chose, and pieces of these. A
-    piece has as many columns as the first of `columns` that divides all of them, or all. It is still in a CPU's caches
-    when it is multiplied."""
-    B, (E, D, _), F = len(x), w_down.shape, w_gate_up.shape[1] // 2
-    columns = next((n for n in columns if F % n == 0), F)
-    chosen = jnp.any(ids.reshape(B // tile, -1, 1) == jnp.arange(E), axis=1).ravel()  # [tiles * E]
-    visits = jnp.flatnonzero(chosen, size=min(chosen.size, ids.size))  # tile * E + expert, of those with work
-    scores = scores_by_expert(ids, scores, E)
+def cpu_columns(w_down: Format, F: int, rows: int) -> int:
+    """How many of an expert's F columns CPUs multiply with `rows` rows at a time: as its format says for one row. For
+    more rows they are whole groups of the format, of which 8 MB in bfloat16 stay in a processor's caches."""
+    if rows == 1:
+        return next((n for n in w_down.expert_columns if F % n == 0), F)
+    group = math.lcm(*(w_down.shape[2] // a.shape[2] for a in jax.tree.leaves(w_down) if a.ndim == 3))
+    fewest = ceil_div(w_down.shape[1] * F, 2**22)
+    return next((F // n for n in range(fewest, 4 * fewest) if F % (n * group) == 0), F)
+
+
+def expert_loop(
+    x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int, activate, columns: int | None = None
+) -> Array:
+    """For CPUs, and GPUs with many rows: a loop over visits, and over pieces of their experts, of so many columns, or
+    of all. A visit is an expert and at most `tile` of the tokens that chose it, whose rows lie together since pairs are
+    sorted by expert. Up to `tile` tokens are not sorted: all of them are multiplied with every expert that one of them
+    chose."""
+    (B, k), (E, D, _), F = ids.shape, w_down.shape, w_gate_up.shape[1] // 2
+    columns, is_sorted = columns or F, tile < B
+    counts = jnp.sum(ids.ravel() == jnp.arange(E)[:, None], axis=1)  # the pairs of each expert
+    visits = ceil_div(counts, tile) if is_sorted else (counts > 0).astype(jnp.int32)
+    ends, steps = jnp.cumsum(visits), jnp.arange(min(E, B * k) + B * k // tile)  # steps: as many as there can be
+    expert = jnp.sum(ends <= steps[:, None], axis=1)  # of each visit
+    first = jnp.zeros_like(steps)  # its first row
+    if is_sorted:
+        first = (jnp.cumsum(counts) - counts)[expert] + (steps - (ends - visits)[expert]) * tile
+        order = jnp.argsort(ids.ravel())
+        # The last visit of an expert may go beyond its pairs: these have other experts, or none.
+        x = x[jnp.pad(order // k, (0, tile))]
+        ids = jnp.pad(ids.ravel()[order], (0, tile), constant_values=E)[:, None]
+        scores = jnp.pad(scores.ravel()[order], (0, tile))[:, None]
+    tile = min(tile, B)
 
     def step(i, out):
         # The barrier ties the weights to i: otherwise XLA for CPUs would convert all experts before the loop.
         weights, i = jax.lax.optimization_barrier(((w_gate_up, w_down, gate_up_bias), i))
-        t, e = jnp.divmod(visits[i // (F // columns)], E)
-        column = i % (F // columns) * columns
+        visit, column = i // (F // columns), i % (F // columns) * columns
+        e, begin = expert[visit], first[visit]
 
         def part(w, axis, start):  # of the expert e, `columns` of an axis; all of it, if it has zeros beside F
             def cut(a):
@@ -2496,18 +2501,22 @@ def expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int, acti
 
             return jax.tree.map(cut, w)
 
+        def of_visit(a):
+            return jax.lax.dynamic_slice_in_dim(a, begin, tile)
+
         multiply = partial(by_platform, cpu=cpu_product, default=gpu_product)
-        rows = jax.lax.dynamic_slice_in_dim(x, t * tile, tile)
-        score = jax.lax.dynamic_slice(scores, (t * tile, e), (tile, 1))
-        gate, up = (multiply(rows, part(weights[0], 1, start + column)) for start in (0, F))
+        score = jnp.sum(jnp.where(of_visit(ids) == e, of_visit(scores), 0), axis=1, keepdims=True)
+        gate, up = (multiply(of_visit(x), part(weights[0], 1, start + column)) for start in (0, F))
         if gate_up_bias is not None:
             gate, up = (y + part(weights[2], 1, start + column) for y, start in ((gate, 0), (up, F)))
         h = activate(gate, up, score).astype(x.dtype)
-        y = jax.lax.dynamic_slice_in_dim(out, t * tile, tile) + multiply(h, part(weights[1], 2, column))
-        return jax.lax.dynamic_update_slice_in_dim(out, y, t * tile, axis=0)
+        y = of_visit(out) + multiply(h, part(weights[1], 2, column))
+        return jax.lax.dynamic_update_slice_in_dim(out, y, begin, axis=0)
 
-    steps = jnp.sum(chosen) * (F // columns)
-    return jax.lax.fori_loop(0, steps, step, jnp.zeros((B, D), jnp.float32))
+    out = jax.lax.fori_loop(0, ends[-1] * (F // columns), step, jnp.zeros((len(x), D), jnp.float32))
+    if not is_sorted:
+        return out
+    return jnp.sum(out[jnp.argsort(order)].reshape(B, k, D), axis=1)  # zeros for experts on other devices
 
 
 def gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
