@@ -272,7 +272,8 @@ class InGroups:
     @staticmethod
     def arrays(held, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
         codes = {name: tensor.codes for name, tensor in tensors.items()}
-        yield on_devices(held.values, weight, codes, held.packed, held.codes, np.dtype(np.uint8))
+        n = held.shape[-1] // held.values.shape[-1]
+        yield on_devices(held.values, weight, codes, held.packed, n, np.dtype(np.uint8), order=held.ordered_values)
         group, part = held.shape[-1] // held.ordered(held.scale.shape)[-1], weight.parts[0]
         step = math.gcd(group, part.layout()[2]) if weight.split == 1 and part.units else group  # units are not cut
         for array, field in ((held.scale, "scales"), (held.zero, "zeros")):

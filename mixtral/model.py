@@ -324,6 +324,10 @@ class Format:
         """Numbers x [.., C] in this format, with its dtypes."""
         raise NotImplementedError
 
+    def in_order(self, x: Array) -> Array:
+        """x [.., C] with its columns in the order in which values_and_scale gives those of the format."""
+        return x
+
     def values_and_scale(self, dtype: jnp.dtype) -> tuple[Array, Array | None]:
         """The numbers [.., C], rounded ones in `dtype`, and the scale [..] by which they are still to be multiplied,
         None where there is none."""
@@ -1937,7 +1941,7 @@ def product(x: Array, w: Format, min_rows: int = 1) -> Array:
     """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O]. x is padded to `min_rows` rows: XLA for
     TPUs turns fewer rows into slow vector code."""
     values, scale = w.values_and_scale(x.dtype)
-    y = einsum("bc,oc->bo", padded(x, w, min_rows), values)[: x.shape[0]]
+    y = einsum("bc,oc->bo", w.in_order(padded(x, w, min_rows)), values)[: x.shape[0]]
     return y if scale is None else y * scale
 
 
@@ -2186,7 +2190,7 @@ class GroupsOn(NamedTuple):
         return ceil_div(C, self.kind.run) * self.kind.run
 
     def declare(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Int4:
-        values = jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // self.kind.codes), self.kind.word)
+        values = jax.eval_shape(self.kind.packed, jax.ShapeDtypeStruct(shape, jnp.uint8))
         scale = (*shape[:-1], shape[-1] // self.groups.size)
         scale = jax.ShapeDtypeStruct(self.kind.ordered(scale), jnp.dtype(self.groups.dtype))
         zero = jax.ShapeDtypeStruct(scale.shape, self.kind.zero_dtype) if self.groups.has_zeros else None
@@ -2197,35 +2201,46 @@ class GroupsOn(NamedTuple):
 class Int4(Format):
     """Codes of 4 bits, less their group's zero, times its scale. A group is 16 to 128 numbers of a row.
 
-    `values` [.., C / 8] uint32 has 8 codes in a word, in runs of 128: word w of the 16 of a run has the codes w,
-    16 + w, 32 + w and so on, the first in the lowest bits. So a run unpacks to vectors of neighbours. `scale` is
-    [.., C / group], `zero` uint8 too, or None if all zeros are 8.
+    `values` uint16 [.., O, 8, L] has 4 codes in a word, the first in the lowest bits. L is C / 32, and a lane has 32
+    neighbours of a row: word j of the 8 has the codes 4 j to 4 j + 3 of each lane. So an instruction can work on the
+    same place of many groups. `scale` is [.., O, C / group], `zero` uint8 too, or None if all zeros are 8.
     """
 
     values: Array
     scale: Array
     zero: Array | None = None
 
-    bits, expert_columns = 4, (256, 128)
-    word, codes, run, zero_dtype = jnp.uint32, 8, 128, jnp.uint8
+    bits, expert_columns = 4, (2048,)
+    run, zero_dtype = 32, jnp.uint8  # C is a multiple of `run`
 
     @property
     def shape(self):
-        return (*self.values.shape[:-1], self.codes * self.values.shape[-1])
+        return (*self.values.shape[:-2], 32 * self.values.shape[-1])
+
+    def specs(self, spec):
+        spec = P(*spec, *[None] * (len(self.shape) - len(spec)))
+        return Int4(P(*spec[:-1], None, spec[-1]), spec, None if self.zero is None else spec)
 
     @staticmethod
     def ordered(x):
         """A shape, or an array, of scales [.., O, C / group] as this format has it."""
         return x
 
+    @staticmethod
+    def ordered_values(x):
+        """An array of values, or a shape without the 8 words of a lane."""
+        return (*x[:-2], x[-1]) if isinstance(x, tuple) else x
+
+    @staticmethod
+    def packed(codes: Array | np.ndarray) -> Array | np.ndarray:
+        """uint8 codes [.., C] as values."""
+        lanes = codes.shape[-1] // 32
+        codes = codes.reshape(*codes.shape[:-1], lanes, 32).swapaxes(-1, -2).reshape(codes.shape)
+        return packed_codes(codes, 4, lanes).reshape(*codes.shape[:-1], 8, lanes)
+
     def of(self, x):
         codes, scale = quantize_in_groups(x, self.ordered(self.scale.shape)[-1], self.scale.dtype)
         return type(self)(self.packed(codes), self.ordered(scale))
-
-    @classmethod
-    def packed(cls, codes: Array | np.ndarray) -> Array | np.ndarray:
-        """uint8 codes [.., C] as words."""
-        return packed_codes(codes, cls.codes, cls.run // cls.codes)
 
     def cpu_product(self, x):
         return int4_cpu_product(x, self)
@@ -2233,31 +2248,56 @@ class Int4(Format):
     def gpu_product(self, x):
         return int4_gpu_product(x, self)
 
+    def in_order(self, x):
+        return x.reshape(*x.shape[:-1], -1, 32).swapaxes(-1, -2).reshape(x.shape)
+
+    def of_lanes(self, a: Array) -> Array:
+        """Scales or zeros [.., C / group] as [.., n, L], for each n-th of a lane's words. n is 2 for groups of 16."""
+        group = self.shape[-1] // a.shape[-1]
+        if group >= 32:
+            return jnp.repeat(a, group // 32, axis=-1)[..., None, :]
+        return a.reshape(*a.shape[:-1], -1, 32 // group).swapaxes(-1, -2)
+
+    def numbers(self, dtype: jnp.dtype) -> Array:
+        """The numbers [.., O, 32, L], those of a lane below each other."""
+        scale = self.of_lanes(self.scale)[..., None, None, :].astype(jnp.float32)
+        zero = 8 if self.zero is None else self.of_lanes(self.zero)[..., None, None, :].astype(jnp.int32)
+        words = self.values.reshape(*scale.shape[:-3], -1, 1, scale.shape[-1])
+        numbers = (codes_of(words) - zero).astype(jnp.float32) * scale
+        return numbers.astype(dtype).reshape(*self.shape[:-1], 32, -1)
+
     def values_and_scale(self, dtype):
-        lanes = self.run // self.codes
-        words = self.values.reshape(*self.values.shape[:-1], -1, 1, lanes)
-        shifts = 4 * jnp.arange(self.codes, dtype=self.word)[:, None]
-        scale, zero = self.ordered(self.scale), 8 if self.zero is None else self.ordered(self.zero)[..., None]
-        codes = (words >> shifts & 15).astype(jnp.int32).reshape(*scale.shape, -1)
-        numbers = (codes - zero).astype(jnp.float32) * scale[..., None].astype(jnp.float32)
-        return numbers.astype(dtype).reshape(self.shape), None
+        return self.numbers(dtype).reshape(self.shape), None
 
 
 @format_of_arrays
 class Int4Lanes(Int4):
-    """Int4 as TPUs have it: 4 codes in a word, in runs of 512, so that a run unpacks to four vectors of 128 lanes.
-    `scale` and `zero` are [.., C / group, O]."""
+    """Int4 as TPUs have it, in runs of 512 columns, which unpack to four vectors of 128 lanes: `values` uint16
+    [.., O, C / 4], where word w of the 128 of a run has its codes w, 128 + w, 256 + w and 384 + w. `scale` and `zero`
+    are [.., C / group, O]."""
 
     values: Array
     scale: Array
     zero: Array | None = None
 
-    word, codes, run, zero_dtype = jnp.uint16, 4, 512, jnp.bfloat16
+    run, zero_dtype = 512, jnp.bfloat16
     kernel_columns, kernel_rows = 512, 8
+
+    @property
+    def shape(self):
+        return (*self.values.shape[:-1], 4 * self.values.shape[-1])
 
     @staticmethod
     def ordered(x):
         return (*x[:-2], x[-1], x[-2]) if isinstance(x, tuple) else x.swapaxes(-1, -2)
+
+    @staticmethod
+    def ordered_values(x):
+        return x
+
+    @staticmethod
+    def packed(codes):
+        return packed_codes(codes, 4, 128)
 
     def specs(self, spec):
         of_groups = P(*spec[:-2], spec[-1], spec[-2])
@@ -2267,6 +2307,15 @@ class Int4Lanes(Int4):
         return Int4Lanes(
             self.values[start:stop], *(x if x is None else x[:, start:stop] for x in (self.scale, self.zero))
         )
+
+    def in_order(self, x):
+        return x
+
+    def values_and_scale(self, dtype):
+        scale = self.ordered(self.scale)[..., None].astype(jnp.float32)
+        zero = 8 if self.zero is None else self.ordered(self.zero)[..., None]
+        codes = codes_of(self.values.reshape(*self.values.shape[:-1], -1, 1, 128)).reshape(*scale.shape[:-1], -1)
+        return ((codes - zero).astype(jnp.float32) * scale).astype(dtype).reshape(self.shape), None
 
     def tpu_product(self, x):
         return lanes_product(x, self) if len(x) <= 32 else super().tpu_product(x)
@@ -2278,7 +2327,7 @@ class Int4Lanes(Int4):
             return pl.ds(pl.multiple_of(i * size, size), size)
 
         of_groups = (slice(None), part(n)) if axis == 0 else (part(n // group), slice(None))
-        of_words = (part(n), slice(None)) if axis == 0 else (slice(None), part(n // self.codes))
+        of_words = (part(n), slice(None)) if axis == 0 else (slice(None), part(n // 4))
         return [(e, *of_words), *[(e, *of_groups)] * (len(jax.tree.leaves(self)) - 1)]
 
     def kernel_product(self, x):
@@ -2308,51 +2357,59 @@ def packed_codes(codes: Array | np.ndarray, n: int, lanes: int) -> Array | np.nd
     return sum(runs[..., k, :] << 4 * k for k in range(n)).reshape(*codes.shape[:-1], -1)
 
 
+def codes_of(words: Array) -> Array:
+    """The four codes of words [.., 1, lanes]: int32 [.., 4, lanes]."""
+    return (words >> 4 * jnp.arange(4, dtype=words.dtype)[:, None] & 15).astype(jnp.int32)
+
+
 FORMATS["int4"] = Int4Groups()
 
 
 def int4_cpu_product(x: Array, w: Int4) -> Array:
     """product for CPUs in 4 bits. Up to 4 rows are multiplied one by one, in a loop that unpacks. For more rows, pieces
-    of the weight are unpacked, and multiplied while they are in the processor's cache."""
-    x, C = padded(x, w), w.shape[1]
-    if len(x) <= 4 and C % 512 == 0 and C // w.scale.shape[1] >= 32:
-        return jnp.concatenate([int4_row_product(row[None], w) for row in x])
+    of the weight are unpacked while the piece before is multiplied. If the same turn of the loop did both, XLA would
+    fuse the change of shape between them with the unpacking, which then takes five times as long."""
+    x, O = w.in_order(padded(x, w)), w.shape[0]
+    if len(x) <= 4:
+        return jnp.concatenate([int4_row_product(row, w) for row in x])
+    pieces = pieces_of(w, 2**21, least=4)
+    rows = O // pieces
 
-    def unpack_first(piece):
-        return plain_cpu_product(x, jax.lax.optimization_barrier(piece.values_and_scale(x.dtype)[0]))
+    def unpack(i, w):
+        return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * rows, rows), w).numbers(x.dtype)
 
-    return over_rows(unpack_first, w, pieces_of(w, 2**21))
+    def step(i, state):
+        numbers, y = state
+        tied, i = jax.lax.optimization_barrier((w, i))  # as in over_rows
+        part = plain_cpu_product(x, numbers.reshape(rows, -1))
+        return unpack(i + 1, tied), jax.lax.dynamic_update_slice_in_dim(y, part, i * rows, axis=1)
+
+    return jax.lax.fori_loop(0, pieces, step, (unpack(0, w), jnp.zeros((len(x), O), jnp.float32)))[1]
 
 
 def int4_row_product(x: Array, w: Int4) -> Array:
-    """x [1, C] times w [O, C] in groups of 32 or more: float32 [1, O]. As in row_product, `runs` runs are added in one
-    loop. A code is shifted to the highest four bits of a float32's mantissa, with the exponent of 16: that is 16 and
-    the code, without a conversion. A loop with more than four of the eight codes of a word would be too long for XLA to
-    have its lanes side by side in vector registers."""
-    (O, C), lanes = w.shape, 16
-    group, runs = C // w.scale.shape[1], 8 if C % 1024 == 0 else 4
-    x = x.astype(jnp.float32) / jax.lax.optimization_barrier(jnp.ones(x.shape))
-    xs = jax.lax.optimization_barrier(list(jnp.moveaxis(x.reshape(-1, runs, 8, lanes), 2, 0)))
-    words = w.values.reshape(O, -1, runs, lanes)
+    """x [C] in the order of w, times w [O, C]: float32 [1, O]. XLA makes one unrolled loop over the rows of w, with the
+    lanes side by side in vector registers. Nothing is shifted: a code is masked where it stands in its word, and x is
+    divided by that power of two. A lane's sum is scaled once."""
+    lanes = w.values.shape[-1]
+    scale, zero = w.of_lanes(w.scale), None if w.zero is None else w.of_lanes(w.zero)
+    parts = scale.shape[1]
+    if scale.shape[1:] != (1, w.scale.shape[1]):  # XLA would not keep lanes together where it repeats numbers
+        scale, zero = jax.lax.optimization_barrier((scale, zero))
+    x = x.astype(jnp.float32)
+    added = jnp.sum(x.reshape(parts, -1, lanes), axis=1)  # what is taken off for each unit of the zero
+    # XLA repeats no division in a loop. With more dimensions it would have a lane's numbers of x side by side.
+    powers = jax.lax.optimization_barrier(jnp.tile(jnp.repeat(16.0 ** jnp.arange(4), lanes), 8))
+    x, added = jax.lax.optimization_barrier((x / powers, added))
+    x, words = x.reshape(32, lanes), [w.values[:, j].astype(jnp.int32) for j in range(8)]
 
-    def of_32(a):  # for each word, that of its first, second, third and fourth 32 codes
-        return jnp.repeat(a, group // 32, axis=1).astype(jnp.float32).reshape(O, -1, runs, 4, 1)
+    def scaled_sum(n):
+        places = range(n * 32 // parts, (n + 1) * 32 // parts)
+        total = sum((words[i // 4] & 15 << i % 4 * 4).astype(jnp.float32) * x[i] for i in places)
+        return (total - added[n] * (8 if zero is None else zero[:, n])) * scale[:, n].astype(jnp.float32)
 
-    scale, zero = of_32(w.scale), None if w.zero is None else of_32(w.zero)
-
-    def numbers(k):
-        shift = 19 - 4 * k
-        bits = words << shift if shift > 0 else words >> -shift
-        codes = jax.lax.bitcast_convert_type(bits & 0x780000 | 0x41800000, jnp.float32)
-        return codes - 24 if zero is None else codes - 16 - zero[:, :, :, k // 2]
-
-    def half(pairs):
-        terms = sum(sum(numbers(k) * xs[k] for k in (2 * i, 2 * i + 1)) * scale[:, :, :, i] for i in pairs)
-        sums = jax.lax.reduce(terms, np.float32(0), lambda a, b: jax.lax.reduce_precision(a + b, 8, 23), (2,))
-        return jax.lax.optimization_barrier(sums)
-
-    sums = jnp.sum(half((0, 1)) + half((2, 3)), axis=1)
-    return einsum("ol,bl->bo", jax.lax.optimization_barrier(sums), jnp.ones((1, lanes)))
+    sums = jax.lax.optimization_barrier(sum(map(scaled_sum, range(parts))))
+    return einsum("ol,bl->bo", sums, jnp.ones((1, lanes)))
 
 
 def int4_gpu_product(x: Array, w: Int4) -> Array:
@@ -2360,7 +2417,8 @@ def int4_gpu_product(x: Array, w: Int4) -> Array:
     for more, so some rows of w at a time are unpacked to memory and multiplied."""
     x, O = padded(x, w), w.shape[0]
     if len(x) == 1:
-        return jnp.sum(w.values_and_scale(jnp.float32)[0] * x.astype(jnp.float32), axis=-1)[None]
+        return jnp.sum(w.numbers(jnp.float32) * x.astype(jnp.float32).reshape(-1, 32).T, axis=(1, 2))[None]
+    x = w.in_order(x)
     size, y = O // pieces_of(w, 2**24), []
     for first in range(0, O, size):
         piece, x, y = jax.lax.optimization_barrier((w.rows(first, first + size), x, y))  # no piece before its turn
@@ -2454,7 +2512,7 @@ def cpu_columns(w_down: Format, F: int, rows: int) -> int:
     more rows they are whole groups of the format, of which 8 MB in bfloat16 stay in a processor's caches."""
     if rows == 1:
         return next((n for n in w_down.expert_columns if F % n == 0), F)
-    group = math.lcm(*(w_down.shape[2] // a.shape[2] for a in jax.tree.leaves(w_down) if a.ndim == 3))
+    group = math.lcm(*(w_down.shape[2] // a.shape[-1] for a in jax.tree.leaves(w_down) if a.ndim > 2))
     fewest = ceil_div(w_down.shape[1] * F, 2**22)
     return next((F // n for n in range(fewest, 4 * fewest) if F % (n * group) == 0), F)
 
@@ -2491,7 +2549,7 @@ def expert_loop(
         def part(w, axis, start):  # of the expert e, `columns` of an axis; all of it, if it has zeros beside F
             def cut(a):
                 starts, sizes = [e] + [0] * (a.ndim - 1), [1, *a.shape[1:]]
-                if a.ndim > axis and (axis == 1 or columns < F):  # the scale has no axis 2
+                if axis == 1 or (a.ndim > 2 and columns < F):  # a scale [E, O] has no columns
                     n = w.shape[axis] // a.shape[axis]  # columns to a number of this array
                     starts[axis], sizes[axis] = start // n, columns // n
                 # As integers: XLA for CPUs would turn all of a bfloat16 array to float32 to cut a piece of it.
@@ -2510,7 +2568,7 @@ def expert_loop(
         if gate_up_bias is not None:
             gate, up = (y + part(weights[2], 1, start + column) for y, start in ((gate, 0), (up, F)))
         h = activate(gate, up, score).astype(x.dtype)
-        y = of_visit(out) + multiply(h, part(weights[1], 2, column))
+        y = of_visit(out) + multiply(h, part(weights[1], -1, column))
         return jax.lax.dynamic_update_slice_in_dim(out, y, begin, axis=0)
 
     out = jax.lax.fori_loop(0, ends[-1] * (F // columns), step, jnp.zeros((len(x), D), jnp.float32))
@@ -2527,13 +2585,14 @@ def gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) 
 
     def pair_product(x, w):  # x [pairs, C], w [E, O, C]
         values, scale = w.values_and_scale(jnp.float32)
-        y = jnp.sum(x.astype(jnp.float32)[:, None] * values[expert].astype(jnp.float32), axis=-1)
+        x = w.in_order(padded(x, w)).astype(jnp.float32)
+        y = jnp.sum(x[:, None] * values[expert].astype(jnp.float32), axis=-1)
         return y if scale is None else y * scale[expert]
 
     gate_up = pair_product(jnp.repeat(x, k, axis=0), w_gate_up)
     gate, up = jnp.split(gate_up if gate_up_bias is None else gate_up + gate_up_bias[expert], 2, axis=-1)
     h = activate(gate, up, jnp.where(ids < E, scores, 0).reshape(-1, 1)).astype(x.dtype)
-    return jnp.sum(pair_product(padded(h, w_down), w_down).reshape(B, k, -1), axis=1)
+    return jnp.sum(pair_product(h, w_down).reshape(B, k, -1), axis=1)
 
 
 GROUP_BYTES = 48 * 2**20  # of VMEM, for the rows of a group of tokens and their sums
