@@ -680,7 +680,11 @@ DRAFTS = {"lookup": look_up}  # sources of drafts, called at the end of a step
 STATIC = "T", "draft", "drafts", "config", "mesh", "sampling"
 
 
-@partial(jax.jit, static_argnames=STATIC, donate_argnames=("cache", "rows"))
+# XLA for CPUs uses half of a vector register of AVX-512 unless it is told. Other compilers do not look at it.
+COMPILER_OPTIONS = {"xla_cpu_prefer_vector_width": 512}
+
+
+@partial(jax.jit, static_argnames=STATIC, donate_argnames=("cache", "rows"), compiler_options=COMPILER_OPTIONS)
 def step(
     weights: dict,
     cache: list[LayerCache],
