@@ -62,6 +62,7 @@ def test_more_prompts_than_rows(monkeypatch, name, mesh, rows, temperature):
     """A row's tokens are those of all prompts at once, whatever place it takes and when. Some rows end early."""
     folder, config, mesh, weights = demo(name, mesh)
     model, prompts = folder.model, random_prompts(LENGTHS)
+    monkeypatch.setattr(model, "SHORT_PIECES", (model.PREFILL_PIECE,))  # one program reads all prompts
     options = {"max_new_tokens": 20, "sampling": model.Sampling(temperature), "seed": 5}
     whole = collected(model.generate(weights, prompts, config, mesh, **options), len(prompts))
     options["stop_tokens"] = tuple({row[n].id for row, n in zip(whole, (3, 0, 9, 12), strict=False)})

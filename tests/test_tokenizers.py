@@ -3,6 +3,7 @@
 The vocabularies are real ones, from packages that carry them; each is compared with that package's own encoder.
 """
 
+import functools
 import json
 import re
 import shutil
@@ -158,6 +159,19 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def of_case(tmp_path_factory):
+    """The tokenizer of a case by its name, read once: transformers takes seconds for a large tiktoken vocabulary."""
+
+    @functools.cache
+    def get(name):
+        case, folder = CASES[name], tmp_path_factory.mktemp("tokenizer")
+        case.write(folder)
+        return read(folder, case.raw.get("model_type", case.family()[2].model_type))
+
+    return get
+
+
 def read(folder: Path, model_type: str):
     config = SimpleNamespace(vocab_size=300_000)
     return llama3.main.read_tokenizer(
@@ -175,11 +189,8 @@ def assert_same(tokenizer, encode, decode, texts=TEXTS) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_packages_own_tokens(tmp_path, name):
-    case = CASES[name]
-    case.write(tmp_path)
-    model_type = case.raw.get("model_type", case.family()[2].model_type)
-    assert_same(read(tmp_path, model_type), case.encode, case.decode)
+def test_the_packages_own_tokens(of_case, name):
+    assert_same(of_case(name), CASES[name].encode, CASES[name].decode)
 
 
 @pytest.mark.parametrize(
@@ -190,11 +201,8 @@ def test_the_packages_own_tokens(tmp_path, name):
         ("llama 4", "<|header_start|>user<|header_end|>\n\nhi<|eot|>"),
     ],
 )
-def test_special_tokens_of_tiktoken(tmp_path, name, text):
-    case = CASES[name]
-    case.write(tmp_path)
-    ids = read(tmp_path, case.raw.get("model_type", case.family()[2].model_type))(text)["input_ids"]
-    assert ids == case.encode(text)
+def test_special_tokens_of_tiktoken(of_case, name, text):
+    assert of_case(name)(text)["input_ids"] == CASES[name].encode(text)
 
 
 @pytest.mark.parametrize("name", ["kimi k2", "openllama"])
@@ -268,15 +276,15 @@ def test_tokens_added_to_a_sentencepiece_model(tmp_path, file):
 
 
 @pytest.mark.parametrize("name", ["openllama", "kimi k2", "llama json"])
-def test_any_tokens_as_they_come(tmp_path, monkeypatch, name):
+def test_any_tokens_as_they_come(of_case, tmp_path, monkeypatch, name):
     """Among them special tokens, bytes that are no character, and ids beyond the vocabulary: printed one by one they
     make the text that they make at once."""
     if name == "llama json":
         CASES["openllama"].write(tmp_path / "source")
         LlamaTokenizer.from_pretrained(tmp_path / "source").save_pretrained(tmp_path)
+        tokenizer = read(tmp_path, "llama")
     else:
-        CASES[name].write(tmp_path)
-    tokenizer = read(tmp_path, CASES.get(name, CASES["openllama"]).raw.get("model_type", "llama"))
+        tokenizer = of_case(name)
     random, written = np.random.default_rng(0), []
     monkeypatch.setattr(llama3.main, "write", written.append)
     special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
@@ -312,11 +320,11 @@ def test_the_class_that_transformers_chooses(tmp_path, model_type, legacy, prefi
 
 
 @pytest.mark.parametrize("name", ["kimi k2"])
-def test_tokenizer_json_beside_a_program(tmp_path, name):
+def test_tokenizer_json_beside_a_program(of_case, tmp_path, name):
     """Where a release, or somebody's copy of it, has both, tokenizer.json is read, and the program is not run."""
     case = CASES[name]
     case.write(tmp_path)
-    read(tmp_path, case.raw.get("model_type", case.family()[2].model_type)).save_pretrained(tmp_path)
+    of_case(name).save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     settings |= {
         "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]},
