@@ -27,6 +27,7 @@ else:  # what one of the workers compiles is kept for all, and not in the user's
         HF_HUB_OFFLINE="1",
         JAX_COMPILATION_CACHE_DIR=compiled.name,
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.1",
+        JAX_TRACEBACK_IN_LOCATIONS_LIMIT="0",  # to note who traced what takes 3 % of the time
     )
     if not ON_DEVICE:
         os.environ.update(
