@@ -2465,11 +2465,13 @@ def int4_row_product(x: Array, w: Int4) -> Array:
 
 
 def int4_gpu_product(x: Array, w: Int4) -> Array:
-    """product for GPUs in 4 bits. For one row it is a sum of terms, into which XLA fuses the unpacking. It would not
-    for more, so some rows of w at a time are unpacked to memory and multiplied."""
+    """product for GPUs in 4 bits. For up to 8 rows it is a sum of terms for each, which XLA computes in one loop that
+    reads and unpacks w once. It would not for more, so some rows of w at a time are unpacked to memory and multiplied.
+    """
     x, O = padded(x, w), w.shape[0]
-    if len(x) == 1:
-        return jnp.sum(w.numbers(jnp.float32) * x.astype(jnp.float32).reshape(-1, 32).T, axis=(1, 2))[None]
+    if len(x) <= 8:
+        numbers, rows = w.numbers(jnp.float32), x.astype(jnp.float32).reshape(len(x), -1, 32)
+        return jnp.stack([jnp.sum(numbers * row.T, axis=(1, 2)) for row in rows])
     x = w.in_order(x)
     size, y = O // pieces_of(w, 2**24), []
     for first in range(0, O, size):
