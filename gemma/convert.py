@@ -222,11 +222,12 @@ class Mxfp4Blocks(NamedTuple):
 
     @classmethod
     def arrays(cls, held, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
+        (values, scales), n = jax.tree.leaves(held), held.shape[-1] // held.values.shape[-1]
         codes = {name: tensor.codes for name, tensor in tensors.items()}
-        pack = functools.partial(model.packed_codes, n=2, lanes=16)
-        yield on_devices(held.values, weight, codes, pack, 2, np.dtype(np.uint8))
+        yield on_devices(values, weight, codes, held.packed, n, np.dtype(np.uint8))
         exponents = {name: tensor.exponents.read for name, tensor in tensors.items()}
-        yield on_devices(held.exponents, with_columns(weight, 32), exponents)
+        of_groups = with_columns(weight, 32)
+        yield on_devices(scales, of_groups, exponents, held.scales, 1, np.dtype(np.uint8), order=held.ordered)
 
 
 @dataclasses.dataclass(frozen=True)

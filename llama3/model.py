@@ -335,9 +335,9 @@ class Format:
     # What TPUs' expert_kernel takes at a time: columns of an expert, and at least so many tokens.
     kernel_columns, kernel_rows = 128, 1
 
-    def piece(self, e: Array, axis: int, i: int | Array, n: int) -> list[tuple]:
-        """Where the i-th n rows (axis 0) or columns (1) of expert e are in each array."""
-        part = pl.ds(pl.multiple_of(i * n, n), n)
+    def piece(self, e: Array, axis: int, i: int | Array, n: int, count: int = 1) -> list[tuple]:
+        """Where `count` times n rows (axis 0) or columns (1) of expert e are in each array, from row i * n on."""
+        part = pl.ds(pl.multiple_of(i * n, n), count * n)
         index = (part, slice(None)) if axis == 0 else (slice(None), part)
         return [(e if a.ndim == 3 else pl.ds(e, 1), *index)[: a.ndim] for a in jax.tree.leaves(self)]
 
@@ -1731,19 +1731,26 @@ def by_platform(*arguments, default, cpu=None, tpu=None):
 
 def mesh_shape(weights: dict, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None):
     """dp, ep and tp for a pytree of Weight on these devices. Those not given are 1, except tp, which takes the
-    remaining devices. On TPUs ep is the smallest that leaves each device whole pieces of an expert's columns (see
-    Format.kernel_columns), or a few zeros beside them."""
+    remaining devices. On TPUs ep leaves each device whole lanes of an expert's columns; it is the smallest with few
+    zeros beside them in pieces of Format.kernel_columns, or else with the fewest."""
     dp = dp or 1
     left = len(devices) // dp
     if not ep and not tp and devices[0].platform == "tpu":
         experts = [weight for weight in jax.tree.leaves(weights) if weight.experts and weight.split == 1]
 
-        def suits(weight, ep, tp):
-            whole, columns = (weight.parts[0].rows_per_device(devices) for devices in (1, tp))
-            return weight.experts % ep == columns % weight.format.kernel_columns == 0 and tp * columns <= 1.1 * whole
+        def columns(weight, tp):
+            return weight.parts[0].rows_per_device(tp)
 
-        divisors = (n for n in range(1, left + 1) if left % n == 0)
-        ep = next((n for n in divisors if all(suits(weight, n, left // n) for weight in experts)), None)
+        def suits(weight, ep, tp):
+            return weight.experts % ep == columns(weight, tp) % 128 == 0
+
+        def share(weight, tp):  # of the columns with zeros in those without
+            piece = weight.format.kernel_columns
+            return tp * ceil_div(columns(weight, tp), piece) * piece / weight.columns()
+
+        divisors = [n for n in range(1, left + 1) if left % n == 0]
+        divisors = [n for n in divisors if all(suits(weight, n, left // n) for weight in experts)]
+        ep = min(divisors, key=lambda n: max([1.1, *(share(weight, left // n) for weight in experts)]), default=None)
     ep = ep or 1
     return dp, ep, tp or max(1, left // ep)
 
@@ -2064,9 +2071,11 @@ class Int4Groups(NamedTuple):
 
     def on(self, weight: Weight, mesh: Mesh) -> GroupsOn | type[Format]:
         """Groups that no device has only a part of; Plain, where 16 numbers are too many for that, and for what is
-        multiplied head by head."""
+        multiplied head by head. On TPUs they are for kernels, which experts without whole lanes have none of."""
         size = math.gcd(self.size, weight.uncut_columns(mesh), 128)
-        kind = Int4Lanes if mesh.devices.flat[0].platform == "tpu" else Int4
+        columns = weight.parts[0].rows_per_device(math.prod(mesh.shape[axis] for axis in weight.axes()))
+        has_kernel = mesh.devices.flat[0].platform == "tpu" and not (weight.experts and columns % 128)
+        kind = Int4Lanes if has_kernel else Int4
         return Plain if size < 16 or weight.per_head else GroupsOn(kind, self._replace(size=size))
 
 
@@ -2191,10 +2200,10 @@ class Int4Lanes(Int4):
 
     def specs(self, spec):
         of_groups = P(*spec[:-2], spec[-1], spec[-2])
-        return Int4Lanes(spec, of_groups, None if self.zero is None else of_groups)
+        return type(self)(spec, of_groups, None if self.zero is None else of_groups)
 
     def rows(self, start, stop):
-        return Int4Lanes(
+        return type(self)(
             self.values[start:stop], *(x if x is None else x[:, start:stop] for x in (self.scale, self.zero))
         )
 
@@ -2210,11 +2219,11 @@ class Int4Lanes(Int4):
     def tpu_product(self, x):
         return lanes_product(x, self) if len(x) <= 32 else super().tpu_product(x)
 
-    def piece(self, e, axis, i, n):
+    def piece(self, e, axis, i, n, count=1):
         group = self.shape[-1] // self.scale.shape[-2]
 
         def part(size):
-            return pl.ds(pl.multiple_of(i * size, size), size)
+            return pl.ds(pl.multiple_of(i * size, size), count * size)
 
         of_groups = (slice(None), part(n)) if axis == 0 else (part(n // group), slice(None))
         of_words = (part(n), slice(None)) if axis == 0 else (slice(None), part(n // 4))
@@ -2222,6 +2231,17 @@ class Int4Lanes(Int4):
 
     def kernel_product(self, x):
         return lanes_kernel_product(x, self)
+
+    @staticmethod
+    def bits_of(words: Array, k: int) -> Array:
+        """The k-th codes of uint32 words of two rows, as the bits of two bfloat16 numbers: a code by its bits alone
+        becomes 128 more."""
+        return words >> 4 * k & 0xF000F | 0x43004300
+
+    def offset(self, n: int, count: int) -> Array | int | None:
+        """By how much the numbers of bits_of are too large in `count` groups from the n-th on: float32 [count, O] of
+        whole numbers, one for all, or None."""
+        return 136 if self.zero is None else 128 + self.zero[n : n + count].astype(jnp.float32)
 
 
 def quantize_in_groups(x: Array, groups: int, dtype: jnp.dtype) -> tuple[Array, Array]:
@@ -2319,31 +2339,51 @@ def int4_gpu_product(x: Array, w: Int4) -> Array:
 
 
 def lanes_kernel_product(x: Array, w: Int4Lanes) -> Array:
-    """x [B, C], B a multiple of 8, times w [O, C] in a kernel: float32 [B, O].
-
-    To scale each number would take longer than to fetch it. So products come first, and sums are scaled: 128 columns of
-    x are multiplied as a row for each group among them, with zeros in the place of the other groups. A code becomes
-    the bfloat16 of 128 more by its bits alone, and what that and the zero add to a sum is taken off again.
-    """
+    """x [B, C], B a multiple of 8, times w [O, C] in a kernel: float32 [B, O]."""
     (B, C), O = x.shape, w.shape[0]
-    group = C // w.scale.shape[0]
-    groups = max(1, 128 // group)  # in 128 columns
-    own = jax.lax.broadcasted_iota(jnp.int32, (B, 128), 1) // group
-    total = jnp.zeros((B, O), jnp.float32)
+    group, total = C // w.scale.shape[0], jnp.zeros((B, O), jnp.float32)
+    add = add_scaled_sums if B * 128 // group <= 256 else add_scaled_numbers
     for at in range(0, C, 512):
         words = pltpu.bitcast(w.values[:, at // 4 : at // 4 + 128], jnp.uint32)
-        for k in range(4):
-            first = at + 128 * k
-            codes = pltpu.bitcast(words >> 4 * k & 0xF000F | 0x43004300, jnp.bfloat16)  # 128 + code
-            columns = x[:, first : first + 128].astype(jnp.float32)
-            alone = jnp.concatenate([jnp.where(own == g, columns, 0) for g in range(groups)])
-            sums = einsum("bc,oc->bo", alone.astype(x.dtype), codes.astype(x.dtype))
-            added = jnp.sum(alone, axis=1, keepdims=True)
-            for g in range(groups):
-                n, of_g = (first + g * group) // group, slice(g * B, (g + 1) * B)
-                zero = 8 if w.zero is None else w.zero[n : n + 1].astype(jnp.float32)
-                total += (sums[of_g] - added[of_g] * (128 + zero)) * w.scale[n : n + 1].astype(jnp.float32)
+        numbers = [pltpu.bitcast(w.bits_of(words, k), jnp.bfloat16) for k in range(4)]
+        total = add(total, x[:, at : at + 512], numbers, w, at // group, group)
     return total
+
+
+def add_scaled_sums(total: Array, x: Array, numbers: list[Array], w: Int4Lanes, first: int, group: int) -> Array:
+    """total [B, O] and x [B, 512] times `numbers`, four bfloat16 [O, 128] of w.bits_of, whose groups are those from
+    `first` on. For few rows: to scale each number would take longer than to fetch it. So products come first, and sums
+    are scaled. 128 columns of x are multiplied as a row for each group among them, with zeros in the place of the other
+    groups. What the offset adds to a sum is taken off again."""
+    B, groups = len(x), 128 // group
+    own = jax.lax.broadcasted_iota(jnp.int32, (B, 128), 1) // group
+    for k in range(4):
+        columns = x[:, 128 * k : 128 * k + 128].astype(jnp.float32)
+        alone = jnp.concatenate([jnp.where(own == g, columns, 0) for g in range(groups)])
+        sums = einsum("bc,oc->bo", alone.astype(x.dtype), numbers[k].astype(x.dtype))
+        added = jnp.sum(alone, axis=1, keepdims=True)
+        for g in range(groups):
+            n, of_g = first + k * groups + g, slice(g * B, (g + 1) * B)
+            offset = w.offset(n, 1)
+            of_n = sums[of_g] if offset is None else sums[of_g] - added[of_g] * offset
+            total += of_n * w.scale[n : n + 1].astype(jnp.float32)
+    return total
+
+
+def add_scaled_numbers(total: Array, x: Array, numbers: list[Array], w: Int4Lanes, first: int, group: int) -> Array:
+    """add_scaled_sums for many rows: each number is scaled. A product with ones gives a group's scale to its columns,
+    since a kernel's lanes are slow to spread otherwise."""
+    many = 512 // group
+    is_of_group = [jax.lax.broadcasted_iota(jnp.int32, (many, 512), axis) for axis in (0, 1)]
+    is_of_group = is_of_group[0] == is_of_group[1] // group
+
+    def spread(a):  # [many, O] to [O, 512]
+        return einsum("go,gc->oc", a, is_of_group.astype(a.dtype))
+
+    numbers, offset = jnp.concatenate(numbers, axis=1).astype(jnp.float32), w.offset(first, many)
+    if offset is not None:
+        numbers -= offset if w.zero is None else spread(offset.astype(jnp.bfloat16))
+    return total + einsum("bc,oc->bo", x, (numbers * spread(w.scale[first : first + many])).astype(x.dtype))
 
 
 def lanes_product(x: Array, w: Int4Lanes, block: int | None = None, interpret=False) -> Array:

@@ -72,8 +72,8 @@ KINDS = pytest.mark.parametrize(
 )
 
 
-def select(monkeypatch, platform):
-    """Has experts(..) take the path of another platform, the kernel under the interpreter."""
+def select(monkeypatch, platform, model=model):
+    """Has experts(..) of a folder take the path of another platform, the kernel under the interpreter."""
     if platform == "cpu":
         return
 

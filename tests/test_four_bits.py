@@ -299,15 +299,19 @@ def test_converted_is_what_loading_gives(tmp_path, folder, meshes):
             np.testing.assert_allclose([t.logprob for t in row], [t.logprob for t in other], atol=2e-3)
 
 
-def in_groups(kind, *shape, size, has_zeros):
-    """Random codes, scales and maybe zeros as `kind` of Int4, and the numbers [.., O, C] in float64."""
+def in_groups(kind, *shape, size, has_zeros, width=None):
+    """Random codes, scales and maybe zeros as `kind` of Int4, and the numbers [.., O, C] in float64. Columns up to
+    `width` have scales of 0."""
+    *rows, C = shape
+    shape = *rows, width or C
     random = np.random.default_rng(0)
     codes, of_groups = random.integers(0, 16, shape, np.uint8), (*shape[:-1], shape[-1] // size)
-    scale = random.uniform(0.5, 1, of_groups).astype(np.float32) / shape[-1] ** 0.5 / 4
+    scale = random.uniform(0.5, 1, of_groups).astype(np.float32) / C**0.5 / 4
+    scale[..., C // size :] = 0
     zero = random.integers(0, 17, of_groups) if has_zeros else np.full(of_groups, 8)
     numbers = (codes.reshape(*of_groups, size) - zero[..., None]) * scale[..., None].astype(np.float64)
     arrays = [kind.ordered(x) for x in (scale, zero.astype(kind.zero_dtype))][: 1 + has_zeros]
-    return kind(jnp.asarray(kind.packed(codes)), *map(jnp.asarray, arrays)), numbers.reshape(shape)
+    return kind(jnp.asarray(kind.packed(codes)), *map(jnp.asarray, arrays)), numbers.reshape(shape)[..., :C]
 
 
 @pytest.mark.parametrize(
@@ -342,12 +346,14 @@ def test_half_a_step():
 
 
 @pytest.mark.parametrize(("platform", "kind"), [("cpu", "Int4"), ("gpu", "Int4"), ("tpu", "Int4Lanes")])
-@pytest.mark.parametrize(("B", "k"), [(1, 1), (5, 8), (140, 2)])
-def test_experts_against_float64(monkeypatch, platform, kind, B, k):
+@pytest.mark.parametrize(("B", "k", "F"), [(1, 1, 512), (5, 8, 384), (140, 2, 768)])
+def test_experts_against_float64(monkeypatch, platform, kind, B, k, F):
+    """Also of experts whose columns are no whole pieces of the kernel."""
     test_experts.select(monkeypatch, platform)
-    model, arguments = test_experts.model, test_experts.random_arguments(B, k, 8, 512, 512, jnp.float32, None)[:3]
-    shapes = (8, 1024, 512), (8, 512, 512)
-    pairs = [in_groups(getattr(model, kind), *shape, size=32, has_zeros=k > 1) for shape in shapes]
+    model, arguments = test_experts.model, test_experts.random_arguments(B, k, 8, 512, F, jnp.float32, None)[:3]
+    kind, shapes = getattr(model, kind), ((8, 2 * F, 512), (8, 512, F))
+    widths = [-(-shape[-1] // kind.run) * kind.run for shape in shapes]
+    pairs = [in_groups(kind, *s, size=32, has_zeros=k > 1, width=n) for s, n in zip(shapes, widths, strict=True)]
     (weights, numbers), mesh = zip(*pairs, strict=True), model.make_mesh(devices=jax.devices()[:1])
     out = test_experts.on_mesh(mesh, *arguments, *weights)
     test_experts.assert_close(out, test_experts.reference(*arguments, *numbers), jnp.float32)

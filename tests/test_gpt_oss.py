@@ -4,6 +4,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -46,26 +47,46 @@ def test_mxfp4(mxfp4, mesh):
     assert_matches(reference, prompts, decode(gpt_oss, path, prompts, mesh, max_new_tokens=8))
 
 
-@pytest.mark.parametrize(("platform", "B"), [("cpu", 1), ("cpu", 40), ("gpu", 2), ("gpu", 40)])
+def test_mxfp4_for_tpus(mxfp4, monkeypatch):
+    """What TPUs would hold is the same numbers, and zeros beside them."""
+    model, mesh, loaded = gpt_oss.model, gpt_oss.model.make_mesh(2, 2, 2), []
+    lanes = model.GroupsOn(model.Mxfp4Lanes, model.Int4Groups())
+    checkpoint = gpt_oss.convert.open_checkpoint(mxfp4[0])
+    for kind in (model.Mxfp4, lanes):
+        monkeypatch.setattr(model.Mxfp4, "on", lambda *_, kind=kind: kind)
+        layer = gpt_oss.convert.load(checkpoint, mesh, "float32")["layers"][1]
+        loaded.append([layer[name].values_and_scale(jnp.float32)[0] for name in ("experts_gate_up", "experts_down")])
+    for w, wide, devices in zip(*loaded, (1, 2), strict=True):  # as many share a row
+        wide, w = (np.asarray(a).reshape(*a.shape[:2], devices, -1) for a in (wide, w))
+        np.testing.assert_array_equal(wide[..., : w.shape[-1]], w)
+        assert not wide[..., w.shape[-1] :].any()
+
+
+@pytest.mark.parametrize(
+    ("platform", "B"), [("cpu", 1), ("cpu", 40), ("gpu", 2), ("gpu", 40), ("tpu", 3), ("tpu", 140)]
+)
 def test_experts_in_4_bits(monkeypatch, platform, B):
     """Each way of multiplying them, against float64."""
-    select(monkeypatch, platform)
     model, random = gpt_oss.model, np.random.default_rng(0)
+    select(monkeypatch, platform, model)
     x, scores = random.standard_normal((B, 64)).astype(np.float32), random.uniform(0.2, 1, (B, 2)).astype(np.float32)
     ids = np.stack([random.permutation(4)[:2] for _ in range(B)]).astype(np.int32)
 
     def in_4_bits(*shape, C):
-        values = random.integers(0, 256, (*shape, C // 2), np.uint8)
-        return model.Mxfp4(*map(jnp.asarray, (values, random.integers(121, 126, (*shape, C // 32), np.uint8))))
+        kind, width = (model.Mxfp4Lanes, 512) if platform == "tpu" else (model.Mxfp4, C)
+        codes = np.pad(random.integers(0, 16, (*shape, C), np.uint8), [*[(0, 0)] * len(shape), (0, width - C)])
+        exponents = random.integers(121, 126, (*shape, width // 32), np.uint8)
+        numbers = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64)[..., :C]
+        numbers *= (2.0 ** (exponents - 127.0)).repeat(32, axis=-1)[..., :C]
+        return kind(jnp.asarray(kind.packed(codes)), jnp.asarray(kind.ordered(kind.scales(exponents)))), numbers
 
-    w_gate_up, w_down = in_4_bits(4, 256, C=64), in_4_bits(4, 64, C=128)
+    (w_gate_up, gate_and_up), (w_down, down) = in_4_bits(4, 256, C=64), in_4_bits(4, 64, C=128)
     biases = random.standard_normal((4, 256)).astype(np.float32), random.standard_normal((4, 64)).astype(np.float32)
     wanted = np.zeros(x.shape)
     for b, n in np.ndindex(B, 2):
         e = ids[b, n]
-        up_and_down = [np.asarray(w.values_and_scale(jnp.float32)[0][e], np.float64) for w in (w_gate_up, w_down)]
-        gate, up = np.split(up_and_down[0] @ x[b] + biases[0][e], 2)
-        wanted[b] += scores[b, n] * (up_and_down[1] @ (np.tanh(gate) * up) + biases[1][e])
+        gate, up = np.split(gate_and_up[e] @ x[b] + biases[0][e], 2)
+        wanted[b] += scores[b, n] * (down[e] @ (np.tanh(gate) * up) + biases[1][e])
 
     def body(*arguments):
         *arguments, biases = arguments
