@@ -81,7 +81,7 @@ def test_errors_of_other_programs():
 
 FITTING = {  # of check.SIZES, in its order
     "v5e:1x1": [1],
-    "v6e:1x1": [0, 1, 2],
+    "v6e:1x1": [0, 1, 2, 3],
     "v5e:2x2": [0, 1, 2, 3, 5],
     "v5e:2x4": [0, 1, 2, 3, 4, 5, 6],
     "v5p:2x2x1": [0, 1, 2, 3, 4, 5, 6],

@@ -336,6 +336,18 @@ def test_products_against_float64(O, C, size, has_zeros, dtype):
             np.testing.assert_allclose(np.asarray(out, np.float64), floats(x[:B]) @ numbers.T, atol=tolerance)
 
 
+def test_a_single_row_on_a_cpu_is_one_loop():
+    """What makes it fast shows in the program: one loop reads the words, and turns no number of the row to float32 for
+    each row of the weight."""
+    w, _ = in_groups(model.Int4, 4096, 1024, size=32, has_zeros=False)
+    program = jax.jit(lambda x, w: w.cpu_product(x)).lower(jnp.ones((1, 1024), jnp.bfloat16), w).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 2**20  # the sums of lanes
+    loops = re.findall(r"fusion\((.*)\), kind=kLoop, calls=(\S+?),", program.as_text())
+    (body,) = [name for operands, name in loops if "w_values" in operands]
+    (text,) = re.findall(rf"^{re.escape(body)} .*?^}}", program.as_text(), re.DOTALL | re.MULTILINE)
+    assert "bf16[1,1024]" not in text and "f32[4096,32]" in text.splitlines()[-2]
+
+
 def test_half_a_step():
     """No number is further off than half a step of its group, but for one of 8 steps, which is cut to 7."""
     x = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
