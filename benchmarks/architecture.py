@@ -44,6 +44,10 @@ GEMMA += ["mlp_norm", "gate_up", "gelu(gate) * up", "down", PSUM, "post_mlp_norm
 GPT2 = over_heads("+ qkv_bias; queries over sqrt(H)", "+ o_bias")
 GPT2 += ["mlp_norm", "up", "gelu(up + up_bias)", "down", PSUM, "+ down_bias", ADD]
 LLAMA4 = over_heads("rope, then a norm, on q and k") + with_experts("silu(gate * score) * up * score")
+DELTA_NET = ["mixer_norm", "qkvz", "convolution over time, silu; unit length of q and k"]
+DELTA_NET += ["gates", "gated delta rule on the state", "out_norm", "* silu(z)", "o", PSUM, ADD]
+SHARED = [["shared_gate_up", "silu(gate) * up", "shared_down", "* sigmoid(shared_gate x)"]]
+SHARED += [["router", "experts_gate_up", "silu(gate) * up * score", "experts_down"]]
 DRAWN = {  # folder: the released size, the layer, its steps
     "llama3": ("llama-3.1-8b", 0, [*over_heads("rope on q and k"), "mlp_norm", *MLP, PSUM, ADD]),
     "glm4": ("glm-4-9b-0414", 0, [*GLM4, "mlp_norm", *MLP, PSUM, "post_mlp_norm", ADD]),
@@ -52,6 +56,7 @@ DRAWN = {  # folder: the released size, the layer, its steps
     "glm4_flash": ("glm-4.7-flash", 1, LATENT),
     "glm4_moe": ("glm-4.5-air", 1, GLM4_MOE),
     "qwen3": ("qwen3-30b-a3b", 0, [*over_heads("q_norm, k_norm on each head; rope"), *EXPERTS]),
+    "qwen3_5": ("qwen3.5-35b-a3b", 0, [*DELTA_NET, "mlp_norm", SHARED, "sum of both", PSUM, ADD]),
     "gpt_oss": ("gpt-oss-20b", 0, GPT_OSS),
     "mixtral": ("mixtral-8x7b", 0, [*over_heads("rope on q and k"), *EXPERTS]),
     "gemma": ("gemma-3-27b", 0, GEMMA),
@@ -116,7 +121,7 @@ class Drawing:
                 y = max(ends)
                 continue
             self.arrow(middle, y)
-            if step in ("attention_norm", "mlp_norm"):
+            if step in ("attention_norm", "mixer_norm", "mlp_norm"):
                 start = y - GAP / 2  # where the residual stream leaves
             self.box(step, x, y)
             if step == ADD:

@@ -106,8 +106,11 @@ def attention_flops(config, first: int, last: int) -> int:
 
 
 def tokens_attended(config, layer: int, position: int) -> int:
-    """How many tokens the one at `position` attends to in a layer."""
-    window, chunk, _ = config.mask(layer) if hasattr(config, "mask") else (None, None, None)
+    """How many tokens the one at `position` attends to in a layer: none where it has a state, which is little work."""
+    mask = config.mask(layer) if hasattr(config, "mask") else (None, None, None)
+    if mask is None:
+        return 0
+    window, chunk, _ = mask
     return position % chunk + 1 if chunk else min(position + 1, window or position + 1)
 
 

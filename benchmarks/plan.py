@@ -153,7 +153,8 @@ def lower_program(model, config, mesh, args, T: int, b: int | None):
 
     dtype, batch = jnp.dtype(args.dtype), args.batch
     weights = model.abstract_weights(config, mesh, dtype, args.quantize)
-    cache = model.abstract_cache(config, mesh, batch, args.max_seq_len, dtype, args.quantize_cache)
+    drafts = 0 if args.prefill else args.tokens - 1
+    cache = model.abstract_cache(config, mesh, batch, args.max_seq_len, dtype, args.quantize_cache, drafts)
     history, seeds = array(batch, args.max_seq_len + 1), array(batch, 2, dtype=jnp.uint32)
     rows = model.Rows(history, *[array(batch)] * 3, seeds)
     places = array(b * mesh.shape["dp"]) if b else None
@@ -262,9 +263,13 @@ class Run(NamedTuple):
 
 def loop_trips(model, cache: list, R: int, rows: int, start: int, piece: int) -> tuple[int, ...]:
     """How often each loop runs in a piece of prefill at `start`, on a TPU: a layer has one over several rows that store
-    their tokens and, if keys have to be expanded, one over several blocks of them."""
+    their tokens and, if keys have to be expanded, one over several blocks of them; one with a state goes through chunks
+    of tokens."""
     trips = []
     for layer in cache:
+        if not isinstance(layer, model.LayerCache):
+            trips.append(math.ceil(piece / model.CHUNK))
+            continue
         trips += [rows] * (rows > 1)
         slots = layer[0].shape[2]
         is_expanded = hasattr(model, "row_groups")

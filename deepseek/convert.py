@@ -576,9 +576,7 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
     if extra_layer and getattr(config, "has_extra_layer", False):
         config = dataclasses.replace(config, uses_extra_layer=True)
     for weight in jax.tree.leaves(weights_of(config)):
-        found |= {
-            name: found[name].transposed() for name in weight.tensors() if weight.is_transposed() and name in found
-        }
+        found |= {name: found[name].transposed() for name in weight.tensors() if weight.transposed and name in found}
     for form in FORMS:
         form.collect(folder, found, quantization)
     try:
@@ -637,8 +635,14 @@ def read_header(file: Path) -> dict[str, Stored]:
         header = json.loads(f.read(start - 8))
     header.pop("__metadata__", None)
     return {
-        name: Stored(file, start + t["data_offsets"][0], t["dtype"], tuple(t["shape"])) for name, t in header.items()
+        name: Stored(file, start + t["data_offsets"][0], t["dtype"], without_channel(tuple(t["shape"])))
+        for name, t in header.items()
     }
+
+
+def without_channel(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[channels, taps] for the weight of a convolution of each channel, which torch has as [channels, 1, taps]."""
+    return (shape[0], shape[2]) if len(shape) == 3 and shape[1] == 1 else shape
 
 
 def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict]:

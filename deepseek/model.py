@@ -353,16 +353,17 @@ def output_logits(weights: dict, x: Array, config: Config) -> Array:
     return mask_padding(linear(x, weights.get("head", weights["embedding"])), config)
 
 
-def predict(weights: dict, x: Array, tokens: Array, positions: Array, cache: LayerCache, attend, config: Config):
-    """The extra layer, of multi-token prediction (DeepSeek-AI 2024, "DeepSeek-V3"). It takes the normed hidden states
-    x [B, T, D] at positions [B, T], and the token that follows each, tokens [B, T]. It returns hidden states [B, T, D],
-    not yet normed, from which the output head predicts the token after that one, and its new cache.
+def predict(weights: dict, x: Array, norm: Array, tokens: Array, positions: Array, cache, attend, config: Config):
+    """The extra layer, of multi-token prediction (DeepSeek-AI 2024, "DeepSeek-V3"). It takes the hidden states x
+    [B, T, D] at positions [B, T], the weight of their norm, and the token that follows each, tokens [B, T]. It returns
+    hidden states [B, T, D], not yet normed, from which the output head predicts the token after that one, and its new
+    cache.
 
     The reference counts each position one higher. Rotary embedding depends on differences alone.
     """
     w, eps = weights["extra"], config.rms_norm_eps
     embedded = rms_norm(embed(tokens, weights, config), w["embedding_norm"], eps)
-    both = jnp.concatenate([embedded, rms_norm(x, w["hidden_norm"], eps)], axis=-1)
+    both = jnp.concatenate([embedded, rms_norm(rms_norm(x, norm, eps), w["hidden_norm"], eps)], axis=-1)
     # Each device computes some columns and needs all of them; the last ones may be padding.
     x = jax.lax.all_gather(linear(both, w["projection"]).astype(x.dtype), MODEL_AXES, axis=2, tiled=True)
     x = divide_tokens(x[..., : config.hidden_size])
@@ -649,7 +650,7 @@ class Weight:
     `other_dim` is the size of the other dimension of a matrix, None for a vector. `experts` is how many matrices are
     stacked along a first dimension, 0 for one matrix alone. `dtype` is a fixed one, also in converted checkpoints.
     `per_head` says that each head is multiplied on its own (see head_dtype). `transposed` says that the checkpoint has
-    the matrix as [input, output], as it always has packed experts. A matrix is held in `format`.
+    the matrix as [input, output], as most have packed experts. A matrix is held in `format`.
     """
 
     parts: tuple[Part, ...]
@@ -671,12 +672,8 @@ class Weight:
         return bool(self.experts) and not any("{}" in name for part in self.parts for name in part.tensors)
 
     def is_matrix(self) -> bool:
-        """Whether it is a matrix that devices split: it can be rounded."""
-        return self.split is not None and self.other_dim is not None
-
-    def is_transposed(self) -> bool:
-        """Whether the checkpoint has its matrices as [input, output]."""
-        return self.other_dim is not None and (self.transposed or self.is_packed())
+        """Whether it is a matrix that devices split, in no dtype of its own: it can be rounded."""
+        return self.split is not None and self.other_dim is not None and self.dtype is None
 
     def full_name(self, name: str, expert: int = 0) -> str:
         """The full name in the checkpoint of a part's tensor."""
@@ -739,13 +736,13 @@ class Weight:
         return jax.tree.map(array, held, self.specs(held))
 
 
-def by_output(inputs: int, *parts: Part, experts: int = 0, per_head=False, transposed=False) -> Weight:
-    """A matrix [rows of the parts, inputs] split by output, or `experts` of them."""
-    weight = Weight(parts, 0, inputs, ".weight", experts, per_head=per_head, transposed=transposed)
-    return dataclasses.replace(weight, suffix="") if weight.is_packed() else weight
+def by_output(inputs: int, *parts: Part, experts: int = 0, per_head=False, transposed: bool | None = None) -> Weight:
+    """A matrix [rows of the parts, inputs] split by output, or `experts` of them: transposed, if they are packed."""
+    weight = Weight(parts, 0, inputs, ".weight", experts, per_head=per_head, transposed=bool(transposed))
+    return dataclasses.replace(weight, suffix="", transposed=transposed is not False) if weight.is_packed() else weight
 
 
-def by_input(outputs: int, part: Part, experts: int = 0, transposed=False) -> Weight:
+def by_input(outputs: int, part: Part, experts: int = 0, transposed: bool | None = None) -> Weight:
     """A matrix [outputs, rows of the part] split by input, or `experts` of them."""
     return dataclasses.replace(by_output(outputs, part, experts=experts, transposed=transposed), split=1)
 
@@ -881,7 +878,8 @@ def step(
         positions = filled[:, None] + jnp.arange(T)
         tokens = jnp.take_along_axis(history, positions, axis=1, mode="clip")
         R = cache_sharers(config, model_shards(mesh))
-        attend = partial(cached_attention, places=places, batch=len(rows.filled), R=R)
+        known = jnp.clip(jnp.minimum(lengths, limits - 1) - filled, 0, T)
+        attend = partial(cached_attention, places=places, batch=len(rows.filled), known=known, R=R)
         x, cache = forward(weights, tokens, positions, cache, attend, config)
         newest = lengths[:, None] - 1 + jnp.arange(1 + verified)
         last_x = x if T == 1 else jnp.take_along_axis(x, jnp.clip(newest - positions[:, :1], 0, T - 1)[:, :, None], 1)
@@ -1039,7 +1037,8 @@ def generate(
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
     own = batch // dp  # places of a device
     pieces = piece_lengths(longest if kept is None else max_seq_len, config, mesh)
-    wanted = abstract_cache(config, mesh, batch, max(max_seq_len, pieces[0]), dtype, quantize_cache)
+    wanted = abstract_cache(config, mesh, batch, max(max_seq_len, pieces[0]), dtype, quantize_cache, drafts)
+    has_states = not all(isinstance(layer, LayerCache) for layer in wanted)
     waiting = list(range(len(prompts)))
     in_flight = []  # of steps that the host has not read: tokens of prompts, places, the rows there, results
     lengths, clock = np.zeros(count), time.perf_counter()  # lengths: tokens in the cache, summed over decoding steps
@@ -1059,13 +1058,17 @@ def generate(
     def fill():
         """Gives the free places to prompts that wait, in their order: to each the one that shares most with it. Returns
         which places have a new row, bool [B]."""
-        ring = cache_sharers(config, model_shards(mesh)) * min(layer[0].shape[2] for layer in cache)
+        slots = (layer[0].shape[2] for layer in cache if isinstance(layer, LayerCache))
+        ring = cache_sharers(config, model_shards(mesh)) * min(slots, default=math.inf)
 
         def shared(p):
             """How many tokens at the beginning of `prompt` the cache has. One at least is left, to compute what
-            follows. A ring, with fewer slots than were stored, has forgotten what it needs if too much came after."""
+            follows. A ring, with fewer slots than were stored, has forgotten what it needs if too much came after. A
+            state does not go back at all, nor does the host know how many drafts went into it."""
             most = max(min(len(prompt), known[p], host.filled[p] + 1) - 1, 0)
             n = np.argmin(np.append(host.history[p, :most] == prompt[:most], False))
+            if has_states:
+                return n if n == host.filled[p] and not draft else 0
             return n if stored[p] <= ring or stored[p] - n <= PREFILL_PIECE else 0
 
         is_new, free = np.zeros(batch, bool), np.flatnonzero(numbers[:count] < 0).tolist()
@@ -1178,7 +1181,8 @@ def generate(
     kept = {} if kept is None else kept
     cache, past, programs = (kept.pop(name, None) for name in ("cache", "past", "programs"))
     # A step that was broken off has deleted the cache, and a conversation may have outgrown its slots.
-    if cache and past[0].shape == host.history.shape and not any(x.is_deleted() for x in jax.tree.leaves(cache)):
+    shapes = [[x.shape for x in jax.tree.leaves(a)] for a in ((wanted, host.history), (cache, past and past[0]))]
+    if shapes[0] == shapes[1] and not any(x.is_deleted() for x in jax.tree.leaves(cache)):
         host.history[:], host.filled[:], known, stored = past
     else:
         cache, programs = zeros(wanted), {}
@@ -1284,8 +1288,7 @@ def draft_by_extra_layer(
     """
     history, w, T = rows.history, weights["extra"], positions.shape[1]
     tokens = jnp.take_along_axis(history, positions + 1, axis=1, mode="clip")
-    x = rms_norm(x, weights["norm"], config.rms_norm_eps)
-    x, extra = predict(weights, x, tokens, positions, cache[-1], attend, config)
+    x, extra = predict(weights, x, weights["norm"], tokens, positions, cache[-1], attend, config)
     newest = jnp.clip(rows.filled[:, None] - 1 - positions[:, :1], 0, T - 1)
     x = jnp.take_along_axis(x, newest[:, :, None], axis=1)
     count = drafts if T <= FEW else 1
@@ -1295,8 +1298,7 @@ def draft_by_extra_layer(
         guess = next_token(logits, at[:, 0] - 1, rows.seeds, sampling)[0][:, None]
         history = jnp.where(jnp.arange(history.shape[1]) == at, guess, history)
         if i + 1 < count:
-            x = rms_norm(x, w["norm"], config.rms_norm_eps)
-            x, extra = predict(weights, x, guess, at - 1, extra, attend, config)
+            x, extra = predict(weights, x, w["norm"], guess, at - 1, extra, attend, config)
     return history, [*cache[:-1], extra]
 
 
@@ -1737,10 +1739,10 @@ class LayerCache(NamedTuple):
 
 
 def abstract_cache(
-    config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, quantize: str | None = None
+    config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, quantize: str | None = None, drafts=0
 ) -> list[LayerCache]:
-    """The cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens and somewhat more. Dtype and widths are as
-    cache_layout has them, the format is FORMATS[quantize]."""
+    """The cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens and somewhat more, which has room for
+    `drafts`. Dtype and widths are as cache_layout has them, the format is FORMATS[quantize]."""
     X, dp = model_shards(mesh), mesh.shape["dp"]
     I, parts = row_groups(batch // dp, cache_sharers(config, X))
     slots = ceil_div(cache_slots(max_seq_len), parts)
@@ -1783,7 +1785,9 @@ def as_wide(new: LayerCache, cache: LayerCache) -> LayerCache:
     return LayerCache(*(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n)]) for x, n in zip(new, missing, strict=True)))
 
 
-def cached_attention(q, q_rope, new: LayerCache, cache: LayerCache, positions, w: dict, *, places=None, batch, R: int):
+def cached_attention(
+    q, q_rope, new: LayerCache, cache: LayerCache, positions, w: dict, *, places=None, batch, known=None, R: int
+):
     """Causal attention of T tokens of each row, over all positions up to theirs: stores their latents, then attends.
     Args and results as in `attention`; places as in `step`, of `batch` rows on these devices."""
     if q.shape[1] > FEW:
@@ -1996,6 +2000,7 @@ FOLDERS = {  # of the repository that this file is from, and the model_types tha
     "llama4": ("llama4", "llama4_text"),
     "mixtral": ("mixtral",),
     "qwen3": ("qwen2", "qwen3", "qwen3_moe"),
+    "qwen3_5": ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 }
 COUNTS = {  # where they are not from 1 to 2**31; layers and experts are bounded before lists of that length are made
     "num_hidden_layers": range(1, 2**16), "n_layer": range(1, 2**16),

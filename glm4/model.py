@@ -500,7 +500,7 @@ class Weight:
     `other_dim` is the size of the other dimension of a matrix, None for a vector. `experts` is how many matrices are
     stacked along a first dimension, 0 for one matrix alone. `dtype` is a fixed one, also in converted checkpoints.
     `per_head` says that each head is multiplied on its own (see head_dtype). `transposed` says that the checkpoint has
-    the matrix as [input, output], as it always has packed experts. A matrix is held in `format`.
+    the matrix as [input, output], as most have packed experts. A matrix is held in `format`.
     """
 
     parts: tuple[Part, ...]
@@ -522,12 +522,8 @@ class Weight:
         return bool(self.experts) and not any("{}" in name for part in self.parts for name in part.tensors)
 
     def is_matrix(self) -> bool:
-        """Whether it is a matrix that devices split: it can be rounded."""
-        return self.split is not None and self.other_dim is not None
-
-    def is_transposed(self) -> bool:
-        """Whether the checkpoint has its matrices as [input, output]."""
-        return self.other_dim is not None and (self.transposed or self.is_packed())
+        """Whether it is a matrix that devices split, in no dtype of its own: it can be rounded."""
+        return self.split is not None and self.other_dim is not None and self.dtype is None
 
     def full_name(self, name: str, expert: int = 0) -> str:
         """The full name in the checkpoint of a part's tensor."""
@@ -590,13 +586,13 @@ class Weight:
         return jax.tree.map(array, held, self.specs(held))
 
 
-def by_output(inputs: int, *parts: Part, experts: int = 0, per_head=False, transposed=False) -> Weight:
-    """A matrix [rows of the parts, inputs] split by output, or `experts` of them."""
-    weight = Weight(parts, 0, inputs, ".weight", experts, per_head=per_head, transposed=transposed)
-    return dataclasses.replace(weight, suffix="") if weight.is_packed() else weight
+def by_output(inputs: int, *parts: Part, experts: int = 0, per_head=False, transposed: bool | None = None) -> Weight:
+    """A matrix [rows of the parts, inputs] split by output, or `experts` of them: transposed, if they are packed."""
+    weight = Weight(parts, 0, inputs, ".weight", experts, per_head=per_head, transposed=bool(transposed))
+    return dataclasses.replace(weight, suffix="", transposed=transposed is not False) if weight.is_packed() else weight
 
 
-def by_input(outputs: int, part: Part, experts: int = 0, transposed=False) -> Weight:
+def by_input(outputs: int, part: Part, experts: int = 0, transposed: bool | None = None) -> Weight:
     """A matrix [outputs, rows of the part] split by input, or `experts` of them."""
     return dataclasses.replace(by_output(outputs, part, experts=experts, transposed=transposed), split=1)
 
@@ -732,7 +728,8 @@ def step(
         positions = filled[:, None] + jnp.arange(T)
         tokens = jnp.take_along_axis(history, positions, axis=1, mode="clip")
         R = cache_sharers(config, model_shards(mesh))
-        attend = partial(cached_attention, places=places, batch=len(rows.filled), R=R)
+        known = jnp.clip(jnp.minimum(lengths, limits - 1) - filled, 0, T)
+        attend = partial(cached_attention, places=places, batch=len(rows.filled), known=known, R=R)
         x, cache = forward(weights, tokens, positions, cache, attend, config)
         newest = lengths[:, None] - 1 + jnp.arange(1 + verified)
         last_x = x if T == 1 else jnp.take_along_axis(x, jnp.clip(newest - positions[:, :1], 0, T - 1)[:, :, None], 1)
@@ -890,7 +887,8 @@ def generate(
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
     own = batch // dp  # places of a device
     pieces = piece_lengths(longest if kept is None else max_seq_len, config, mesh)
-    wanted = abstract_cache(config, mesh, batch, max(max_seq_len, pieces[0]), dtype, quantize_cache)
+    wanted = abstract_cache(config, mesh, batch, max(max_seq_len, pieces[0]), dtype, quantize_cache, drafts)
+    has_states = not all(isinstance(layer, LayerCache) for layer in wanted)
     waiting = list(range(len(prompts)))
     in_flight = []  # of steps that the host has not read: tokens of prompts, places, the rows there, results
     lengths, clock = np.zeros(count), time.perf_counter()  # lengths: tokens in the cache, summed over decoding steps
@@ -910,13 +908,17 @@ def generate(
     def fill():
         """Gives the free places to prompts that wait, in their order: to each the one that shares most with it. Returns
         which places have a new row, bool [B]."""
-        ring = cache_sharers(config, model_shards(mesh)) * min(layer[0].shape[2] for layer in cache)
+        slots = (layer[0].shape[2] for layer in cache if isinstance(layer, LayerCache))
+        ring = cache_sharers(config, model_shards(mesh)) * min(slots, default=math.inf)
 
         def shared(p):
             """How many tokens at the beginning of `prompt` the cache has. One at least is left, to compute what
-            follows. A ring, with fewer slots than were stored, has forgotten what it needs if too much came after."""
+            follows. A ring, with fewer slots than were stored, has forgotten what it needs if too much came after. A
+            state does not go back at all, nor does the host know how many drafts went into it."""
             most = max(min(len(prompt), known[p], host.filled[p] + 1) - 1, 0)
             n = np.argmin(np.append(host.history[p, :most] == prompt[:most], False))
+            if has_states:
+                return n if n == host.filled[p] and not draft else 0
             return n if stored[p] <= ring or stored[p] - n <= PREFILL_PIECE else 0
 
         is_new, free = np.zeros(batch, bool), np.flatnonzero(numbers[:count] < 0).tolist()
@@ -1029,7 +1031,8 @@ def generate(
     kept = {} if kept is None else kept
     cache, past, programs = (kept.pop(name, None) for name in ("cache", "past", "programs"))
     # A step that was broken off has deleted the cache, and a conversation may have outgrown its slots.
-    if cache and past[0].shape == host.history.shape and not any(x.is_deleted() for x in jax.tree.leaves(cache)):
+    shapes = [[x.shape for x in jax.tree.leaves(a)] for a in ((wanted, host.history), (cache, past and past[0]))]
+    if shapes[0] == shapes[1] and not any(x.is_deleted() for x in jax.tree.leaves(cache)):
         host.history[:], host.filled[:], known, stored = past
     else:
         cache, programs = zeros(wanted), {}
@@ -1553,11 +1556,11 @@ def read_heads(cls: type, config: dict) -> dict:
 
 
 def abstract_cache(
-    config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, quantize: str | None = None
+    config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, quantize: str | None = None, drafts=0
 ):
     """The KV cache as a list of LayerCache of jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens, rounded up. A
     layer with a window or chunks holds no more than that and a piece of prefill: it is a ring then. Dtype and width are
-    as cache_layout has them, the format is FORMATS[quantize]."""
+    as cache_layout has them, the format is FORMATS[quantize]. (States need room for `drafts`; a KV cache has it.)"""
     X, sharding = model_shards(mesh), NamedSharding(mesh, CACHE_SPEC)
     H, dtype = cache_layout(config.head_dim, dtype, mesh)
 
@@ -1607,10 +1610,12 @@ def with_sinks(out: Array, log_sum_exp: Array, sinks: Array | None) -> Array:
     return out if sinks is None else out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(*out.shape[2:4], 1))
 
 
-def cached_attention(q, k, v, cache: LayerCache, positions, mask: Mask, sinks=None, *, places=None, batch=None, R: int):
+def cached_attention(
+    q, k, v, cache: LayerCache, positions, mask: Mask, sinks=None, *, places=None, batch=None, known=None, R: int
+):
     """Causal attention of T tokens of each row, over all positions up to theirs: stores their keys and values, then
-    attends. Args and results as in `attention`; sinks as in with_sinks; places as in `step`. A model whose cache has no
-    heads to split needs `batch`, the rows of a device, to find them.
+    attends. Args and results as in `attention`; sinks as in with_sinks; places as in `step`. Other caches need more: a
+    cache without heads to split `batch`, the rows of a device, a state `known`, how many of the T are no guesses.
 
     Where R devices share a kv head, each attends to its own slots, with the query heads of all R. They exchange the
     queries before, and afterwards the outputs with the log-sum-exp of their scores, by which partial softmaxes merge
@@ -1657,6 +1662,7 @@ FOLDERS = {  # of the repository that this file is from, and the model_types tha
     "llama4": ("llama4", "llama4_text"),
     "mixtral": ("mixtral",),
     "qwen3": ("qwen2", "qwen3", "qwen3_moe"),
+    "qwen3_5": ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 }
 COUNTS = {  # where they are not from 1 to 2**31; layers and experts are bounded before lists of that length are made
     "num_hidden_layers": range(1, 2**16), "n_layer": range(1, 2**16),

@@ -112,9 +112,11 @@ def random_extra_layer(reference, spread: float = 0.5):
     mtp = MtpModel(reference, 1).float().eval()
     with torch.no_grad():
         for name, parameter in mtp.layers.named_parameters():
-            if ".mlp.experts." in name:  # which the class leaves as memory was
+            if ".mlp.experts." in name or not parameter.any():  # the class leaves the first as memory was
                 parameter.normal_(0, reference.config.initializer_range)
-        mtp.get_buffer("layers.0.mtp_block.mlp.gate.e_score_correction_bias").uniform_(-spread, spread)
+        for name, buffer in mtp.layers.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-spread, spread)
     return mtp
 
 
@@ -135,6 +137,15 @@ def extra_layer_tensors(mtp, layer: str) -> dict:
         names = (f"mlp.experts.{e}.{name}_proj.weight" for name in ("gate", "up", "down"))
         found |= dict(zip(names, parts, strict=True))
     return {f"{layer}.{name}": x.detach().clone() for name, x in found.items()}
+
+
+def qwen_extra_layer_tensors(mtp) -> dict:
+    """The same as releases of Qwen3.5 name them, with packed experts."""
+    layer = mtp.layers[0]
+    names = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "post_norm"}
+    found = {f"mtp.{name}.weight": layer.get_parameter(f"{of_class}.weight") for name, of_class in names.items()}
+    found |= {f"mtp.layers.0.{name}": x for name, x in layer.mtp_block.state_dict().items()}
+    return {name: x.detach().clone() for name, x in found.items()}
 
 
 def as_transformers_4(config: dict) -> dict:

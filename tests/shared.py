@@ -17,7 +17,7 @@ FILES = ("main.py", "convert.py")
 SECOND_HALF = "# " + 117 * "=" + "\n# Running it\n"
 OWN = {  # what makes a model its own
     "Config", "weights_of", "left_out", "attention", "feed_forward", "route", "weighed", "activation", "forward",
-    "output_logits",
+    "output_logits", "predict",
 }  # fmt: skip
 HEADING = re.compile(r"^# (?:-{117}\n# (.+)|={117}\n# (.+)\n# ={117})\n", re.M)
 

@@ -3,17 +3,18 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, extra_layer_tensors, import_folder, random_extra_layer, save_random
+from helpers import ROOT, extra_layer_tensors, import_folder, qwen_extra_layer_tensors, random_extra_layer, save_random
 from jax.sharding import PartitionSpec as P
 from safetensors.torch import load_file, save_file
 from test_main import assert_refused, json_rows, main  # noqa: F401 (a fixture)
-from test_parity import deepseek_3, flash, glm_moe
+from test_parity import deepseek_3, flash, glm_moe, qwen_35_moe
 from test_rows import LENGTHS, assert_equal, collected, demo, random_prompts, stopped
 
 MTP, LOOKUP = ["--draft", "mtp"], ["--draft", "lookup"]
@@ -91,13 +92,21 @@ def save_with_extra_layer(path, case):
     reference class, and the reference of the layer."""
     folder, model_class, config = case()
     config.num_mtp_layers, config.mtp_mlp_layer_types = 1, ["sparse"]
+    if case is qwen_35_moe:
+        config.mtp_layer_types = ["full_attention"]
     reference = save_random(path, model_class, config)
     mtp, file = random_extra_layer(reference), path / "model.safetensors"
     with torch.no_grad():
         for name, parameter in mtp.layers.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-    save_file(load_file(file) | extra_layer_tensors(mtp, f"model.layers.{config.num_hidden_layers}"), file)
+    if case is qwen_35_moe:
+        extra = {name: x for name, x in qwen_extra_layer_tensors(mtp).items() if ".experts." not in name}
+        of_experts = extra_layer_tensors(mtp, "mtp.layers.0")
+        extra |= {name: x for name, x in of_experts.items() if ".experts." in name}  # apart, as the others are here
+    else:
+        extra = extra_layer_tensors(mtp, f"model.layers.{config.num_hidden_layers}")
+    save_file(load_file(file) | extra, file)
     return folder, reference, mtp
 
 
@@ -116,7 +125,7 @@ def reference_drafts(reference, mtp, tokens, count):
 
 @pytest.mark.parametrize(
     ("case", "mesh"),
-    [(deepseek_3, (2, 1, 4)), (flash, (1, 1, 1)), (glm_moe, (1, 4, 2))],
+    [(deepseek_3, (2, 1, 4)), (flash, (1, 1, 1)), (glm_moe, (1, 4, 2)), (qwen_35_moe, (2, 2, 2))],
 )
 def test_the_extra_layer_guesses_as_the_reference(tmp_path, case, mesh):
     """Hidden states, and the guesses behind a prompt read in two pieces, and behind each step that follows."""
@@ -131,7 +140,7 @@ def test_the_extra_layer_guesses_as_the_reference(tmp_path, case, mesh):
     by_rows = jax.sharding.NamedSharding(mesh, P("dp"))
     numbers = history, np.zeros(4, np.int32), lengths, np.full(4, 60, np.int32), np.zeros((4, 2), np.uint32)
     rows = model.Rows(*jax.device_put(numbers, by_rows))
-    cache = model.zeros(model.abstract_cache(config, mesh, 4, 64, jnp.float32))
+    cache = model.zeros(model.abstract_cache(config, mesh, 4, 64, jnp.float32, drafts=N))
     options = {"config": config, "mesh": mesh, "sampling": model.Sampling(), "draft": "mtp", "drafts": N}
     for step, T in enumerate([16, 16, 1 + N, 1 + N, 1 + N]):
         cache, rows, (after, *_) = model.step(weights, cache, rows, T=T, **options)
@@ -143,11 +152,12 @@ def test_the_extra_layer_guesses_as_the_reference(tmp_path, case, mesh):
     def body(weights, cache, tokens):
         positions = jnp.zeros((2, 1), jnp.int32) + jnp.arange(tokens.shape[1] - 1)
         R = model.cache_sharers(config, model.model_shards(mesh))
-        attend = lambda *args: model.cached_attention(*args, places=None, batch=2, R=R)  # noqa: E731
+        known = jnp.full(2, tokens.shape[1] - 1)
+        attend = partial(model.cached_attention, places=None, batch=2, known=known, R=R)
         x, cache = model.forward(weights, tokens[:, :-1], positions, cache, attend, config)
-        x = model.rms_norm(x, weights["norm"], config.rms_norm_eps)
-        x, _ = model.predict(weights, x, tokens[:, 1:], positions, cache[-1], attend, config)
-        return model.rms_norm(x, weights["extra"]["norm"], config.rms_norm_eps)
+        x, _ = model.predict(weights, x, weights["norm"], tokens[:, 1:], positions, cache[-1], attend, config)
+        norm = getattr(model, "norm_plus_one", model.rms_norm)
+        return norm(x, weights["extra"]["norm"], config.rms_norm_eps)
 
     tokens = np.array(random_prompts([17, 17], seed=3), np.int32)
     cache = model.zeros(model.abstract_cache(config, mesh, 2 * mesh.shape["dp"], 64, jnp.float32))
@@ -161,6 +171,7 @@ def test_the_extra_layer_guesses_as_the_reference(tmp_path, case, mesh):
     [
         (deepseek_3, (2, 2, 2), 0.5, 1, "int8"),
         (glm_moe, (1, 2, 2), 0.0, 7, None),
+        (qwen_35_moe, (1, 2, 2), 0.5, 3, None),
     ],
 )
 def test_guesses_of_the_extra_layer_change_no_token(tmp_path, monkeypatch, case, mesh, temperature, drafts, quantize):

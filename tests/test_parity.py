@@ -42,16 +42,25 @@ from transformers import (
     MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 llama3, glm4, llama4 = import_folder("llama3"), import_folder("glm4"), import_folder("llama4")
 deepseek, glm4_flash = import_folder("deepseek"), import_folder("glm4_flash")
 glm4_moe, gemma, mixtral = import_folder("glm4_moe"), import_folder("gemma"), import_folder("mixtral")
 qwen3, gpt_oss, gpt2 = import_folder("qwen3"), import_folder("gpt_oss"), import_folder("gpt2")
+qwen3_5 = import_folder("qwen3_5")
 
 SMALL = {
     "vocab_size": 331,  # no multiple of anything: the vocabulary's shards are uneven
@@ -192,6 +201,40 @@ def qwen_3_moe(**options):
     """With experts narrower than an MLP, and heads that together are wider than the residual stream."""
     moe = {"head_dim": 16, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24}
     return qwen3, Qwen3MoeForCausalLM, Qwen3MoeConfig(**SMALL | moe | options)
+
+
+STATES = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,  # the fourth has attention
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,  # three to a key head
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
+
+
+def qwen_35(**options):
+    return qwen3_5, Qwen3_5ForCausalLM, Qwen3_5TextConfig(**SMALL | STATES | options)
+
+
+def qwen_35_moe(**options):
+    """With heads that together are wider than the residual stream, and a shared expert wider than the others."""
+    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24}
+    options = SMALL | STATES | experts | {"shared_expert_intermediate_size": 40} | options
+    return qwen3_5, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig(**options)
+
+
+def qwen_3_next(**options):
+    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24}
+    options = SMALL | STATES | experts | {"shared_expert_intermediate_size": 40} | options
+    return qwen3_5, Qwen3NextForCausalLM, Qwen3NextConfig(**options)
+
+
+def qwen_35_with_vision(**options):
+    vision = {"hidden_size": 16, "depth": 1, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+    config = Qwen3_5Config(text_config=SMALL | STATES | options, vision_config=vision)
+    return qwen3_5, Qwen3_5ForConditionalGeneration, config
 
 
 def mixtral_8(**options):
@@ -342,6 +385,27 @@ CASES = {
         sliding_window=33,
         rope_parameters=QWEN_YARN | {"attention_factor": 1.3, "truncate": False},
     ),
+    "qwen3.5, nested": qwen_35_with_vision(),
+    "qwen3.5, tied, biases, other layers, a key head to each value head, long convolution, large eps": qwen_35(
+        tie_word_embeddings=True,
+        attention_bias=True,
+        layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        linear_num_key_heads=5,  # which no mesh divides
+        linear_num_value_heads=5,
+        linear_conv_kernel_dim=6,
+        rms_norm_eps=0.1,
+        num_key_value_heads=1,
+    ),
+    "qwen3.5 moe": qwen_35_moe(),
+    "qwen3.5 moe, other layers, short convolution": qwen_35_moe(
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_hidden_layers=3,
+        linear_conv_kernel_dim=2,
+    ),
+    "qwen3 next": qwen_3_next(),
+    "qwen3 next, tied, a key head to each value head": qwen_3_next(
+        tie_word_embeddings=True, linear_num_key_heads=6, num_key_value_heads=1
+    ),
     "mixtral": mixtral_8(),
     "mixtral, tied, window, three of four experts, wide heads, one kv head, large eps": mixtral_8(
         tie_word_embeddings=True,
@@ -432,6 +496,11 @@ OTHER_MESHES = {  # meshes that replace (2, 2, 2): tp beyond the kv heads or div
     "qwen3, tied, biases, yarn, later layers with a window, large eps": [(1, 1, 8)],
     "qwen3 moe": [(2, 2, 2), (1, 8, 1)],
     "qwen3 moe, other layers, weights as they are, window": [(1, 4, 2)],
+    "qwen3.5, nested": [(1, 1, 8), (2, 1, 4)],
+    "qwen3.5, tied, biases, other layers, a key head to each value head, long convolution, large eps": [(1, 1, 8)],
+    "qwen3.5 moe": [(1, 1, 1), (2, 2, 2)],
+    "qwen3 next": [(2, 1, 2)],
+    "qwen3 next, tied, a key head to each value head": [(1, 2, 2)],
     "mixtral": [(1, 1, 1), (2, 2, 2)],
     "mixtral, tied, window, three of four experts, wide heads, one kv head, large eps": [(1, 2, 4)],
     "gpt-oss": [(1, 1, 1), (2, 2, 2)],
@@ -457,7 +526,7 @@ def test_unequal_prompts_in_one_batch(checkpoints, name, mesh, monkeypatch):
     assert_matches(reference, prompts, decode(modules, path, prompts, mesh, max_new_tokens=12))
 
 
-@pytest.mark.parametrize("name", ["llama 4 maverick", "deepseek v3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama 4 maverick", "deepseek v3", "gpt-oss", "qwen3.5 moe"])
 def test_long_prompt_and_a_long_answer(checkpoints, name, monkeypatch):
     """Many pieces of prefill, then decoding over several blocks of the cache: of one row, and of more than 8."""
     modules, path, reference = checkpoints(name)

@@ -28,7 +28,7 @@ def test_a_name_of_the_first_part_is_one_text():
     for folder in folders():
         for name, text in definitions(folder).items():
             texts.setdefault(name, set()).add(text)
-    assert {"MODEL_AXES", "mlp", "predict", "softmax_scale"} <= set(texts)
+    assert {"MODEL_AXES", "mlp", "softmax_scale"} <= set(texts)
     assert not [name for name, found in texts.items() if len(found) > 1], REMEDY
 
 

@@ -52,6 +52,8 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -337,6 +339,30 @@ def build_qwen3(**token_ids):
     return Qwen3MoeForCausalLM(config)
 
 
+def build_qwen3_5(**token_ids):
+    """Return an untrained Qwen3.5 model: three layers with states, one with attention."""
+    config = Qwen3_5MoeTextConfig(
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        tie_word_embeddings=True,
+        **token_ids,
+    )
+    return Qwen3_5MoeForCausalLM(config)
+
+
 def build_gpt_oss(**token_ids):
     """Return an untrained gpt-oss model, with a window shorter than a conversation."""
     config = GptOssConfig(
@@ -521,6 +547,21 @@ FAMILIES = {
         "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
         template_words=["system", "user", "assistant", "\n"],
+        bos=None,
+        eos="<|im_end|>",
+        pad="<|endoftext|>",
+    ),
+    "qwen3_5": Family(
+        build_model=build_qwen3_5,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"],
+        prefix=[],
+        stops=["<|im_end|>", "<|endoftext|>"],
+        # The released template lets the model think first, unless it is told not to: then it begins with no thought.
+        chat_template="{% for message in messages %}"
+        "{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+        "{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ message['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}{% endif %}",
+        template_words=["system", "user", "assistant", "\n", "\n\n"],
         bos=None,
         eos="<|im_end|>",
         pad="<|endoftext|>",
