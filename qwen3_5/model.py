@@ -2029,19 +2029,16 @@ def chunk_by_chunk(q, k, v, log_decay, beta, state, known) -> tuple[Array, Array
 
 def inverse_of_unit_triangle(x: Array) -> Array:
     """The inverse of 1 + x for x [.., C, C] that is zero on and above the diagonal, C a power of two: float32. The
-    inverse of [[a, 0], [x, b]] is [[a', 0], [-b' x a', b']], with the inverses a' of a and b' of b: so blocks along the
-    diagonal double."""
-    C = x.shape[-1]
-    inverse = jnp.ones((*x.shape[:-2], C, 1, 1), jnp.float32)
-    while (size := inverse.shape[-1]) < C:
-        blocks = x.reshape(*x.shape[:-2], C // size, size, C // size, size)
-        pairs = np.arange(0, C // size, 2)
-        below = jnp.moveaxis(blocks, -3, -2)[..., pairs + 1, pairs, :, :]
-        a, b = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        corner = -einsum("...ij,...jk->...ik", b, einsum("...ij,...jk->...ik", below, a))
-        upper, lower = jnp.concatenate([a, jnp.zeros_like(a)], -1), jnp.concatenate([corner, b], -1)
-        inverse = jnp.concatenate([upper, lower], axis=-2)
-    return inverse[..., 0, :, :]
+    inverse of [[a, 0], [x, b]] is [[a', 0], [-b' x a', b']], with the inverses a' of a and b' of b. So blocks along the
+    diagonal double, and what is below them is masked rather than cut out: products stay large."""
+    C, size = x.shape[-1], 1
+    row, column = np.indices((C, C))
+    inverse = jnp.broadcast_to(jnp.eye(C), x.shape)
+    while size < C:
+        is_below = (row // (2 * size) == column // (2 * size)) & (row // size != column // size)
+        corners = einsum("...ij,...jk->...ik", jnp.where(is_below, x, 0), inverse)
+        inverse, size = inverse - einsum("...ij,...jk->...ik", inverse, corners), 2 * size
+    return inverse
 
 
 # ---------------------------------------------------------------------------------------------------------------------
