@@ -79,30 +79,37 @@ def split_of(weight) -> str:
 def flops(model: ModuleType, config, batch: int, first: int, last: int) -> int:
     """Operations that the tokens of `batch` rows at positions first to last - 1 need, on all devices.
 
-    The output head counts once a row.
+    The output head counts once a row, and so do layers that take the last token alone.
     """
-    active = 0  # numbers of the matrices that a token meets
-    for layer in model.weights_of(config)["layers"]:
+    active = 0  # numbers of the matrices that a token meets, times tokens
+    for i, layer in enumerate(model.weights_of(config)["layers"]):
         for weight in layer.values():
             shape = shape_of(weight)
             if len(shape) > 1:
-                active += math.prod(shape) * (config.num_experts_per_tok / weight.experts if weight.experts else 1)
+                chosen = config.num_experts_per_tok / weight.experts if weight.experts else 1
+                active += math.prod(shape) * chosen * (last - first_taken(config, i, first, last))
     attention = attention_flops(config, first, last)
-    return batch * (2 * int(active) * (last - first) + attention + 2 * config.vocab_size * config.hidden_size)
+    return batch * (2 * int(active) + attention + 2 * config.vocab_size * config.hidden_size)
+
+
+def first_taken(config, layer: int, first: int, last: int) -> int:
+    """The first of the positions first to last - 1 that a layer computes anything for: the last one of them, if later
+    tokens need nothing of the layer."""
+    own = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
+    return first if layer < own else last - 1
 
 
 def attention_flops(config, first: int, last: int) -> int:
     """Operations of attention for the tokens of a row at positions first to last - 1, in all layers, on all devices."""
-    attended = sum(
-        tokens_attended(config, layer, position)
-        for layer in range(config.num_hidden_layers)
-        for position in range(first, last)
-    )
-    if hasattr(config, "kv_lora_rank"):  # keys and values of two widths; what expands latents is among the matrices
-        widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    else:
-        widths = 2 * config.head_dim
-    return 2 * config.num_attention_heads * widths * attended
+    total = 0
+    for layer in range(config.num_hidden_layers):
+        if hasattr(config, "kv_lora_rank"):  # two widths; what expands latents is among the matrices
+            widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+        else:
+            widths = 2 * (config.kind(layer) if hasattr(config, "kind") else config).head_dim
+        positions = range(first_taken(config, layer, first, last), last)
+        total += widths * sum(tokens_attended(config, layer, position) for position in positions)
+    return 2 * config.num_attention_heads * total
 
 
 def tokens_attended(config, layer: int, position: int) -> int:

@@ -678,15 +678,15 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, quantize: str
 
 def in_format(weights: dict, quantize: str | None) -> dict:
     """A pytree of Weight whose matrices are held as `quantize` says, if devices split them. None changes nothing. In
-    "int4" the embedding, the head, what is multiplied head by head and rows that are no whole groups are in int8. What
-    has as few bits already stays as it is."""
+    "int4" embeddings, the head, what is multiplied head by head and rows that are no whole groups are in int8. What has
+    as few bits already stays as it is."""
 
     def asked(path, weight):
         if not quantize or not weight.is_matrix():
             return weight
         format = FORMATS[quantize]
         if quantize == "int4":
-            is_apart = path[0].key in ("embedding", "head") or weight.per_head
+            is_apart = path[0].key.endswith(("embedding", "head")) or weight.per_head
             format = Int8 if is_apart or weight.columns() % format.size else format
         return weight if weight.format.bits == format.bits else dataclasses.replace(weight, format=format)
 
@@ -966,8 +966,8 @@ def generate(
     def fill():
         """Gives the free places to prompts that wait, in their order: to each the one that shares most with it. Returns
         which places have a new row, bool [B]."""
-        slots = (layer[0].shape[2] for layer in cache if isinstance(layer, LayerCache))
-        ring = cache_sharers(config, model_shards(mesh)) * min(slots, default=math.inf)
+        masks = filter(None, map(config.mask, range(config.num_hidden_layers)))
+        ring = min((mask.window or mask.chunk or math.inf for mask in masks), default=math.inf) + PREFILL_PIECE
 
         def shared(p):
             """How many tokens at the beginning of `prompt` the cache has. One at least is left, to compute what
@@ -1163,9 +1163,9 @@ def stored_bytes(tree) -> int:
 def step_bytes(
     weights: dict, cache: list[LayerCache], lengths: list[float], config: Config, tokens: float = 1.0
 ) -> int:
-    """Bytes that a step of so many tokens a row has to read on all devices: all weights but the embedding, `lengths`
-    slots of the rows. Of experts it counts what a uniform router would choose on average. A tied embedding counts: it
-    is the head too."""
+    """Bytes that a step of so many tokens a row has to read on all devices: all weights, `lengths` slots of the rows.
+    Of embeddings it counts the rows of the tokens, unless they are tied: then they are the head too. Of experts it
+    counts what a uniform router would choose on average."""
     tokens *= len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
 
     def read(weight, array):
@@ -1173,8 +1173,8 @@ def step_bytes(
         return chosen * stored_bytes(array)
 
     total = sum(jax.tree.leaves(jax.tree.map(read, weights_of(config), weights)))
-    if "head" in weights:
-        total -= stored_bytes(weights["embedding"])
+    for name in {"per_layer_embedding"} & weights.keys() | ({"embedding"} if "head" in weights else set()):
+        total -= stored_bytes(weights[name]) * max(0, 1 - tokens / weights[name].shape[0])
     return int(total + cache_bytes_read(cache, lengths, config))
 
 
@@ -1188,6 +1188,7 @@ ROPE_PARAMETERS = {  # of each rope_type: what config.json must say, and what it
     "linear": (("factor",), ("mscale_all_dim",)),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
     "yarn": (("factor", "original_max_position_embeddings"), YARN_OPTIONS),
+    "proportional": ((), ("factor", "partial_rotary_factor")),
 }
 
 
@@ -1209,6 +1210,7 @@ class Rope:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     attention_factor: float = 0.0
+    partial_rotary_factor: float = 1.0  # of "proportional"; otherwise dim has it
 
 
 def read_rope(
@@ -1231,15 +1233,15 @@ def read_rope(
     given[key] = config.get(key) or given.get(key) or config.get("max_position_embeddings")
     kind, share = given.get("rope_type", given.get("type", "default")), given["partial_rotary_factor"]
     check_supported(rope_type=(kind, tuple(ROPE_PARAMETERS)))
-    if part is None:
+    if part is None and kind != "proportional":
         check_supported(partial_rotary_factor=(share, (1,)))
     dim = int(size * share) if is_valid(share, float) else 0
     if dim % 2 or not 0 < dim <= size:
-        share_of = f"partial_rotary_factor {share!r:.40} of " if part else ""
+        share_of = f"partial_rotary_factor {share!r:.40} of " if share != 1 else ""
         raise InputError(f"config.json: {share_of}{field} {size} must be even: rotary embedding turns pairs")
     needed, optional = ROPE_PARAMETERS[kind]
     given = {name: given.get(name) for name in ("rope_theta", *needed, *optional)}
-    given |= {"dim": dim, "interleaved": interleaved, "rope_type": kind}
+    given |= {"dim": size if kind == "proportional" else dim, "interleaved": interleaved, "rope_type": kind}
     rope = Rope(**read_fields(Rope, given, needed))
     if kind == "llama3" and rope.low_freq_factor > rope.high_freq_factor:
         raise InputError("config.json: low_freq_factor must not be above high_freq_factor")
@@ -1253,14 +1255,17 @@ def rope_frequencies(rope: Rope) -> np.ndarray:
 
     "linear" divides all frequencies by `factor`. "llama3" divides those that make fewer than `low_freq_factor` turns
     over the original context, keeps those that make more than `high_freq_factor`, and interpolates between. "yarn"
-    (Peng et al. 2023) does the same between `beta_slow` and `beta_fast` turns, along the number of the pair. The
-    rounding is that of transformers: at large positions the last digit of a frequency matters.
+    (Peng et al. 2023) does the same between `beta_slow` and `beta_fast` turns, along the number of the pair.
+    "proportional" is "linear" for the first pairs, and the others stand still. The rounding is that of transformers: at
+    large positions the last digit of a frequency matters.
     """
     exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
     wavelengths = (np.float64(rope.rope_theta) ** exponents).astype(np.float32)
     frequencies = 1 / wavelengths
-    if rope.rope_type == "linear":
+    if rope.rope_type in ("linear", "proportional"):
         frequencies = frequencies / np.float32(rope.factor)
+    if rope.rope_type == "proportional":
+        frequencies[int(rope.partial_rotary_factor * rope.dim) // 2 :] = 0
     if rope.rope_type == "llama3":
         turns = rope.original_max_position_embeddings / (np.float32(2 * np.pi) / frequencies)
         span = max(rope.high_freq_factor - rope.low_freq_factor, 1e-30)  # not 0
@@ -1331,16 +1336,20 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 @jax.named_scope("embed")
 def embed(tokens: Array, weights: dict, config: Config) -> Array:
-    """Rows of the vocabulary-sharded embedding [V, D] for tokens [B, T]: [B, T, D] in the residual stream's dtype. Each
-    device looks up the tokens that it holds and has zeros for the others; the psum puts them together."""
-    table, dtype = weights["embedding"], weights["norm"].dtype
+    """The embeddings of tokens [B, T]: [B, T, D] in the residual stream's dtype."""
+    return rows_of_tokens(tokens, weights["embedding"], config.hidden_size, weights["norm"].dtype)
+
+
+def rows_of_tokens(tokens: Array, table: Format, columns: int, dtype: jnp.dtype) -> Array:
+    """Rows of a vocabulary-sharded table [V, columns] for tokens [B, T]: [B, T, columns]. Each device looks up the
+    tokens that it holds and has zeros for the others; the psum puts them together."""
     local = tokens - jax.lax.axis_index(MODEL_AXES) * table.shape[0]
     is_here = (local >= 0) & (local < table.shape[0])
     # One row more than needed: for a single row, XLA would copy a whole int8 table to another layout.
     index = jnp.pad(jnp.where(is_here, local, 0), ((0, 1), (0, 0)))
     x, scale = jax.tree.map(lambda t: t[index][:-1], table).values_and_scale(jnp.float32)
     x = x if scale is None else x * scale[..., None]
-    x = x[..., : config.hidden_size]  # see stored_width
+    x = x[..., :columns]  # see stored_width
     return jax.lax.psum(jnp.where(is_here[..., None], x, 0).astype(dtype), MODEL_AXES)
 
 
@@ -1613,6 +1622,53 @@ def read_heads(cls: type, config: dict) -> dict:
     return given
 
 
+def with_sinks(out: Array, log_sum_exp: Array, sinks: Array | None) -> Array:
+    """Attention's output `out` [B, T, K, G, H] as if each softmax had one more logit, without a value, so that a head
+    can attend to nothing (as in Xiao et al. 2023, "attention sinks"). `sinks` float32 [N] has that logit for each query
+    head, or is None; `log_sum_exp` is that of the scores."""
+    return out if sinks is None else out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(*out.shape[2:4], 1))
+
+
+def cached_attention(
+    q, k, v, cache: LayerCache, positions, mask: Mask, sinks=None, *, places=None, batch=None, known=None, R: int
+):
+    """Causal attention of T tokens of each row, over all positions up to theirs: stores their keys and values, then
+    attends. Args and results as in `attention`; sinks as in with_sinks; places as in `step`. Other caches need more: a
+    cache without heads to split `batch`, the rows of a device, a state `known`, how many of the T are no guesses.
+
+    Where R devices share a kv head, each attends to its own slots, with the query heads of all R. They exchange the
+    queries before, and afterwards the outputs with the log-sum-exp of their scores, by which partial softmaxes merge
+    (as in Dao et al. 2023, "Flash-Decoding"). So no part of the cache is read, or held, twice.
+    """
+    (B, T, N, H), K, width = q.shape, k.shape[2], cache.k.shape[-1]
+    # As wide as the cache, with zeros, which change neither scores nor values.
+    q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, width - H))) for a in (q, k, v))
+    new = LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
+    q = q.reshape(1, B, T, K, N // K, width)
+    q = exchange(q, R) if R > 1 else q  # every device sends all the same block: an all-gather
+    # [B, K, A, M, H]: of few tokens, all queries of a kv head along M; of many, one of each token.
+    order, folded, run = (1, 3, 0, 4, 2, 5), (B, K, -1, T, width), 1
+    if T <= FEW:
+        order, folded, run = (1, 3, 0, 2, 4, 5), (B, K, 1, -1, width), N // K
+    q = q.transpose(order)
+    out, cache = store_and_attend(q.reshape(folded), new, cache, positions[:, 0], places, mask, T, R, run)
+
+    def unfolded(x):  # [R, B, T, K, G, ..]
+        return x.reshape(*q.shape[:5], -1).transpose(np.argsort(order))
+
+    if R > 1:
+        out = exchange(unfolded(out), R)
+        out, log_sum_exp = joined(out[..., :-1], out[..., -1:], axis=0)
+    else:
+        out, log_sum_exp = (unfolded(x)[0] for x in (out[..., :-1], out[..., -1:]))
+    out = with_sinks(out, log_sum_exp, sinks).astype(q.dtype)
+    return out[..., :H].reshape(B, T, N * H), cache
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cache of heads
+
+
 def abstract_cache(
     config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, quantize: str | None = None, drafts=0
 ):
@@ -1659,49 +1715,6 @@ def split_heads(qkv: Array, config: Config) -> tuple[Array, Array, Array]:
     K = ceil_div(kv_heads, X)
     N = K * ceil_div(config.num_attention_heads // kv_heads, cache_sharers(config, X))
     return jnp.split(qkv.reshape(*qkv.shape[:2], N + 2 * K, config.head_dim), [N, N + K], axis=2)
-
-
-def with_sinks(out: Array, log_sum_exp: Array, sinks: Array | None) -> Array:
-    """Attention's output `out` [B, T, K, G, H] as if each softmax had one more logit, without a value, so that a head
-    can attend to nothing (as in Xiao et al. 2023, "attention sinks"). `sinks` float32 [N] has that logit for each query
-    head, or is None; `log_sum_exp` is that of the scores."""
-    return out if sinks is None else out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(*out.shape[2:4], 1))
-
-
-def cached_attention(
-    q, k, v, cache: LayerCache, positions, mask: Mask, sinks=None, *, places=None, batch=None, known=None, R: int
-):
-    """Causal attention of T tokens of each row, over all positions up to theirs: stores their keys and values, then
-    attends. Args and results as in `attention`; sinks as in with_sinks; places as in `step`. Other caches need more: a
-    cache without heads to split `batch`, the rows of a device, a state `known`, how many of the T are no guesses.
-
-    Where R devices share a kv head, each attends to its own slots, with the query heads of all R. They exchange the
-    queries before, and afterwards the outputs with the log-sum-exp of their scores, by which partial softmaxes merge
-    (as in Dao et al. 2023, "Flash-Decoding"). So no part of the cache is read, or held, twice.
-    """
-    (B, T, N, H), K, width = q.shape, k.shape[2], cache.k.shape[-1]
-    # As wide as the cache, with zeros, which change neither scores nor values.
-    q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, width - H))) for a in (q, k, v))
-    new = LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
-    q = q.reshape(1, B, T, K, N // K, width)
-    q = exchange(q, R) if R > 1 else q  # every device sends all the same block: an all-gather
-    # [B, K, A, M, H]: of few tokens, all queries of a kv head along M; of many, one of each token.
-    order, folded, run = (1, 3, 0, 4, 2, 5), (B, K, -1, T, width), 1
-    if T <= FEW:
-        order, folded, run = (1, 3, 0, 2, 4, 5), (B, K, 1, -1, width), N // K
-    q = q.transpose(order)
-    out, cache = store_and_attend(q.reshape(folded), new, cache, positions[:, 0], places, mask, T, R, run)
-
-    def unfolded(x):  # [R, B, T, K, G, ..]
-        return x.reshape(*q.shape[:5], -1).transpose(np.argsort(order))
-
-    if R > 1:
-        out = exchange(unfolded(out), R)
-        out, log_sum_exp = joined(out[..., :-1], out[..., -1:], axis=0)
-    else:
-        out, log_sum_exp = (unfolded(x)[0] for x in (out[..., :-1], out[..., -1:]))
-    out = with_sinks(out, log_sum_exp, sinks).astype(q.dtype)
-    return out[..., :H].reshape(B, T, N * H), cache
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1820,6 +1833,7 @@ FOLDERS = {  # of the repository that this file is from, and the model_types tha
 COUNTS = {  # where they are not from 1 to 2**31; layers and experts are bounded before lists of that length are made
     "num_hidden_layers": range(1, 2**16), "n_layer": range(1, 2**16),
     "first_k_dense_replace": range(2**16), "max_window_layers": range(2**16),
+    "num_kv_shared_layers": range(2**16), "hidden_size_per_layer_input": range(2**16),
     "num_experts": range(2**12), "num_local_experts": range(1, 2**12), "n_routed_experts": range(1, 2**12),
 }  # fmt: skip
 
@@ -3105,14 +3119,15 @@ def attention_kernel(
     goes out in the memory that it came in: a row's tile is written after the block that holds it was read, and other
     rows never read it.
 
-    `block` is by default 1,024 slots; of few tokens a power of two that makes at most half a MiB of keys, or 128. It is
-    cut to a divisor of the slots.
+    `block` is by default 1,024 slots, or 512 if keys and values are wide; of few tokens a power of two that makes at
+    most half a MiB of keys, or 128. It is cut to a divisor of the slots.
     """
     (B, K, A, M, width), S = q.shape, cache[0].shape[2]
     split = cache[0].shape[-1]
     W = cache[1].shape[-1] if width == split else split
     fitting = 2**19 // (K * split * jax.tree.leaves(cache)[0].dtype.itemsize)
-    block = math.gcd(S, block or (max(128, power_of_two(fitting + 1) // 2) if new else 1024))
+    many = 1024 if sum(side.shape[-1] for side in cache) < 1024 else 512
+    block = math.gcd(S, block or (max(128, power_of_two(fitting + 1) // 2) if new else many))
     lanes = min(block, 128)  # of m and l, and as many slots in a tile that is written back
     # kv heads of a grid step; queries of a tile for each of A; and the positions that they span
     heads, tile = (K, M) if new else (1, min(M, max(queries // power_of_two(A), 16)))
