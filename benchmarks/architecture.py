@@ -41,6 +41,11 @@ GPT_OSS += ["mlp_norm", "router", "experts_gate_up", "+ bias; clamped SwiGLU * s
 GPT_OSS += ["+ experts_down_bias * score", PSUM, ADD]
 GEMMA = over_heads("q_norm, k_norm on each head; rope", "post_attention_norm", what="attention, in a window or not")
 GEMMA += ["mlp_norm", "gate_up", "gelu(gate) * up", "down", PSUM, "post_mlp_norm", ADD]
+GEMMA4 = over_heads("q_norm, k_norm, a norm of v; rope", "post_attention_norm", what="attention, in a window or not")
+OF_EXPERTS = ["router_norm", "router", "* expert_scale", "experts_norm, of the same input", "experts_gate_up"]
+OF_EXPERTS += ["gelu(gate) * up * score", "experts_down", PSUM, "post_experts_norm"]
+GEMMA4 += [[["mlp_norm", "gate_up", "gelu(gate) * up", "down", PSUM, "post_mlp_norm"], OF_EXPERTS]]
+GEMMA4 += ["sum of both", "post_feed_forward_norm", ADD, "* scalar"]
 GPT2 = over_heads("+ qkv_bias; queries over sqrt(H)", "+ o_bias")
 GPT2 += ["mlp_norm", "up", "gelu(up + up_bias)", "down", PSUM, "+ down_bias", ADD]
 LLAMA4 = over_heads("rope, then a norm, on q and k") + with_experts("silu(gate * score) * up * score")
@@ -60,6 +65,7 @@ DRAWN = {  # folder: the released size, the layer, its steps
     "gpt_oss": ("gpt-oss-20b", 0, GPT_OSS),
     "mixtral": ("mixtral-8x7b", 0, [*over_heads("rope on q and k"), *EXPERTS]),
     "gemma": ("gemma-3-27b", 0, GEMMA),
+    "gemma4": ("gemma-4-26b-a4b", 0, GEMMA4),
     "gpt2": ("gpt2-xl", 0, GPT2),
 }
 STYLE = """

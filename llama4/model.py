@@ -1823,6 +1823,7 @@ def summed(parts: Array, x: Array) -> Array:
 FOLDERS = {  # of the repository that this file is from, and the model_types that each reads
     "deepseek": ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"),
     "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text"),
+    "gemma4": ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
     "glm4": ("glm", "glm4"),
     "glm4_flash": ("glm4_moe_lite",),
     "glm4_moe": ("glm4_moe",),

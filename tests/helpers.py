@@ -85,13 +85,15 @@ def save_random(folder: Path, model_class, config, seed: int = 0, rewrite=None, 
         for name, parameter in reference.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.3)
-            elif "norm" in name or ".ln_" in name:
+            elif "norm" in name or ".ln_" in name or name.endswith("scale"):
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("sinks"):
                 parameter.normal_(0, 2)
         for name, buffer in reference.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.5, 0.5)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     reference.save_pretrained(folder, **save_options)
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(bytes_)}, merges=[]))

@@ -16,6 +16,12 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForConditionalGeneration,
     GemmaConfig,
     GemmaForCausalLM,
     Glm4Config,
@@ -60,7 +66,7 @@ llama3, glm4, llama4 = import_folder("llama3"), import_folder("glm4"), import_fo
 deepseek, glm4_flash = import_folder("deepseek"), import_folder("glm4_flash")
 glm4_moe, gemma, mixtral = import_folder("glm4_moe"), import_folder("gemma"), import_folder("mixtral")
 qwen3, gpt_oss, gpt2 = import_folder("qwen3"), import_folder("gpt_oss"), import_folder("gpt2")
-qwen3_5 = import_folder("qwen3_5")
+qwen3_5, gemma4 = import_folder("qwen3_5"), import_folder("gemma4")
 
 SMALL = {
     "vocab_size": 331,  # no multiple of anything: the vocabulary's shards are uneven
@@ -285,6 +291,51 @@ def gemma_3_with_vision(**options):
     return gemma, Gemma3ForConditionalGeneration, Gemma3Config(text_config=text, vision_config=vision, **others)
 
 
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 50,
+    "final_logit_softcapping": 5.0,  # far below the largest logit
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+KEYS_AS_VALUES = {"attention_k_eq_v": True, "num_key_value_heads": 4, "num_global_key_value_heads": 2}
+
+
+def gemma_4(**options):
+    """As 31B is, or, with per-layer embeddings, as the small ones are."""
+    options = GEMMA4 | {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 331} | options
+    return gemma4, Gemma4ForCausalLM, Gemma4TextConfig(**SMALL | options)
+
+
+def gemma_4_small(**options):
+    sizes = {"num_hidden_layers": 7, "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2}
+    sizes["layer_types"] += ["full_attention"]
+    sharing = {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "num_key_value_heads": 1}
+    return gemma_4(**sizes | sharing | {"hidden_size_per_layer_input": 20} | options)
+
+
+def gemma_4_moe(**options):
+    sizes = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 40}
+    return gemma_4(**KEYS_AS_VALUES | sizes | options)
+
+
+def gemma_4_nested(unified=False, **options):
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    text = SMALL | GEMMA4 | KEYS_AS_VALUES | {"pad_token_id": 0}
+    if unified:
+        vision = {"mm_embed_dim": 16, "output_proj_dims": 16}
+        config = Gemma4UnifiedConfig(text_config=text | options, vision_config=vision)
+        return gemma4, Gemma4UnifiedForConditionalGeneration, config
+    text |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 331} | options
+    vision |= {"num_key_value_heads": 2, "head_dim": 8}
+    return gemma4, Gemma4ForConditionalGeneration, Gemma4Config(text_config=text, vision_config=vision)
+
+
 def gpt_2(**options):
     """With heads that few meshes divide."""
     options = {"n_embd": 96, "n_layer": 2, "n_head": 12, "n_positions": 2048} | options
@@ -436,6 +487,17 @@ CASES = {
         num_key_value_heads=1, rms_norm_eps=0.1, layer_types=["full_attention", "sliding_attention", "full_attention"]
     ),
     "gemma 3, nested": gemma_3_with_vision(),
+    "gemma 4, nested": gemma_4_nested(),
+    "gemma 4 unified": gemma_4_nested(unified=True),
+    "gemma 4, no softcap, large eps": gemma_4(final_logit_softcapping=None, rms_norm_eps=0.1, num_key_value_heads=1),
+    "gemma 4 e2b": gemma_4_small(),
+    "gemma 4 e4b, other layers, as wide": gemma_4_small(
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=False,
+        num_key_value_heads=2,
+        layer_types=["full_attention", *["sliding_attention"] * 5, "full_attention"],
+    ),
+    "gemma 4 26b": gemma_4_moe(),
     "gemma 3, four heads, other bases, softcap of logits, large eps": gemma_3(
         num_attention_heads=4,  # on eight devices, some have heads of zeros
         num_key_value_heads=1,
@@ -508,6 +570,10 @@ OTHER_MESHES = {  # meshes that replace (2, 2, 2): tp beyond the kv heads or div
     "gemma 2": [(1, 1, 1), (2, 2, 2)],
     "gemma 2, other layers, one kv head, large eps": [(1, 1, 8)],
     "gemma 3, four heads, other bases, softcap of logits, large eps": [(1, 1, 8)],
+    "gemma 4, nested": [(1, 1, 1), (2, 2, 2)],
+    "gemma 4, no softcap, large eps": [(1, 1, 8)],
+    "gemma 4 e2b": [(1, 1, 1), (1, 1, 8), (2, 1, 3)],
+    "gemma 4 26b": [(2, 2, 2), (1, 8, 1)],
     "gpt-2": [(1, 1, 1), (2, 2, 2)],
     "gpt-2, five heads, narrow mlp, large eps": [(1, 3, 1), (1, 2, 4)],
     "gpt-2, three heads": [(1, 1, 8)],
@@ -526,7 +592,7 @@ def test_unequal_prompts_in_one_batch(checkpoints, name, mesh, monkeypatch):
     assert_matches(reference, prompts, decode(modules, path, prompts, mesh, max_new_tokens=12))
 
 
-@pytest.mark.parametrize("name", ["llama 4 maverick", "deepseek v3", "gpt-oss", "qwen3.5 moe"])
+@pytest.mark.parametrize("name", ["llama 4 maverick", "deepseek v3", "gpt-oss", "qwen3.5 moe", "gemma 4 e2b"])
 def test_long_prompt_and_a_long_answer(checkpoints, name, monkeypatch):
     """Many pieces of prefill, then decoding over several blocks of the cache: of one row, and of more than 8."""
     modules, path, reference = checkpoints(name)

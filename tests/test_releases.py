@@ -63,6 +63,14 @@ def gemma_3_with_vision(raw: dict) -> dict:
     return nested | {"text_config": text, "vision_config": vision, "torch_dtype": "bfloat16"}
 
 
+def gemma_4(raw: dict) -> dict:
+    """The heads of layers that see all tokens have names of their own; nested beside towers for images and sound."""
+    text = {k: v for k, v in raw.items() if k not in ("architectures", "per_layer_config", "_name_or_path")}
+    text |= {"global_head_dim": 32, "num_global_key_value_heads": 2, "use_bidirectional_attention": "vision"}
+    nested = {"model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"], "dtype": "bfloat16"}
+    return nested | {"text_config": text, "vision_config": {"model_type": "gemma4_vision"}, "audio_config": None}
+
+
 def llama_4(raw: dict) -> dict:
     """Llama 4's: the text model nested beside a vision tower, a number for a switch, special token ids of images."""
     text = {k: v for k, v in flat(raw).items() if k not in ("architectures", "layer_types", "_name_or_path")}
@@ -103,13 +111,14 @@ FORMS = {
     "mixtral": ("mixtral", lambda raw: {k: v for k, v in flat(raw).items() if k != "head_dim"}),
     "gemma 3 1b": ("gemma", gemma_3),
     "gemma 3 4b": ("gemma", gemma_3_with_vision),
+    "gemma 4": ("gemma4", gemma_4),
     "gpt-2": ("gpt2", gpt_2),
     "llama 4": ("llama4", llama_4),
     "llama 4, text alone": ("llama4", lambda raw: flat(raw) | {"attn_temperature_tuning": 4}),
 }
 
 
-NESTED = ("gemma 3 4b", "llama 4")  # in these the text model's tensors have a prefix
+NESTED = ("gemma 3 4b", "gemma 4", "llama 4")  # in these the text model's tensors have a prefix
 
 
 @pytest.mark.parametrize("name", [name for name in FORMS if name not in NESTED])
@@ -126,7 +135,9 @@ def test_the_demo_with_a_released_configuration(main, tmp_path, name):  # noqa: 
     raw = form(json.loads((tmp_path / "config.json").read_text()))
     (tmp_path / "config.json").write_text(json.dumps(raw))
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file({f"language_model.{k}": v for k, v in tensors.items()}, tmp_path / "model.safetensors")
+    begin, prefix = ("model.", "model.language_model.") if name == "gemma 4" else ("", "language_model.")
+    tensors = {prefix + key.removeprefix(begin): x for key, x in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
     prompt, answer = max(GOLDEN[folder].items(), key=lambda item: len(item[1]))
     status, out, err = main("--model_path", tmp_path, "--prompt", prompt, "--output", "json", folder=folder)
     assert status == 0, err

@@ -35,6 +35,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     Glm4MoeConfig,
@@ -424,6 +426,36 @@ def build_gemma(**token_ids):
     return Gemma3ForCausalLM(config)
 
 
+def build_gemma4(**token_ids):
+    """Return an untrained Gemma 4 text model with what the sizes have one by one: experts beside the MLP, keys that are
+    values, per-layer embeddings, two last layers that share keys and values."""
+    config = Gemma4TextConfig(
+        hidden_size=128,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
+        num_global_key_value_heads=2,
+        global_head_dim=32,
+        attention_k_eq_v=True,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        intermediate_size=96,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=2,
+        moe_intermediate_size=48,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=token_ids["vocab_size"],
+        sliding_window=32,
+        max_position_embeddings=2048,
+        final_logit_softcapping=30.0,
+        **token_ids,
+    )
+    return Gemma4ForCausalLM(config)
+
+
 def build_gpt2(**token_ids):
     """Return an untrained GPT-2 model, with a number of heads that few meshes divide."""
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -613,6 +645,20 @@ FAMILIES = {
         "{{ message['content'] | trim + '<end_of_turn>\n' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
         template_words=["user", "model", "\n", "\n\n"],
+        bos="<bos>",
+        eos="<eos>",
+        pad="<pad>",
+    ),
+    "gemma4": Family(
+        build_model=build_gemma4,
+        special_tokens=["<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>"],
+        prefix=["<bos>"],
+        stops=["<eos>", "<turn|>"],
+        chat_template="{{ bos_token }}{% for message in messages %}"
+        "{{ '<|turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' }}"
+        "{{ message['content'] | trim + '<turn|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|turn>model\n' }}{% endif %}",
+        template_words=["system", "user", "model", "\n"],
         bos="<bos>",
         eos="<eos>",
         pad="<pad>",

@@ -1,0 +1,1078 @@
+"""Hugging Face safetensors -> the weights that model.py declares.
+
+`load` fills the pytree of model.abstract_weights straight from a checkpoint folder: each host reads only the slices
+that its own devices hold. Run as a program, this writes a checkpoint in another dtype, in int8 or in 4 bits:
+
+    python3 convert.py --model_path HF --output DIR [--dtype bfloat16] [--quantize int8|int4]
+
+DIR keeps Hugging Face's names and shapes, so that it loads on any mesh. An int8 matrix `x.weight` [O, C] has its
+float32 scales in `x.weight_scale` [O]; packed experts [E, input, O] have theirs in [E, O]. In 4 bits there are
+`x.weight_packed` and `x.weight_scale` instead (see PackQuantized). Tensors stream through in pieces of PIECE_BYTES. A
+shard gets its final name when it is whole, and config.json, without which nothing loads, comes last. So an interrupted
+conversion never loads, and the same command goes on where it stopped.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+import shlex
+import sys
+import traceback
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # numpy's bfloat16 and FP8
+import model
+import numpy as np
+from jax import NamedSharding
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from model import Config, InputError, Int4Groups, Int8, Part, Plain, Weight, in_format, weights_of
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+NUMPY = {  # by safetensors' name
+    "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F16": np.float16, "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "I8": np.int8, "U8": np.uint8, "I32": np.int32, "I64": np.int64,
+}  # fmt: skip
+FLOATS = ("BF16", "F32", "F16")
+DTYPES = {name: np.dtype(name) for name in ("bfloat16", "float32", "float16")}  # of numbers that no format rounds
+METHODS = ("fp8", "compressed-tensors", "mxfp4", "awq", "gptq")  # which config.json may name
+OURS = {  # config.json's quantization_config of what convert writes
+    "int8": {"quant_method": "int8_per_channel"}, "int4": {"quant_method": "int4_in_groups", "group_size": 32},
+}  # fmt: skip
+SCALES_OF_ACTIVATIONS = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
+SHARD_BYTES = 4 * 2**30
+PIECE_BYTES = 64 * 2**20
+SMALL = 2**22  # loading checks weights with fewer numbers than this for NaN: norms, routers
+READERS = 4  # threads that read; with one, copying and page faults take longer than a fast disk
+COPIED = (  # by convert, and read from the hub: the tokenizer's files, and the stop tokens
+    "tokenizer*", "tiktoken.model", "tekken.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
+    "merges.txt", "*.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forms in which checkpoints store a tensor
+#
+# Each form has the `shape` of its numbers, with the input dimension last, their `dtype` in what `read` returns, and the
+# `format` in which model.py can hold what is stored. If that is not Plain, `arrays` reads it so. `collect` finds the
+# tensors in this form among what stands in the files.
+
+
+class Stored(NamedTuple):
+    """Numbers as they are."""
+
+    file: Path
+    offset: int  # of the first byte in the file
+    kind: str  # safetensors' name of the dtype
+    shape: tuple[int, ...]
+    is_transposed: bool = False  # on disk, the last two dimensions are exchanged
+    is_zero: bool = False  # a bias that changes nothing, which a model without biases leaves out
+
+    format = Plain
+
+    @property
+    def dtype(self) -> np.dtype | str:
+        return np.dtype(NUMPY[self.kind]) if self.kind in NUMPY else self.kind
+
+    def transposed(self) -> "Stored":
+        return self._replace(shape=swapped(self.shape), is_transposed=True)
+
+    def read(self, *index: slice | int) -> np.ndarray:
+        """A part of the tensor, memory-mapped: it is read from disk when used, and leaves memory when dropped."""
+        on_disk = swapped(self.shape) if self.is_transposed else self.shape
+        array = np.memmap(self.file, NUMPY.get(self.kind, np.uint8), "r", self.offset, on_disk)
+        return (array.swapaxes(-1, -2) if self.is_transposed else array)[index]
+
+
+class Fp8(NamedTuple):
+    """A matrix in FP8 (e4m3), times a scale for each block of so many rows and columns."""
+
+    values: Stored
+    scale: Stored
+    block: tuple[int, int]
+
+    format, dtype, is_transposed = Plain, DTYPES["float32"], False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @classmethod
+    def collect(cls, folder: Path, found: dict, quantization: object) -> None:
+        """`x_scale_inv` has a scale for each block, `x_scale` one for each row, or one for all."""
+        block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+        block = [128, 128] if block is None else block
+        if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**31 for n in block)):
+            raise InputError(f"{folder}: weight_block_size {block!r:.40} is not two numbers, of rows and columns")
+        for name in [name for name, tensor in found.items() if tensor.dtype == ml_dtypes.float8_e4m3fn]:
+            tensor, ending = found[name], "_scale_inv" if f"{name}_scale_inv" in found else "_scale"
+            scale = found.pop(name + ending, None)
+            if scale is None or len(tensor.shape) != 2:
+                what = "is in FP8 and no matrix with a weight_scale_inv or weight_scale"
+                raise InputError(f"{folder}: {name:.200} {what}")
+            sizes = block if ending == "_scale_inv" else [1, max(tensor.shape[1], 1)]
+            wanted = tuple(-(-size // n) for size, n in zip(tensor.shape, sizes, strict=True))
+            if ending == "_scale" and scale.shape in ((), (1,)):
+                sizes, wanted, scale = tensor.shape, (1, 1), scale._replace(shape=(1, 1))
+            if scale.shape != wanted or scale.dtype not in DTYPES.values():
+                asked = f"blocks of {block} ask" if ending == "_scale_inv" else "a scale a row asks"
+                has = f"{scale.dtype!s:.40} {list(scale.shape)}, and {asked} for float32 {list(wanted)}"
+                raise InputError(f"{folder}: {name:.200}{ending} has {has}")
+            found[name] = cls(tensor, scale, tuple(sizes))
+
+    def read(self, *index: slice | int) -> np.ndarray:
+        places = (*index, slice(None), slice(None))
+        blocks = [np.arange(self.shape[i])[places[i]] // self.block[i] for i in range(2)]
+        with np.errstate(over="ignore", invalid="ignore"):  # damaged scales overflow; that is caught later
+            return self.values.read(*index).astype(np.float32) * self.scale.read()[np.ix_(*blocks)].astype(np.float32)
+
+
+class Int8Rows(NamedTuple):
+    """A matrix that convert wrote: int8 `x` [.., O, C], and `x_scale` [.., O] for each row of it."""
+
+    values: Stored
+    scale: Stored
+
+    format, dtype, is_transposed = Int8, DTYPES["float32"], False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @classmethod
+    def collect(cls, folder: Path, found: dict, quantization: object) -> None:
+        for name in [name for name, tensor in found.items() if tensor.dtype == np.int8]:
+            values, scale = found[name], found.pop(f"{name}_scale", None)
+            if quantization not in OURS.values() or scale is None:
+                raise InputError(f"{folder}: {name:.200} is in int8, and {name:.200}_scale is missing")
+            if (scale.shape, scale.dtype) != (values.shape[:-1], np.float32):
+                has = f"{scale.dtype!s:.40} {list(scale.shape)}"
+                raise InputError(f"{folder}: {name:.200}_scale has {has}, not float32 {list(values.shape[:-1])}")
+            found[name] = cls(values, scale)
+
+    def read(self, *index: slice | int) -> np.ndarray:
+        rows = index[: len(self.shape) - 1]
+        return self.values.read(*index) * self.scale.read(*rows)[..., None]
+
+    @staticmethod
+    def outputs(name: str, shape: tuple[int, ...]) -> list[tuple]:
+        """What convert writes for a matrix: name, safetensors' dtype and shape of each tensor."""
+        return [(name, "I8", shape), (f"{name}_scale", "F32", shape[:-1])]
+
+    rounded = staticmethod(jax.jit(lambda rows: jax.tree.leaves(model.quantize(rows))))  # some rows of each of them
+
+    @classmethod
+    def arrays(cls, held: Int8, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
+        yield on_devices(held.values, weight, {name: tensor.values.read for name, tensor in tensors.items()})
+        yield on_devices(held.scale, scales_of(weight), {name: tensor.scale.read for name, tensor in tensors.items()})
+
+
+class Mxfp4Blocks(NamedTuple):
+    """Experts in MXFP4 (Rouhani et al. 2023, "Microscaling Data Formats"): numbers of 4 bits, 1 of them the sign, 2 the
+    exponent and 1 the mantissa, times a power of two for each 32 of a row."""
+
+    pairs: Stored  # uint8 [E, O, C / 32, 16], the first of two numbers in the lower half
+    exponents: Stored  # uint8 [E, O, C / 32]
+
+    format, dtype = getattr(model, "Mxfp4", Plain), DTYPES["bfloat16"]
+    is_transposed = True  # in what convert writes, as packed experts that are not in MXFP4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.exponents.shape[:-1], 32 * self.exponents.shape[-1])
+
+    @classmethod
+    def collect(cls, folder: Path, found: dict, quantization: object) -> None:
+        """Puts one tensor `x` in the place of `x_blocks` and `x_scales`."""
+        for name in [name.removesuffix("_blocks") for name in found if name.endswith("_blocks")]:
+            pairs, exponents = found.pop(f"{name}_blocks"), found.pop(f"{name}_scales", None)
+            sizes = exponents.shape if exponents and name not in found else ()
+            if len(sizes) != 3 or pairs.shape != (*sizes, 16) or {pairs.kind, exponents.kind} != {"U8"}:
+                raise InputError(f"{folder}: {name:.200}_blocks and {name:.200}_scales are no MXFP4 of 8-bit numbers")
+            found[name] = cls(pairs, exponents)
+
+    def codes(self, *index: slice | int) -> np.ndarray:
+        """The numbers of 4 bits, as uint8."""
+        *rows, columns = (*index, *[slice(None)] * (3 - len(index)))
+        start, stop, _ = columns.indices(self.shape[-1])
+        pairs = self.pairs.read(*rows, slice(start // 32, -(-stop // 32)))
+        codes = nibbles(pairs).reshape(*pairs.shape[:-2], -1)
+        return codes[..., start % 32 : stop - start // 32 * 32]
+
+    def read(self, *index: slice | int) -> np.ndarray:
+        *rows, columns = (*index, *[slice(None)] * (3 - len(index)))
+        places = np.arange(self.shape[-1])[columns] // 32
+        powers = self.exponents.read(*rows)[..., places].view(ml_dtypes.float8_e8m0fnu)
+        numbers = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+        return (numbers[self.codes(*index)] * powers.astype(np.float32)).astype(ml_dtypes.bfloat16)
+
+    @classmethod
+    def arrays(cls, held, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
+        (values, scales), n = jax.tree.leaves(held), held.shape[-1] // held.values.shape[-1]
+        codes = {name: tensor.codes for name, tensor in tensors.items()}
+        yield on_devices(values, weight, codes, held.packed, n, np.dtype(np.uint8))
+        exponents = {name: tensor.exponents.read for name, tensor in tensors.items()}
+        of_groups = with_columns(weight, 32)
+        yield on_devices(scales, of_groups, exponents, held.scales, 1, np.dtype(np.uint8), order=held.ordered)
+
+
+@dataclasses.dataclass(frozen=True)
+class InGroups:
+    """A matrix [.., O, C] of 4-bit codes, less a zero and times a scale for each group of a row's numbers. The forms
+    that store these differ in how they pack the codes."""
+
+    shape: tuple[int, ...]
+    group: int
+    words: Stored
+    scale: Stored
+    zero: Stored | None
+    places: np.ndarray | None = None  # the group of each number of a row, where they are not neighbours
+
+    dtype, is_transposed = DTYPES["float32"], False
+
+    @property
+    def format(self) -> Int4Groups | type[Plain]:
+        if self.places is not None:  # "act-order"
+            return Plain
+        return Int4Groups(self.group, self.zero is not None, "bfloat16" if self.scale.kind == "BF16" else "float32")
+
+    def codes(self, *index: slice | int) -> np.ndarray:
+        """Codes from 0 to 15, uint8, of some rows and columns."""
+        raise NotImplementedError
+
+    def scales(self, *index: slice | int) -> np.ndarray:
+        """Scales [.., O, C / group] of some rows and groups."""
+        return self.scale.read(*index)
+
+    def zeros(self, *index: slice | int) -> np.ndarray:
+        """Zeros, uint8, of some rows and groups."""
+        raise NotImplementedError
+
+    def read(self, *index: slice | int) -> np.ndarray:
+        *rows, columns = (*index, *[slice(None)] * (len(self.shape) - len(index)))
+        places = np.arange(self.shape[-1]) // self.group if self.places is None else self.places
+        groups = places[columns]
+        scales = self.scales(*rows)[..., groups].astype(np.float32)
+        zeros = 8 if self.zero is None else self.zeros(*rows)[..., groups].astype(np.float32)
+        return (self.codes(*index) - np.float32(zeros)) * scales
+
+    @staticmethod
+    def arrays(held, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
+        codes = {name: tensor.codes for name, tensor in tensors.items()}
+        n = held.shape[-1] // held.values.shape[-1]
+        yield on_devices(held.values, weight, codes, held.packed, n, np.dtype(np.uint8), order=held.ordered_values)
+        group, part = held.shape[-1] // held.ordered(held.scale.shape)[-1], weight.parts[0]
+        step = math.gcd(group, part.layout()[2]) if weight.split == 1 and part.units else group  # units are not cut
+        for array, field in ((held.scale, "scales"), (held.zero, "zeros")):
+            if array is not None:
+                readers = {name: functools.partial(tensor.of_groups, field, step) for name, tensor in tensors.items()}
+                n = group // step
+                yield on_devices(
+                    array, with_columns(weight, step), readers, lambda x, n=n: x[..., ::n], n, order=held.ordered
+                )
+
+    def of_groups(self, field: str, group: int, *index: slice | int) -> np.ndarray:
+        """Scales or zeros of some rows, and of groups that may be smaller than those stored."""
+        *rows, groups = (*index, *[slice(None)] * (len(self.shape) - len(index)))
+        places = np.arange(-(-self.shape[-1] // group))[groups] * group // self.group
+        return getattr(self, field)(*rows)[..., places]
+
+
+def nibbles(words: np.ndarray) -> np.ndarray:
+    """Words or bytes [.., n] as their codes of 4 bits, uint8, the lowest first: 8 n of int32, 2 n of uint8."""
+    pairs = np.ascontiguousarray(words).view(np.uint8)
+    return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], -1)
+
+
+class PackQuantized(InGroups):
+    """As compressed-tensors' "pack-quantized" and convert store it: `x_packed` int32 [.., O, C / 8], with the first of
+    8 codes in the lowest bits, `x_scale` [.., O, C / group], `x_shape`, and `x_zero_point` int32 [O / 8, C / group]."""
+
+    @classmethod
+    def collect(cls, folder: Path, found: dict, quantization: object) -> None:
+        for name in [name.removesuffix("_packed") for name in found if name.endswith("_packed")]:
+            words, shape, scale, zero, g_idx = (
+                found.pop(f"{name}_{part}", None) for part in ("packed", "shape", "scale", "zero_point", "g_idx")
+            )
+            sizes, has_zeros = settings_of(folder, quantization)
+            shape_of(folder, f"{name}_packed", words)
+            if shape is not None:
+                expect(folder, f"{name}_shape", shape, ("I64", "I32"), (len(words.shape),))
+            columns = words.shape[-1] * 8 if shape is None else int(shape.read()[-1])
+            sizes = [columns if size == -1 else size for size in sizes]
+            groups = [-(-columns // size) for size in sizes]
+            of_scale = next((n for n in groups if scale is not None and scale.shape[-1:] == (n,)), groups[0])
+            group = sizes[groups.index(of_scale)]
+            expect(folder, f"{name}_packed", words, ("I32",), (*words.shape[:-1], -(-columns // 8)))
+            expect(folder, f"{name}_scale", scale, FLOATS, (*words.shape[:-1], of_scale))
+            if has_zeros:
+                expect(folder, f"{name}_zero_point", zero, ("I32",), (-(-words.shape[0] // 8), of_scale))
+            places = None if g_idx is None else places_of(folder, f"{name}_g_idx", g_idx, columns, group)
+            found[name] = cls((*words.shape[:-1], columns), group, words, scale, zero if has_zeros else None, places)
+
+    def codes(self, *index):
+        *rows, columns = (*index, *[slice(None)] * (len(self.shape) - len(index)))
+        start, stop, _ = columns.indices(self.shape[-1])
+        words = self.words.read(*rows, slice(start // 8, -(-stop // 8)))
+        return nibbles(words)[..., start % 8 : stop - start // 8 * 8]
+
+    def zeros(self, rows=slice(None), groups=slice(None)):
+        start, stop, _ = rows.indices(self.shape[0])
+        words = self.zero.read(slice(start // 8, -(-stop // 8)), groups)
+        return nibbles(words.T).T[start % 8 : stop - start // 8 * 8]
+
+    @staticmethod
+    def outputs(name: str, shape: tuple[int, ...]) -> list[tuple]:
+        """As Int8Rows.outputs."""
+        groups = shape[-1] // OURS["int4"]["group_size"]
+        return [
+            (f"{name}_packed", "I32", (*shape[:-1], shape[-1] // 8)),
+            (f"{name}_scale", "BF16", (*shape[:-1], groups)),
+        ]
+
+    @staticmethod
+    def rounded(rows: np.ndarray) -> list[jax.Array]:
+        return int4_words(rows)
+
+
+@jax.jit
+def int4_words(rows: np.ndarray) -> list[jax.Array]:
+    codes, scale = model.quantize_in_groups(rows, rows.shape[-1] // OURS["int4"]["group_size"], jnp.bfloat16)
+    return [jax.lax.bitcast_convert_type(model.packed_codes(codes, 8, 1), jnp.int32), scale]
+
+
+class Awq(InGroups):
+    """As AutoAWQ's GEMM stores it: `qweight` int32 [C, O / 8], whose word has the codes of 8 outputs in the order
+    0 2 4 6 1 3 5 7 from the lowest bits on, `qzeros` [C / group, O / 8] likewise, and `scales` [C / group, O]."""
+
+    order = np.argsort((0, 2, 4, 6, 1, 3, 5, 7))
+
+    @classmethod
+    def collect(cls, folder: Path, found: dict, quantization: object) -> None:
+        if not isinstance(quantization, dict) or quantization.get("quant_method") != "awq":
+            return
+        if (version := quantization.get("version", "gemm")) not in ("gemm", "GEMM"):
+            raise InputError(f"{folder}: AWQ's version {version!r:.40} is not supported, only gemm")
+        (size,) = settings_of(folder, quantization)[0]
+        for name in [name.removesuffix(".qweight") for name in found if name.endswith(".qweight")]:
+            words, zero, scale = (found.pop(f"{name}.{part}", None) for part in ("qweight", "qzeros", "scales"))
+            columns, eighth = shape_of(folder, f"{name}.qweight", words)[:2]
+            group = columns if size == -1 else size
+            expect(folder, f"{name}.qweight", words, ("I32",), (columns, eighth))
+            expect(folder, f"{name}.qzeros", zero, ("I32",), (-(-columns // group), eighth))
+            expect(folder, f"{name}.scales", scale, FLOATS, (-(-columns // group), 8 * eighth))
+            found[f"{name}.weight"] = cls((8 * eighth, columns), group, words, scale, zero)
+
+    def by_output(self, words: Stored, rows: slice, columns) -> np.ndarray:
+        """Some outputs of words [n, O / 8]: uint8 [rows, columns]."""
+        start, stop, _ = rows.indices(self.shape[0])
+        codes = nibbles(words.read(columns, slice(start // 8, -(-stop // 8))))
+        codes = codes.reshape(len(codes), -1, 8)[..., self.order].reshape(len(codes), -1)
+        return codes[:, start % 8 : stop - start // 8 * 8].T
+
+    def codes(self, rows=slice(None), columns=slice(None)):
+        return self.by_output(self.words, rows, columns)
+
+    def scales(self, rows=slice(None), groups=slice(None)):
+        return self.scale.read(groups, rows).T
+
+    def zeros(self, rows=slice(None), groups=slice(None)):
+        return self.by_output(self.zero, rows, groups)
+
+
+class Gptq(Awq):
+    """As GPTQ stores it: `qweight` int32 [C / 8, O], whose word has the codes of 8 inputs from the lowest bits on,
+    `qzeros` [C / group, O / 8], `scales` [C / group, O], `g_idx` [C], the group of each input. Version 1 stores zeros
+    less one."""
+
+    order = np.arange(8)
+    less = 1
+
+    @classmethod
+    def collect(cls, folder: Path, found: dict, quantization: object) -> None:
+        if not isinstance(quantization, dict) or quantization.get("quant_method") != "gptq":
+            return
+        (size,) = settings_of(folder, quantization)[0]
+        form = GptqV2 if quantization.get("checkpoint_format") == "gptq_v2" else cls
+        for name in [name.removesuffix(".qweight") for name in found if name.endswith(".qweight")]:
+            words, zero, scale, g_idx = (
+                found.pop(f"{name}.{part}", None) for part in ("qweight", "qzeros", "scales", "g_idx")
+            )
+            eighth, rows = shape_of(folder, f"{name}.qweight", words)[:2]
+            columns = 8 * eighth
+            group = columns if size == -1 else size
+            expect(folder, f"{name}.qweight", words, ("I32",), (eighth, rows))
+            expect(folder, f"{name}.qzeros", zero, ("I32",), (-(-columns // group), -(-rows // 8)))
+            expect(folder, f"{name}.scales", scale, FLOATS, (-(-columns // group), rows))
+            places = None if g_idx is None else places_of(folder, f"{name}.g_idx", g_idx, columns, group)
+            found[f"{name}.weight"] = form((rows, columns), group, words, scale, zero, places)
+            bias = found.get(f"{name}.bias")
+            if bias is not None and not bias.read().any():  # AutoGPTQ writes one for each matrix
+                found[f"{name}.bias"] = bias._replace(is_zero=True)
+
+    def codes(self, rows=slice(None), columns=slice(None)):
+        start, stop, _ = columns.indices(self.shape[1])
+        codes = nibbles(self.words.read(slice(start // 8, -(-stop // 8)), rows).T)
+        return codes[:, start % 8 : stop - start // 8 * 8]
+
+    def zeros(self, rows=slice(None), groups=slice(None)):
+        return super().zeros(rows, groups) + np.uint8(self.less)
+
+
+class GptqV2(Gptq):
+    """GPTQ's version 2, with the zeros themselves."""
+
+    less = 0
+
+
+def settings_of(folder: Path, quantization: object) -> tuple[list[int], bool]:
+    """What config.json says about weights in groups: the sizes of groups that there are, -1 for whole rows, and whether
+    they have zeros."""
+    quantization = quantization if isinstance(quantization, dict) else {}
+    groups = quantization.get("config_groups")
+    groups = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else [quantization]
+    if not groups or not all(isinstance(group, dict) for group in groups):
+        raise InputError(f"{folder}: quantization_config says nothing about weights")
+    for group in groups:
+        bits = [group[name] for name in ("num_bits", "bits", "w_bit") if name in group]
+        if bits not in ([], [4]):
+            raise InputError(f"{folder}: weights of {bits[0]!r:.40} bits are not supported, only of 4")
+    sizes = [group.get("group_size", group.get("q_group_size")) for group in groups]
+    sizes = [-1 if size is None else size for size in sizes]
+    if not all(type(size) is int and (size == -1 or 16 <= size < 2**31) for size in sizes):
+        raise InputError(f"{folder}: group_size {sizes[0]!r:.40} is neither -1 nor 16 or more")
+    return sizes, any(group.get("symmetric") is False for group in groups)
+
+
+def expect(folder: Path, name: str, tensor: Stored | None, kinds, shape: tuple[int, ...]) -> None:
+    """Raises InputError unless there is a tensor of this name, shape and one of these dtypes."""
+    if tensor is None:
+        raise InputError(f"{folder}: {name:.200} is missing")
+    if tensor.kind not in kinds or tensor.shape != shape:
+        raise InputError(f"{folder}: {name:.200} has {tensor.kind:.40} {list(tensor.shape)}, not {list(shape)}")
+
+
+def shape_of(folder: Path, name: str, words: Stored) -> tuple[int, ...]:
+    """The shape of packed codes, of a matrix or of several."""
+    if len(words.shape) not in (2, 3) or 0 in words.shape:
+        raise InputError(f"{folder}: {name:.200} is no matrix, but {list(words.shape)}")
+    return words.shape
+
+
+def places_of(folder: Path, name: str, g_idx: Stored, columns: int, group: int) -> np.ndarray | None:
+    """The group of each column by a tensor g_idx; None if groups are neighbours."""
+    expect(folder, name, g_idx, ("I32", "I64"), (columns,))
+    places = np.array(g_idx.read())
+    if (places == np.arange(columns) // group).all() or (places == -1).all():
+        return None
+    if places.min() < 0 or places.max() >= -(-columns // group):
+        raise InputError(f"{folder}: {name:.200} names groups that there are not")
+    return places
+
+
+FORMS = (PackQuantized, Awq, Gptq, Fp8, Int8Rows, Mxfp4Blocks)
+WRITERS = {Int8: Int8Rows, model.FORMATS["int4"]: PackQuantized}  # the form in which convert writes a format
+
+
+def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape with its last two dimensions exchanged."""
+    return (*shape[:-2], *shape[:-3:-1])
+
+
+def pieces(tensor) -> Iterator[slice]:
+    """The rows of a tensor in slices of some PIECE_BYTES, at least a row each. All rows of a transposed matrix are one
+    slice: on disk they do not stand one behind the other."""
+    row_bytes = max(1, math.prod(tensor.shape[1:])) * tensor.dtype.itemsize
+    is_whole = tensor.is_transposed and len(tensor.shape) == 2
+    step = max(1, tensor.shape[0] if is_whole else PIECE_BYTES // row_bytes)
+    return (slice(first, first + step) for first in range(0, tensor.shape[0], step))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading a checkpoint folder
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint folder whose tensors are all there, in the shapes that config.json asks for."""
+
+    folder: Path
+    config: Config
+    raw_config: dict  # the whole of config.json
+    weights: dict  # weights_of(config), each in the format in which the checkpoint has it
+    tensors: dict  # those the model needs, by name, each in one of the forms above
+    left_out: dict[str, str]  # those it does not, with the reason
+
+
+def find_checkpoint(path: str) -> Path:
+    """The folder `path`, or the snapshot of the hub id `path`: downloaded, or found in the hub's cache folder."""
+    folder = Path(path)
+    if path and folder.is_dir():
+        return folder
+    if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
+        raise InputError(f"{path}: no such folder; give a checkpoint folder or a hub id such as org/name")
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(path, allow_patterns=[*COPIED, "config.json", "model*.safetensors*"]))
+    except Exception as error:  # from the network, the hub or the disk
+        raise InputError(f"{path}: no such folder, and the hub did not give it: {one_line(error)}") from error
+    if not any(folder.glob("model*.safetensors")):
+        command = f"hf download {path} --local-dir DIR && {unpickling('DIR')}"
+        raise InputError(f"{path}: has no safetensors. If it has pickled weights, this makes DIR of them: {command}")
+    return folder
+
+
+def unpickling(folder: Path | str) -> str:
+    """The command that writes the pickled weights of a folder beside them as safetensors. It needs torch."""
+    program = "import sys; from transformers import AutoModelForCausalLM as Model; folder = sys.argv[1]; "
+    program += "Model.from_pretrained(folder, dtype='auto').save_pretrained(folder)"
+    return f'python3 -c "{program}" {shlex.quote(str(folder))}'
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read: {one_line(error)}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: not a JSON object")
+    return value
+
+
+def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
+    """Reads config.json and the headers of all shards, and no tensor yet. Raises InputError for all that is wrong. A
+    layer of multi-token prediction, where there is one, counts among the weights if `extra_layer` asks for it."""
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder}: no config.json: no checkpoint, or a conversion to be run again until it finishes")
+    raw_config = read_json(folder / "config.json")
+    text_config = raw_config.get("text_config")
+    places = [raw_config, *[text_config] * isinstance(text_config, dict)]
+    names = "quantization_config", "compression_config"
+    quantization = next((place[name] for place in places for name in names if name in place), None)
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    unsupported = (
+        f"{folder}: quantization {method or quantization!r:.40} is not supported; give the unquantized checkpoint"
+    )
+    if quantization not in (None, *OURS.values()) and method not in METHODS:
+        raise InputError(unsupported)
+    Config.from_dict(raw_config)  # reports what is wrong with config.json before what is wrong with the tensors
+    found = stored_tensors(folder)
+    config = Config.from_dict(raw_config, [re.sub("(weight_packed|qweight)$", "weight", name) for name in found])
+    if extra_layer and getattr(config, "has_extra_layer", False):
+        config = dataclasses.replace(config, uses_extra_layer=True)
+    for weight in jax.tree.leaves(weights_of(config)):
+        found |= {name: found[name].transposed() for name in weight.tensors() if weight.transposed and name in found}
+    for form in FORMS:
+        form.collect(folder, found, quantization)
+    try:
+        tensors, left_out = check_tensors(folder, found, config)
+    except InputError as error:
+        if quantization is None or any(type(tensor) is not Stored for tensor in found.values()):
+            raise
+        raise InputError(f"{unsupported} ({error})") from error  # these methods have forms that are not read
+
+    def as_stored(weight):
+        formats = {tensors[name].format for name in weight.tensors()}
+        is_one = weight.is_matrix() and len(formats) == 1
+        return dataclasses.replace(weight, format=formats.pop() if is_one else Plain)
+
+    weights = jax.tree.map(as_stored, weights_of(config))
+    return Checkpoint(folder, config, raw_config, weights, tensors, left_out)
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """The tensors of all shards, by name."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise InputError(f"{index}: has no weight_map from tensor to file")
+    elif (folder / "model.safetensors").is_file():
+        weight_map = dict.fromkeys(read_header(folder / "model.safetensors"), "model.safetensors")
+    else:
+        pickles = [*folder.glob("*.bin"), *folder.glob("*.pt*")]
+        remedy = f"; pickled weights are never read, {unpickling(folder)} saves them as safetensors" if pickles else ""
+        raise InputError(f"{folder}: neither model.safetensors nor model.safetensors.index.json{remedy}")
+    found: dict[str, Stored] = {}
+    for shard in sorted(set(weight_map.values())):
+        if Path(shard).name != shard:
+            raise InputError(f"{index}: the shard {shard!r:.200} is not a file of this folder")
+        for name, stored in read_header(folder / shard).items():
+            if name in found:
+                raise InputError(f"{folder}: {name:.200} is both in {found[name].file.name} and in {shard}")
+            found[name] = stored
+    for name, shard in weight_map.items():
+        if name not in found or found[name].file.name != shard:
+            raise InputError(f"{folder}: {shard} has no tensor {name:.200}, but the index says so; download it again")
+    return found
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file, after safetensors itself has checked its header and size."""
+    if not file.is_file():
+        raise InputError(f"{file}: missing; download the checkpoint again")
+    try:
+        safe_open(file, framework="np")
+    except SafetensorError as error:
+        raise InputError(f"{file}: truncated or damaged ({one_line(error)}); download it again") from error
+    with open(file, "rb") as f:
+        start = 8 + int.from_bytes(f.read(8), "little")
+        header = json.loads(f.read(start - 8))
+    header.pop("__metadata__", None)
+    return {
+        name: Stored(file, start + t["data_offsets"][0], t["dtype"], without_channel(tuple(t["shape"])))
+        for name, t in header.items()
+    }
+
+
+def without_channel(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[channels, taps] for the weight of a convolution of each channel, which torch has as [channels, 1, taps]."""
+    return (shape[0], shape[2]) if len(shape) == 3 and shape[1] == 1 else shape
+
+
+def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict]:
+    """Of the tensors found, those that `config` needs, and those left out on purpose, with the reason.
+
+    Raises InputError with all that is missing, of a wrong shape or dtype, or unknown.
+    """
+    if config.num_hidden_layers > len(found):
+        raise InputError(f"{folder}: {len(found)} tensors cannot be {config.num_hidden_layers} layers, see config.json")
+    expected = {}
+    for weight in jax.tree.leaves(weights_of(config)):
+        expected |= weight.tensors()
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    skipped = {}
+    for name, tensor in found.items():
+        if reason := model.left_out(name, config):
+            skipped[name] = reason
+        elif name not in expected and getattr(tensor, "is_zero", False):
+            skipped[name] = "a bias of zeros"
+        elif name not in expected and name.endswith(SCALES_OF_ACTIVATIONS):
+            skipped[name] = "for activations, which stay in the dtype of the model"
+        elif name not in expected:
+            problems.append(f"{name:.200} is not a tensor of this model")
+        elif tensor.shape != expected[name]:
+            problems.append(f"{name} has shape {list(tensor.shape)}, and config.json asks for {list(expected[name])}")
+        elif tensor.dtype not in DTYPES.values():
+            problems.append(f"{name} has dtype {tensor.kind:.40}, which is not supported here")
+    if problems:
+        more = f", and {len(problems) - 3} more such" if len(problems) > 3 else ""
+        raise InputError(f"{folder}: {'; '.join(problems[:3])}{more}")
+    (embedding,) = weights_of(config)["embedding"].tensors()
+    for name in filter(lambda name: config.tie_word_embeddings and name.endswith("lm_head.weight"), skipped):
+        head, tied = found[name], found[embedding]
+        compared = (np.array_equal(head.read(rows), tied.read(rows)) for rows in pieces(tied))
+        if head.shape != tied.shape or head.dtype not in DTYPES.values() or not all(compared):
+            differs = f"{name} differs from {embedding}, to which config.json ties it"
+            raise InputError(f"{folder}: {differs}; set tie_word_embeddings to false")
+    return {name: found[name] for name in expected}, skipped
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Tells checkpoints apart without reading them whole: by config.json, every tensor's form, dtype and shape, and the
+    first and last row of up to a thousand tensors."""
+    digest = hashlib.sha256(json.dumps(checkpoint.raw_config, sort_keys=True).encode())
+    names = sorted(checkpoint.tensors)
+    for name in names:
+        tensor = checkpoint.tensors[name]
+        digest.update(f"{name} {type(tensor).__name__} {tensor.dtype} {tensor.shape} ".encode())
+    for name in names[:: len(names) // 1000 + 1]:
+        for end in (slice(0, 1), slice(-1, None)):
+            rows = [end] * max(1, len(checkpoint.tensors[name].shape) - 1)
+            digest.update(checkpoint.tensors[name].read(*rows).tobytes())
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+def memory_of(mesh: Mesh) -> float:
+    """Bytes of memory of a mesh's devices, infinite if they do not tell. CPUs share the machine's.
+
+    All processes must call it. All get the same result, from the process with the least.
+    """
+    devices = mesh.local_devices
+    if devices[0].platform == "cpu":
+        local = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        local = sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in devices)
+    least = float(np.min(multihost_utils.process_allgather(np.float32(local))))
+    return least * mesh.size / len(devices)
+
+
+def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", quantize: str | None = None) -> dict:
+    """The weights of a checkpoint on the devices of `mesh`, as model.abstract_weights declares them. Without
+    `quantize`, weights stay in the format in which the checkpoint has them.
+
+    Threads read some weights ahead. What is to be cast or rounded reaches the devices in the dtype in which it is read.
+    A scale depends on a whole row, which several devices may share: a reduction over them makes it the same on every
+    mesh.
+    """
+    weights = in_format(checkpoint.weights, quantize)
+    target = jax.tree.map(lambda weight: weight.abstract(mesh, DTYPES[dtype]), weights)
+    needed, there = model.stored_bytes(target) / 1e9, memory_of(mesh) / 1e9
+    if needed > there:
+        sizes = f"the weights take {needed:.1f} GB and the devices have {there:.1f}"
+        raise InputError(f"{checkpoint.folder}: {sizes}; give more devices, --dtype bfloat16 or --quantize int8")
+    print_left_out(checkpoint)
+
+    def read(weight, stored, held):
+        """A weight as it is on disk, each device's part of it. Its arrays, if they are held as they are stored."""
+        tensors = {name: checkpoint.tensors[name] for name in weight.tensors()}
+        if weight.format == stored.format != Plain and type(held) is not Plain:
+            form = type(next(iter(tensors.values())))
+            return type(held)(*form.arrays(held, weight, tensors))
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        on_disk = dtypes.pop() if len(dtypes) == 1 else DTYPES["float32"]
+        readers = {name: tensor.read for name, tensor in tensors.items()}
+        array = jax.ShapeDtypeStruct(held.shape, on_disk, sharding=NamedSharding(mesh, weight.spec()))
+        return on_devices(array, weight, readers, functools.partial(check_finite, readers))
+
+    def in_memory(held, array):
+        if type(array) is type(held):
+            return array
+        declared, tree = jax.tree.flatten(held)
+        if len(declared) == 1:  # a vector, or numbers that are not rounded
+            return tree.unflatten([array if array.dtype == declared[0].dtype else array.astype(declared[0].dtype)])
+        return jax.block_until_ready(rounding(tree, tuple(declared))(array))
+
+    leaves, tree = jax.tree.flatten(weights)
+    stored, held = jax.tree.leaves(checkpoint.weights), tree.flatten_up_to(target)
+    arrays = read_ahead(read, leaves, stored, held)
+    pairs, delay = zip(held, arrays, strict=True), 1 if needed < 0.1 else 0  # seconds before the bar appears
+    with progress_bar(pairs, total=len(leaves), desc="loading", unit=" weights", delay=delay) as bar:
+        return tree.unflatten([in_memory(*pair) for pair in bar])
+
+
+@functools.cache
+def rounding(tree, declared: tuple[jax.ShapeDtypeStruct, ...]):
+    """The program that rounds numbers to a format, a pytree of `declared` arrays: one for all weights of this kind."""
+    held = tree.unflatten(declared)
+    return jax.jit(held.of, out_shardings=tree.unflatten([x.sharding for x in declared]))
+
+
+def read_ahead(read, *arguments: list) -> Iterator:
+    """Yields `read` of each set of arguments, in order. At most READERS calls run ahead, which bounds the memory."""
+    pending = deque()
+    with ThreadPoolExecutor(READERS) as pool:
+        for each in zip(*arguments, strict=True):
+            if len(pending) == READERS:
+                yield pending.popleft().result()
+            pending.append(pool.submit(read, *each))
+        while pending:
+            yield pending.popleft().result()
+
+
+def scales_of(weight: Weight) -> Weight:
+    """The scales of a weight, one for each row of its tensors."""
+    if weight.split == 0:
+        return dataclasses.replace(weight, other_dim=None)
+    part = Part(dict.fromkeys(weight.parts[0].tensors, weight.other_dim))  # each device has some columns of all rows
+    return dataclasses.replace(weight, parts=(part,), split=None, other_dim=None)
+
+
+def with_columns(weight: Weight, n: int) -> Weight:
+    """What a weight has one of for each `n` numbers of a row."""
+    if weight.split == 0:
+        return dataclasses.replace(weight, other_dim=weight.other_dim // n)
+    part = weight.parts[0]
+    rows = {name: -(-size // n) for name, size in part.tensors.items()}
+    part = dataclasses.replace(part, tensors=rows, multiple=max(part.multiple // n, 1))
+    return dataclasses.replace(weight, parts=(part,))
+
+
+def on_devices(
+    array: jax.ShapeDtypeStruct,
+    weight: Weight,
+    readers: dict,
+    finish=lambda x: x,
+    n: int = 1,
+    dtype: np.dtype | None = None,
+    order=lambda x: x,
+) -> jax.Array:
+    """The array that is declared as `array`: `weight`, or what stands beside it, whose tensors are read by `readers`.
+    `finish` checks what was read, or makes of each n numbers in `dtype` one of the array. `order` exchanges dimensions
+    of a shape, or of an array, where those of `array` are in another order than those of the weight."""
+    shape = order(array.shape)
+
+    def block(index):
+        *rows, columns = order(index)
+        start, stop, _ = columns.indices(shape[-1])
+        index = (*rows, slice(n * start, n * stop))
+        return order(finish(block_of(readers, weight, index, (*shape[:-1], n * shape[-1]), dtype or array.dtype)))
+
+    return jax.block_until_ready(jax.make_array_from_callback(array.shape, array.sharding, block, dtype=array.dtype))
+
+
+def check_finite(readers: dict, numbers: np.ndarray) -> np.ndarray:
+    """The numbers that were read. A router with NaN would choose experts as if nothing were wrong. In larger weights,
+    logits show a NaN."""
+    if numbers.size < SMALL and not np.isfinite(numbers).all():
+        bad = [name for name, read in readers.items() if not np.isfinite(read()).all()]
+        raise InputError(f"{', '.join(bad[:3])} has numbers that are not finite: damaged weights")
+    return numbers
+
+
+def block_of(readers: dict, weight: Weight, index: tuple, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """One device's block `index` of a weight of global `shape`, with zeros for what no tensor has. `readers` has a
+    function for each tensor, which gives a part of it."""
+    bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
+    sizes = [stop - start for start, stop in bounds]
+    buffer = np.zeros(math.prod(sizes) * dtype.itemsize + 64, np.uint8)
+    aligned = -buffer.ctypes.data % 64  # on CPUs jax takes an array on such a boundary as it is, and copies nothing
+    block = buffer[aligned : aligned + buffer.size - 64].view(dtype).reshape(sizes)
+    axis, stacked = weight.split or 0, bool(weight.experts)
+    first, last = bounds[axis + stacked]
+    shard, shards = first // (last - first), shape[axis + stacked] // (last - first)
+    for e, matrix in zip(range(*bounds[0]), block, strict=True) if stacked else [(0, block)]:
+        along, filled = np.moveaxis(matrix, axis, 0), 0
+        for part in weight.parts:
+            place = filled
+            for name, rows in part.row_slices(shard, shards):
+                where = (*[e] * weight.is_packed(), *[slice(None)] * axis, rows)
+                values = np.moveaxis(readers[weight.full_name(name, e)](*where), axis, 0)
+                along[place : place + len(values)][tuple(map(slice, values.shape))] = values
+                place += len(values)
+            filled += part.rows_per_device(shards)
+    return block
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Converting
+
+
+def convert(source: Path, output: Path, dtype: str, quantize: str | None = None) -> None:
+    """Writes the checkpoint `source` to `output`, matrices as `quantize` says, and all else in `dtype`."""
+    checkpoint = open_checkpoint(source, extra_layer=True)
+    if (ours := checkpoint.raw_config.get("quantization_config")) in OURS.values():
+        raise InputError(f"{source}: is converted already, to {ours['quant_method']}; convert the original checkpoint")
+    shards = planned_shards(checkpoint, dtype, quantize)
+    config = checkpoint.raw_config | {"dtype": dtype, "quantization_config": OURS.get(quantize)}
+    for name in ["torch_dtype"] if quantize else ["torch_dtype", "quantization_config"]:
+        config.pop(name, None)
+    metadata = {"format": "pt", "source": fingerprint(checkpoint)}
+    written = [(*output, file) for file, shard in shards.items() for *_, outputs in shard for output in outputs]
+    total, weight_map = sum(size for *_, size, _ in written), {name: file for name, *_, file in written}
+    index = {"metadata": {"total_size": total, "left_out": checkpoint.left_out}, "weight_map": weight_map}
+    with claimed(output, source, next(iter(shards))), progress_bar(total=total, desc="converting", unit="B") as bar:
+        for file, shard in shards.items():
+            write_shard(output / file, metadata, shard, checkpoint.tensors, bar)
+        found = [file for pattern in COPIED for file in sorted(source.glob(pattern)) if file.is_file()]
+        files = {file.name: file.read_bytes() for file in found}
+        files["model.safetensors.index.json"] = json.dumps(index, indent=2).encode()
+        files["config.json"] = json.dumps(config, indent=2).encode()  # last: without it nothing loads
+        for name, content in files.items():
+            with whole_file(output / name) as f:
+                f.write(content)
+    print_left_out(checkpoint)
+
+
+def planned_shards(checkpoint: Checkpoint, dtype: str, quantize: str | None) -> dict[str, list]:
+    """The files to write, by name. Each is a list with, for every tensor, its name, the function that turns some rows
+    of it into those of its outputs, and (name, safetensors' dtype, shape, bytes) of each output."""
+    kinds = {np.dtype(dtype): kind for kind, dtype in NUMPY.items()}
+    weights = jax.tree.leaves(in_format(weights_of(checkpoint.config), quantize))
+    declared = {name: weight for weight in weights for name in weight.tensors()}
+    shards, shard_bytes = [[]], 0
+    for name, tensor in checkpoint.tensors.items():
+        weight = declared[name]
+        if quantize and weight.is_matrix():
+            form = WRITERS[weight.format]
+            outputs, rounded = form.outputs(name, tensor.shape), form.rounded
+        else:
+            kept = DTYPES[weight.dtype or dtype]
+            outputs, rounded = [(name, kinds[kept], tensor.shape)], functools.partial(cast, kept)
+        outputs = [(*output, math.prod(output[2]) * np.dtype(NUMPY[output[1]]).itemsize) for output in outputs]
+        nbytes = sum(size for *_, size in outputs)
+        if shards[-1] and shard_bytes + nbytes > SHARD_BYTES:
+            shards.append([])
+            shard_bytes = 0
+        shards[-1].append((name, rounded, outputs))
+        shard_bytes += nbytes
+    return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
+
+
+def cast(dtype: np.dtype, rows: np.ndarray) -> list[np.ndarray]:
+    """Rows in another dtype, as the one output of their tensor."""
+    return [rows.astype(dtype)]
+
+
+def print_left_out(checkpoint: Checkpoint) -> None:
+    """Says what is left out on purpose, on standard error, from process 0 alone."""
+    if jax.process_index() == 0:
+        for reason, count in Counter(checkpoint.left_out.values()).items():
+            print(f"left out {count} tensors of the checkpoint: {reason}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def claimed(output: Path, source: Path, first: str):
+    """Creates the output folder and locks it. If it is not empty, it must hold the `first` shard, whole or in part: the
+    start of a conversion to go on with."""
+    if os.path.realpath(output) == os.path.realpath(source):
+        raise InputError(f"{output}: is the source; choose another --output")
+    output.mkdir(parents=True, exist_ok=True)
+    lock = os.open(output, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        names = os.listdir(output)
+        is_ours = first in names or (f"{first}.part" in names and "config.json" not in names)  # which comes last
+        if names and not is_ours:
+            raise InputError(f"{output}: is not empty (it has {names[0]}); choose another --output")
+        yield
+    except BlockingIOError as error:
+        raise InputError(f"{output}: another conversion is writing here; wait for it or choose another") from error
+    except OSError as error:  # if the disk is full, it names no file
+        remedy = "once that is mended, this command goes on where it was"
+        raise InputError(f"{error.filename or output}: {error.strerror}; {remedy}") from error
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path):
+    """Opens a file to write. It gets its name when all of it is on disk."""
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as f:
+        yield f
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, path)
+
+
+def write_shard(path: Path, metadata: dict[str, str], groups: list, tensors: dict[str, Stored], bar: tqdm) -> None:
+    """One safetensors file, in pieces of rows: its size and header are known before its contents. If it is there
+    already, its header must be this one.
+
+    safetensors' own writer takes whole tensors in memory. As that writer does, this puts wide dtypes first, which
+    aligns all of them.
+    """
+    header, end = {"__metadata__": metadata}, 0
+    outputs = [output for *_, of_tensor in groups for output in of_tensor]
+    for name, kind, shape, size in sorted(outputs, key=lambda output: -np.dtype(NUMPY[output[1]]).itemsize):
+        shape = swapped(shape) if name in tensors and tensors[name].is_transposed else shape
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    if path.exists():
+        with open(path, "rb") as f:
+            if f.read(len(head)) != head:
+                what = f"{path.name} is of a conversion of another checkpoint or with other options"
+                raise InputError(f"{path.parent}: {what}; choose another --output")
+        if path.stat().st_size == len(head) + end:
+            bar.update(end)
+            return
+    written = {name: len(head) + header[name]["data_offsets"][0] for name in header if name != "__metadata__"}
+    with whole_file(path) as f:
+        f.write(head)
+        for name, rounded, outputs in groups:
+            tensor = tensors[name]
+            for rows in (tensor.read(piece) for piece in pieces(tensor)):
+                with np.errstate(over="ignore", invalid="ignore"):  # reported below
+                    arrays = list(map(np.asarray, rounded(rows)))
+                if not all(np.isfinite(array).all() for array in (rows, *arrays)):
+                    raise InputError(f"{path}: {name} has NaN or values too large for {arrays[0].dtype}")
+                for (part, *_), array in zip(outputs, arrays, strict=True):
+                    f.seek(written[part])
+                    f.write((array.swapaxes(-1, -2) if tensor.is_transposed and part == name else array).tobytes())
+                    written[part] += array.nbytes
+                    bar.update(array.nbytes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+class LogLines:
+    """Where a progress bar writes if standard error is not a terminal: each state of the bar becomes a line."""
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            print(text.strip(), file=sys.stderr, flush=True)
+
+
+def progress_bar(*items, **options) -> tqdm:
+    """tqdm's bar on standard error, of process 0 alone. In a log file it is a line, every two seconds or so."""
+    if not sys.stderr.isatty():
+        options = {"file": LogLines(), "ncols": 80, "mininterval": 1.5, "miniters": 1, "delay": 1} | options
+    return tqdm(*items, unit_scale=True, disable=jax.process_index() > 0, **options)
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse, with its errors in the one form that all errors have here."""
+
+    def error(self, message: str) -> None:
+        raise InputError(message)
+
+
+def one_line(error: Exception) -> str:
+    """The beginning of an exception's message."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def users_line(error: BaseException) -> str | None:
+    """The line for an error that the user can mend, None for another one."""
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return f"out of memory ({one_line(error)}); give more devices, fewer prompts or tokens, or --quantize int8"
+    if isinstance(error, (InputError, OSError)):  # an OSError names the file
+        return "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))
+    return None
+
+
+def find_devices() -> list[jax.Device]:
+    """jax.devices(), or InputError if it has none."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"jax finds no devices ({one_line(error)}); see JAX_PLATFORMS") from error
+
+
+def run(main) -> None:
+    """Calls main(). What the user can mend ends with one line on standard error and status 2, an interrupt with 130."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        line, is_joined = users_line(error), jax.distributed.is_initialized()
+        if is_joined and isinstance(error, jax.errors.JaxRuntimeError):  # a collective fails if a process is gone
+            line = line or one_line(error)
+        if not line and not is_joined:
+            raise
+        print(f"error: {line}" if line else traceback.format_exc(), file=sys.stderr, flush=True)
+        (os._exit if is_joined else sys.exit)(2 if line else 1)  # jax's own exit waits for the other processes
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_path", required=True, help="a Hugging Face checkpoint folder or a hub id")
+    parser.add_argument("--output", required=True, help="the folder to write")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+    parser.add_argument("--quantize", choices=["int8", "int4"], help="matrices in int8 or in 4 bits")
+    args = parser.parse_args()
+    if not args.output:
+        raise InputError("--output is empty")
+    find_devices()
+    convert(find_checkpoint(args.model_path), Path(args.output), args.dtype, args.quantize)
+
+
+if __name__ == "__main__":
+    run(main)

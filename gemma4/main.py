@@ -1,0 +1,696 @@
+"""Prompt in, text out: the same program on a laptop, on one GPU, and on every host of a TPU pod.
+
+    python3 main.py                                         # the demo
+    python3 main.py --model_path PATH --prompt "..." "..."  # a Hugging Face checkpoint folder or hub id
+    python3 main.py --model_path PATH --chat                # a conversation
+    python3 main.py --help                                  # all flags
+
+Results go to standard output, from process 0 alone; progress and statistics go to standard error.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import glob
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would advise against running without torch
+if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # an older name, which jax accepts alone
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")  # of a GPU's memory; jax itself would take 0.75
+is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not if a shell has it ignored
+if __name__ == "__main__" and is_interruptible:  # Python's exception would wait until a library returns
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if __name__ == "__main__" and sys.stderr is not None and sys.stderr.isatty():  # in a log file, errors stand alone
+    print("importing jax and transformers ...", file=sys.stderr)
+
+import convert
+import jax
+import model
+import numpy as np
+from convert import Checkpoint, find_checkpoint, load, memory_of, one_line, progress_bar, read_json, users_line
+from jax.experimental import multihost_utils
+from model import InputError, generate, mesh_shape
+from tokenizers import Regex, pre_tokenizers
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast, SentencePieceBackend
+
+DEMO = Path(__file__).resolve().parent / "demo"
+PROMPTS_CHARACTERS = 2**28  # a larger --prompts_file, such as /dev/zero, is refused
+LONG_PROMPT = 2**15  # tokens; a shorter prompt is taken whatever max_position_embeddings says, as in transformers
+BATCH = 256  # rows of a device: by data sheets, beyond 240 (TPU v5e) or 295 (H100) computing outlasts reading bfloat16
+CHAT_SLOTS = 4096  # of the cache of a conversation at first
+MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
+MESSAGE_BYTES = 2**16  # of the message that each process sends to the others before loading
+OWN = ("model_path", "prompt", "prompts_file", "coordinator", "process_id")  # flags that may differ between hosts
+
+# Published peak memory bandwidth of a device in GB/s, by the first words of jax's device_kind. Sources: the data sheets
+# of Google Cloud's TPU versions and of NVIDIA's accelerators.
+PEAK_GB_PER_S = {
+    "TPU v4": 1228, "TPU v5 lite": 819, "TPU v5e": 819, "TPU v5": 2765, "TPU v6 lite": 1640, "TPU v6e": 1640,
+    "TPU7x": 7380,
+    "NVIDIA A100-SXM4-40GB": 1555, "NVIDIA A100-SXM4-80GB": 2039, "NVIDIA A100 80GB PCIe": 1935, "NVIDIA L4": 300,
+    "NVIDIA L40S": 864, "NVIDIA H100 PCIe": 2039, "NVIDIA H100 80GB HBM3": 3352, "NVIDIA H200": 4800,
+    "NVIDIA B200": 8000, "NVIDIA GeForce RTX 4090": 1008,
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def parse_arguments():
+    """The command line, each value checked for its range."""
+    parser = convert.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+
+    def number(kind, low, high):
+        def parse(text):
+            with contextlib.suppress(ValueError):
+                if low <= kind(text) <= high:
+                    return kind(text)
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number ({kind.__name__}) from {low} to {high}")
+
+        return parse
+
+    count = number(int, 1, 2**30)
+    add("--model_path", help="a Hugging Face checkpoint folder, one that convert.py wrote, or a hub id")
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--prompt", nargs="+", help="prompts, decoded as one batch")
+    prompts.add_argument("--prompts_file", help="one prompt a line, - for standard input")
+    prompts.add_argument("--chat", action="store_true", help="a conversation; /reset starts anew, end of file ends it")
+    add("--raw", action="store_true", help="continue the prompt as it is, no chat template")
+    add("--max_new_tokens", type=count, default=128, help="default 128")
+    add("--max_seq_len", type=count, help="cache slots for a sequence, default what prompts and max_new_tokens need")
+    add("--batch_size", type=count, help="rows that decode at once, default as many as memory holds")
+    drafts = "verify guesses of the next tokens: what followed the last ones before, or an extra layer's (mtp)"
+    add("--draft", choices=list(model.DRAFTS), help=drafts)
+    add("--draft_tokens", type=number(int, 1, model.FEW - 1), default=3, help="guesses a step, default 3")
+    add("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16", help="default bfloat16")
+    add("--quantize", choices=["int8", "int4"], help="weights in int8, or in groups of 4 bits")
+    add("--quantize_cache", choices=["int8"], help="KV cache in int8, one scale for each token and head")
+    add("--dp", type=count, help="split the batch into this many parts, default 1")
+    add("--ep", type=count, help="split experts into this many parts, default 1, on TPUs what tp cannot split")
+    add("--tp", type=count, help="split heads and columns into this many parts, default all devices that are left")
+    add("--temperature", type=number(float, 0, 1e6), default=0.0, help="0, the default, takes the most probable token")
+    add("--top_k", type=number(int, 0, math.inf), default=0, help="sample from the K most probable tokens, 0: from all")
+    add("--top_p", type=number(float, 1e-6, 1), default=1.0, help="sample from the top P probability, default 1")
+    add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of the sampling, default 0")
+    add("--output", choices=["text", "json"], default="text", help="default text")
+    add("--logprobs", action="store_true", help="JSON rows carry the log-probability of every generated token")
+    add("--coordinator", metavar="HOST:PORT", help="several hosts, if the cluster does not tell: process 0's address")
+    add("--num_processes", type=number(int, 1, 2**16), help="how many there are")
+    add("--process_id", type=number(int, 0, 2**16), help="which of them this is, from 0")
+    add("--no_compilation_cache", action="store_true", help="do not keep compiled programs for the next run")
+    add("--profile", metavar="DIR", help="write a jax.profiler trace of the decode loop")
+    args = parser.parse_args()
+    for name, value in vars(args).items():
+        if value == "":
+            raise InputError(f"--{name} is empty")
+    if 0 < args.temperature < 1e-6:
+        raise InputError(f"--temperature {args.temperature} is neither 0 nor at least 1e-6")
+    if args.chat and (args.raw or args.output == "json" or args.profile):
+        raise InputError("--chat prints text by the chat template: leave out --raw, --output json and --profile")
+    if 0 < (args.coordinator, args.num_processes, args.process_id).count(None) < 3:
+        raise InputError("--coordinator, --num_processes and --process_id go together")
+    if args.coordinator:
+        port = re.fullmatch(r".+:(\d{1,5})", args.coordinator)
+        if not port or not 0 < int(port[1]) < 2**16:
+            raise InputError(f"--coordinator {args.coordinator!r} is not HOST:PORT")
+        if args.process_id >= args.num_processes:
+            raise InputError(f"--process_id {args.process_id} is not below --num_processes {args.num_processes}")
+    return args
+
+
+def read_prompts(args) -> list[str]:
+    """The prompts of the command line, of the file, or of the demo."""
+    if args.prompt:
+        return args.prompt
+    file = args.prompts_file or DEMO / "prompts.txt"
+    try:
+        with open(0 if file == "-" else file, encoding="utf-8-sig", closefd=file != "-") as f:
+            text = f.read(PROMPTS_CHARACTERS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file}: cannot be read: {one_line(error)}") from error
+    if len(text) > PROMPTS_CHARACTERS:
+        raise InputError(f"{file}: has more than {PROMPTS_CHARACTERS} characters; split it")
+    prompts = [line for line in text.split("\n") if line.strip()]
+    if not prompts:
+        raise InputError(f"{file}: has no prompt; write one a line")
+    return prompts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens
+
+
+def encode(tokenizer, prompts: list[str], raw: bool, history: tuple[dict, ...] = ()) -> list[list[int]]:
+    """Token ids of each prompt: as a user's message after those of `history`, or `raw` as it stands.
+
+    As in transformers, a special token that is written out in a message becomes that token.
+    """
+    found = []
+    for row, prompt in enumerate(prompts, 1):
+        if any("\ud800" <= c <= "\udfff" for c in prompt):  # Python's stand-ins for bytes that are not UTF-8
+            raise InputError(f"prompt {row} cannot be encoded: it is not in UTF-8")
+        try:
+            if not raw:
+                messages = [*history, {"role": "user", "content": prompt}]
+                prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            found.append(tokenizer(prompt, add_special_tokens=raw)["input_ids"])
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # from jinja or the template; a tokenizer's panic is no Exception
+            remedy = "" if raw else "; --raw leaves the template out"
+            raise InputError(f"prompt {row} cannot be encoded: {one_line(error)}{remedy}") from error
+    return found
+
+
+def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:
+    """Raises InputError for a prompt longer than both LONG_PROMPT and max_position_embeddings: it would take hours, and
+    the model was not trained for it. Released Gemma 3 does not say: it takes 131,072, transformers' default."""
+    places = [raw_config, raw_config.get("text_config")]
+    given = [place.get("max_position_embeddings") for place in places if isinstance(place, dict)]
+    given = [value for value in given if isinstance(value, int)]
+    context = max([LONG_PROMPT, *given])
+    for row, prompt in enumerate(prompt_tokens, 1):
+        if given and len(prompt) > context:
+            raise InputError(f"prompt {row} has {len(prompt)} tokens, and the model takes {context}; shorten it")
+
+
+def read_stop_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """eos_token_id of generation_config.json, else of config.json or the text model in it: one id or a list."""
+    file, config = checkpoint.folder / "generation_config.json", checkpoint.raw_config
+    places = [read_json(file) if file.is_file() else {}, config, config.get("text_config")]
+    given = [place.get("eos_token_id") for place in places if isinstance(place, dict)]
+    stop = next((value for value in given if value is not None), None)
+    stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
+    if not all(type(token) is int and token >= 0 for token in stop):
+        raise InputError(f"{checkpoint.folder}: eos_token_id {stop!r} is neither a token id nor a list of them")
+    return tuple(stop)
+
+
+# Text is split by these patterns before a tiktoken vocabulary is applied; its file does not hold them. Sources: the
+# tokenizer.py of llama3 and of llama4 in Meta's package llama-models; tokenization_kimi.py of Moonshot's releases. Two
+# things differ from Llama 4's in Moonshot's: a run of Chinese characters stands apart, and no slash follows
+# punctuation.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA4_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KIMI_PATTERN = r"[\p{Han}]+|" + LLAMA4_PATTERN.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"\n/]", r"\n]")
+TIKTOKEN_PATTERNS = {  # by model_type; Moonlight is a deepseek_v3
+    "llama": LLAMA3_PATTERN, "llama4": LLAMA4_PATTERN, "llama4_text": LLAMA4_PATTERN, "deepseek_v3": KIMI_PATTERN,
+    "kimi_k2": KIMI_PATTERN, "kimi_k25": KIMI_PATTERN,
+}  # fmt: skip
+
+
+def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast | SentencePieceBackend:
+    """The checkpoint's own tokenizer: tokenizer.json or merges.txt, else the vocabulary of tiktoken, sentencepiece or
+    tekken.
+
+    transformers sees only the fields of config.json that choose the class, since its checks of the others refuse
+    releases that model.py reads. Code that comes with a checkpoint (`auto_map`) is never run.
+    """
+    folder, model_type = checkpoint.folder, checkpoint.raw_config["model_type"]
+    file = folder / "tokenizer_config.json"
+    settings = read_json(file) if file.is_file() else {}
+    try:
+        if any((folder / name).is_file() for name in ("tokenizer.json", "merges.txt")):
+            auto_map = settings.get("auto_map")
+            if auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map:
+                return PreTrainedTokenizerFast.from_pretrained(folder)
+            config = CONFIG_MAPPING[model_type]() if model_type in CONFIG_MAPPING else PreTrainedConfig()
+            config.tokenizer_class = checkpoint.raw_config.get("tokenizer_class")
+            return AutoTokenizer.from_pretrained(folder, config=config, mistral_format=False, trust_remote_code=False)
+        for name in ("tiktoken.model", "tokenizer.model"):
+            if (folder / name).is_file():
+                with open(folder / name, "rb") as file:
+                    if re.fullmatch(rb"[A-Za-z0-9+/]+=* \d+\s*", file.readline(1000)):
+                        return tiktoken_tokenizer(checkpoint, settings)
+                return SentencePieceTokenizer.from_pretrained(folder)
+        if (folder / "tekken.json").is_file():
+            return PreTrainedTokenizerFast.from_pretrained(folder, bos_token="<s>", add_bos_token=True)
+    except InputError:
+        raise
+    except Exception as error:  # a damaged file can raise almost anything
+        what = f"{type(error).__name__}: {one_line(error)}"
+        raise InputError(f"{folder}: the tokenizer cannot be loaded ({what}); download its files again") from error
+    raise InputError(f"{folder}: no tokenizer.json, tokenizer.model, tiktoken.model or tekken.json; download them too")
+
+
+def tiktoken_tokenizer(checkpoint: Checkpoint, settings: dict) -> PreTrainedTokenizerFast:
+    """A tokenizer from a tiktoken vocabulary, whose file has neither the special tokens nor the splitting pattern."""
+    folder, model_type = checkpoint.folder, checkpoint.raw_config["model_type"]
+    if model_type not in TIKTOKEN_PATTERNS:
+        raise InputError(f"{folder}: how a {model_type} splits text for tiktoken is not known; give its tokenizer.json")
+    if not settings.get("added_tokens_decoder"):
+        raise InputError(f"{folder}: tokenizer_config.json has no added_tokens_decoder, the special tokens of tiktoken")
+    if max(map(int, settings["added_tokens_decoder"])) >= checkpoint.config.vocab_size:
+        raise InputError(f"{folder}: added_tokens_decoder of tokenizer_config.json has an id beyond vocab_size")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    split = pre_tokenizers.Split(Regex(TIKTOKEN_PATTERNS[model_type]), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    return tokenizer
+
+
+class SentencePieceTokenizer(SentencePieceBackend):
+    """A sentencepiece model, run by sentencepiece itself.
+
+    transformers 5.23 would convert it to a tokenizer that merges runs of spaces in another order and, if the model
+    normalizes text, loses accents.
+    """
+
+    def __init__(self, add_bos_token=True, add_eos_token=False, add_prefix_space=None, legacy=True, **settings):
+        from sentencepiece import SentencePieceProcessor  # here, since most checkpoints do without
+
+        sp = SentencePieceProcessor(model_file=settings["vocab_file"])
+        for name, index in {"bos": sp.bos_id(), "eos": sp.eos_id(), "unk": sp.unk_id()}.items():
+            settings.setdefault(f"{name}_token", sp.id_to_piece(index) if index >= 0 else None)
+        added = [name for name, is_added in (("bos", add_bos_token), ("eos", add_eos_token)) if is_added]
+        pattern = "_".join(name for name in added if settings[f"{name}_token"]) or "none"
+        # The model's prefix is a space. If `legacy`, it also follows each special token; else it only begins the text.
+        self.has_prefix = add_prefix_space is not False and sp.encode("a", out_type=str)[0].startswith("▁")
+        legacy = legacy is not False and self.has_prefix
+        super().__init__(legacy=legacy, special_tokens_pattern=pattern, **settings)
+        self.add_tokens([sp.id_to_piece(i) for i in range(len(sp)) if sp.is_control(i)], special_tokens=True)
+
+    def tokenize(self, text, **options):
+        """The pieces of a text, with the prefix that the base class leaves out if the tokenizer is not `legacy`."""
+        if self.legacy or not self.has_prefix or not text:
+            return super().tokenize(text, **options)
+        tokens = super().tokenize("▁" + text.replace("▁", " "), **options)
+        is_before_special = len(tokens) > 1 and tokens[0] == "▁" and tokens[1] in self.added_tokens_encoder
+        return tokens[1:] if is_before_special else tokens
+
+    def _convert_id_to_token(self, index):
+        """The piece of an id. Empty for an id beyond the vocabulary, which a padded output head can yield."""
+        return super()._convert_id_to_token(index) if index < self.vocab_size else ""
+
+    def convert_tokens_to_string(self, tokens):
+        """Text of pieces, bytes among them, and of added tokens, which sentencepiece does not know."""
+        text, pieces = "", []
+        for token in [*filter(None, tokens), ""]:
+            if token and token not in self.added_tokens_encoder:
+                pieces.append(token)
+            else:
+                text, pieces = text + self.sp_model.decode(pieces) + token, []
+        return text if self.legacy or not self.has_prefix else text.removeprefix(" ")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What people see
+
+
+class Progress:
+    """Reports on standard error what takes time before the first text: each compilation, and prefill as a bar."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage == "prefill":
+            if done == 0:
+                self.bar = progress_bar(total=total, desc="prefill", unit=" tokens", delay=0)
+            self.bar.update(done - self.bar.n)
+            if done == total:
+                self.bar.close()
+        elif jax.process_index() == 0:
+            print(f"{stage} ...", file=sys.stderr, flush=True)
+
+
+class Results:
+    """Collects generated tokens and prints the rows in order: text as it comes, JSON when a row is finished."""
+
+    def __init__(self, args, tokenizer, prompts, prompt_tokens):
+        self.args, self.tokenizer, self.prompts, self.prompt_tokens = args, tokenizer, prompts, prompt_tokens
+        self.rows = [[] for _ in prompts]
+        self.steps = [0 for _ in prompts]  # in which a row got tokens
+        self.hidden = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.print_row = self.print_text if args.output == "text" else self.print_json
+        self.printing = self.print_rows()
+
+    def add(self, tokens) -> None:
+        """Takes the tokens of one step and prints what can be printed."""
+        for token in tokens:
+            if not math.isfinite(token.logprob):
+                raise InputError("the model's numbers are not finite: damaged weights, or try --dtype float32")
+            self.rows[token.row].append(token)
+        for row in {token.row for token in tokens}:
+            self.steps[row] += 1
+        next(self.printing, None)
+
+    def break_off(self) -> None:
+        """Prints the finished rows that were waiting for an unfinished one."""
+        if self.args.output == "text" and self.printed:
+            write("\n")
+        for row in range(self.current + 1, len(self.rows)):
+            if self.rows[row] and self.rows[row][-1].finish_reason:
+                next(self.print_row(row), None)
+
+    def print_rows(self):
+        """Prints the rows. Like print_text and print_json it is a generator, and yields when it needs more tokens."""
+        for self.current in range(len(self.rows)):
+            yield from self.print_row(self.current)
+
+    def print_text(self, row: int):
+        """Prints a row's text as it comes. New tokens are decoded together with those printed last, on which their
+        spaces may depend; an incomplete character waits for its other tokens."""
+        if len(self.rows) > 1:
+            write(f"> {self.prompts[row]}\n")
+        tokens, taken = self.rows[row], 0
+        ids = []  # of the tokens taken, those that decoding does not leave out
+        context = self.printed = 0  # where those printed last begin and end
+        is_finished = False
+        while not is_finished:
+            while taken == len(tokens):
+                yield
+            is_finished = tokens[-1].finish_reason is not None
+            new, taken = [token.id for token in tokens[taken:]], len(tokens)
+            names = self.tokenizer.convert_ids_to_tokens(new)
+            ids += [i for i, name in zip(new, names, strict=True) if name and i not in self.hidden]
+            before = self.tokenizer.decode(ids[context : self.printed], skip_special_tokens=True)
+            text = self.tokenizer.decode(ids[context:], skip_special_tokens=True)
+            is_byte = bool(ids) and re.fullmatch("<0x[0-9A-F]{2}>", self.tokenizer.convert_ids_to_tokens(ids[-1]))
+            if is_finished or not (is_byte or text.endswith("\ufffd")):
+                write(text[len(before) :] + "\n" * is_finished)
+                if len(ids) > self.printed:
+                    context, self.printed = self.printed, len(ids)
+
+    def print_json(self, row: int):
+        """Prints a row when it is finished."""
+        while not self.rows[row] or not self.rows[row][-1].finish_reason:
+            yield
+        ids = [token.id for token in self.rows[row]]
+        line = {"prompt": self.prompts[row], "text": self.tokenizer.decode(ids, skip_special_tokens=True)}
+        line |= {"prompt_tokens": self.prompt_tokens[row], "tokens": ids}
+        if self.args.logprobs:
+            line["logprobs"] = [token.logprob for token in self.rows[row]]
+        if self.args.draft:  # the first token is prefill's
+            line["tokens_per_step"] = (len(ids) - 1) / (self.steps[row] - 1) if len(ids) > 1 else None
+        write(json.dumps(line | {"finish_reason": self.rows[row][-1].finish_reason}) + "\n")
+
+
+def write(text: str) -> None:
+    """To standard output at once."""
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or closing it would fail once more
+        raise InputError(f"standard output cannot be written: {one_line(error)}") from error
+
+
+def published(figures: dict[str, float], device_kind: str) -> float | None:
+    """The figure of the longest name that begins `device_kind`; None if there is none, or for a part of a GPU."""
+    kinds = [kind for kind in figures if re.match(rf"{kind}\b(?!.* MIG )", device_kind)]
+    return figures[max(kinds, key=len)] if kinds else None
+
+
+def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
+    """The line of statistics; null where nothing was decoded or a peak is unknown.
+
+    No rate includes compilation. (With --quantize, `load_s` includes compiling the rounding, 0.1 s a shape.)
+    """
+    device = mesh.devices.flat[0]
+    steps_per_s = measured["decode_steps"] / measured["decode_s"] if measured["decode_steps"] else None
+    busy = measured["busy_row_steps"]
+    bandwidth = steps_per_s and measured["step_bytes"] * steps_per_s / 1e9
+    peak = published(PEAK_GB_PER_S, device.device_kind)
+    peak_bytes = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices())
+    if not peak_bytes:  # on CPUs, that of the process; getrusage gives KiB, on macOS bytes
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {
+        "model_type": raw_config["model_type"],
+        "devices": mesh.size,
+        "platform": device.platform,
+        "mesh": dict(mesh.shape),
+        "load_s": load_s,
+        "compile_s": measured["compile_s"],
+        "prefill_s": measured["prefill_s"],
+        "prefill_tokens_per_s": measured["prefill_tokens"] / measured["prefill_s"],
+        "decode_steps_per_s": steps_per_s,
+        "decode_tokens_per_s": steps_per_s and measured["decode_tokens"] / measured["decode_s"],
+        "rows_busy": steps_per_s and busy / measured["row_steps"],
+        "tokens_per_step": measured["decode_tokens"] / busy if busy else None,
+        "drafts_accepted": measured["drafts_accepted"] / measured["drafts"] if measured["drafts"] else None,
+        "step_bytes": measured["step_bytes"],
+        "bandwidth_gb_per_s": bandwidth,
+        "bandwidth_utilization": bandwidth and peak and bandwidth / (peak * mesh.size),
+        "peak_memory_gb": peak_bytes / 1e9,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several hosts
+#
+# Each host runs one process of this program, which drives that host's devices. jax.distributed joins the processes, and
+# if one is missing, is killed or hangs, ends the others with messages of its own.
+
+
+def join_hosts(args) -> None:
+    """Joins the processes of this run: those that the flags name, or that jax finds in a TPU pod, Slurm or Open MPI."""
+    jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, and do nothing with it
+    # For Slurm, only a job step counts: sbatch and salloc set the same variables, but start one process.
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1")
+    is_launched = bool(args.coordinator) or os.environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1"
+    is_launched |= "SLURM_STEP_NODELIST" in os.environ and tasks != "1"
+    if not is_launched and not os.path.exists("/dev/accel0") and not os.path.exists("/dev/vfio/0"):
+        return
+    # Under Slurm and Open MPI, jax gives each process one GPU. A process that is alone on its host gets all of them.
+    local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else glob.glob("/dev/nvidia[0-9]*")
+    is_alone = gpus and local.partition("(")[0] == "1"  # Slurm writes 1(x2) for two hosts of one
+    devices = list(range(len(gpus))) if is_alone else None
+    limits = {"initialization_timeout": 30, "heartbeat_timeout_seconds": 20, "shutdown_timeout_seconds": 20}
+    # jax's last try to connect can wait forever: what is left of its time may round to 0 ms, which means no limit.
+    faulthandler.dump_traceback_later(60, exit=True, file=2)
+    try:
+        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, devices, **limits)
+    except Exception as error:  # each way of finding the hosts fails with exceptions of its own
+        if isinstance(error, ValueError) and not is_launched:  # jax knows no cluster: a TPU host that is alone
+            return
+        remedy = "see --coordinator, --num_processes and --process_id"
+        raise InputError(f"jax does not find the other hosts ({one_line(error)}): {remedy}") from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def together(action, facts_of):
+    """Returns action(). Every process calls this. If action raises an error that the user can mend in one of them, or
+    facts_of its result (JSON values by name) differ from process 0's, all processes raise the same InputError."""
+    if jax.process_count() == 1:
+        return action()
+    result, line = None, None
+    try:
+        result = action()
+    except Exception as error:
+        if not (line := users_line(error)):
+            raise
+    name = f"process {jax.process_index()} ({platform.node()}, pid {os.getpid()})"
+    text = json.dumps({"name": name, "error": line, "facts": {} if line else facts_of(result)})
+    sent = np.frombuffer(text.encode().ljust(MESSAGE_BYTES), np.uint8)  # padded with spaces, which JSON allows
+    said = [json.loads(bytes(row)) for row in multihost_utils.process_allgather(sent)]
+    for one in said:
+        if one["error"]:
+            raise InputError(f"{one['name']}: {one['error']}")
+    wanted = said[0]["facts"]
+    for one in said:
+        for fact, value in one["facts"].items():
+            if value != wanted[fact]:
+                raise InputError(f"{one['name']} has {fact} {value}, process 0 has {wanted[fact]}: give all the same")
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The program
+
+
+def decoding(
+    weights, prompts, config, mesh, *, batch_size, max_new_tokens, max_seq_len=None, quantize_cache=None, **options
+) -> Iterator[list[model.Token]]:
+    """What model.py's generate does, with `batch_size` rows at once: by default as many as memory holds, and at most
+    BATCH on a device. All other options are generate's."""
+    dp, longest = mesh.shape["dp"], max(map(len, prompts))
+    max_seq_len = max_seq_len or longest + max_new_tokens - 1
+    slots = max(max_seq_len, model.piece_lengths(longest, config, mesh)[0])
+    cache = model.abstract_cache(config, mesh, dp, slots, weights["norm"].dtype, quantize_cache)  # a row for each of dp
+    size, used, memory = model.stored_bytes(cache), model.stored_bytes(weights), memory_of(mesh)
+    fitting = max(1, int((MEMORY_SHARE * memory - used) // size))
+    rows = min(len(prompts), batch_size or min(fitting, BATCH) * dp)
+    if used + model.ceil_div(rows, dp) * size > memory:
+        what = f"a cache of {rows} x {slots} tokens"
+        raise InputError(f"no memory for {what}; lower max_new_tokens, max_seq_len or batch_size")
+    options |= {"max_new_tokens": max_new_tokens, "max_seq_len": max_seq_len, "quantize_cache": quantize_cache}
+    return generate(weights, prompts, config, mesh, rows=rows, **options)
+
+
+def enable_compilation_cache() -> None:
+    """Keeps up to 4 GiB of compiled programs for the next run, in the user's cache folder. If that cannot be written,
+    jax says so and goes on. Where JAX_COMPILATION_CACHE_DIR is set, jax's own variables decide."""
+    if not jax.config.jax_compilation_cache_dir:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "open-llms-in-jax")
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", 4 * 2**30)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+class Inputs(NamedTuple):
+    """Everything that is read before the weights are loaded."""
+
+    checkpoint: Checkpoint
+    tokenizer: PreTrainedTokenizerFast | SentencePieceBackend
+    prompts: list[str]
+    prompt_tokens: list[list[int]]
+    stop_tokens: tuple[int, ...]
+    mesh: jax.sharding.Mesh
+
+    def facts(self) -> dict:
+        """Hashes of the checkpoint and the prompts, which must be the same on all processes."""
+        digest = hashlib.sha256(json.dumps(self.prompt_tokens).encode()).hexdigest()
+        return {"another checkpoint, SHA-256": convert.fingerprint(self.checkpoint), "other prompts, SHA-256": digest}
+
+
+def read_inputs(args) -> Inputs:
+    """Reads and checks everything but the weights, so that mistakes are reported before the long wait."""
+    folder = find_checkpoint(args.model_path or str(DEMO))
+    prompts = [] if args.chat else read_prompts(args)
+    checkpoint = convert.open_checkpoint(folder, extra_layer=args.draft == "mtp")
+    config = checkpoint.config
+    if args.draft == "mtp" and not config.uses_extra_layer:
+        raise InputError(f"{folder}: no layer of multi-token prediction for --draft mtp; try --draft lookup")
+    tokenizer = read_tokenizer(checkpoint)
+    if args.chat and not tokenizer.chat_template:
+        raise InputError(f"{folder}: --chat needs a chat template, and its tokenizer has none")
+    prompt_tokens = encode(tokenizer, prompts, args.raw or not tokenizer.chat_template)
+    if not args.chat:
+        model.check_prompts(prompt_tokens, config, args.max_seq_len, args.max_new_tokens)
+    check_context(prompt_tokens, checkpoint.raw_config)
+    weights = model.in_format(checkpoint.weights, args.quantize)
+    mesh = model.make_mesh(*mesh_shape(weights, jax.devices(), args.dp, args.ep, args.tp))
+    if args.profile:
+        Path(args.profile).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.profile).close()  # the error of a folder that cannot be written names it
+    return Inputs(checkpoint, tokenizer, prompts, prompt_tokens, read_stop_tokens(checkpoint), mesh)
+
+
+def main() -> None:
+    """Loads the checkpoint, decodes the prompts, prints results and statistics. All processes do the same."""
+    args = parse_arguments()
+    if sys.stdout is None or (args.chat and sys.stdin is None):
+        raise InputError(f"standard {'output' if sys.stdout is None else 'input'} is closed")
+    if not args.no_compilation_cache:
+        enable_compilation_cache()
+    join_hosts(args)
+    convert.find_devices()
+    is_first, processes = jax.process_index() == 0, jax.process_count()
+    if processes > 1:  # process 0 alone prints results; what libraries print goes to standard error
+        results = os.dup(1) if is_first else os.open(os.devnull, os.O_WRONLY)
+        sys.stdout = os.fdopen(results, "w", encoding="utf-8", errors="backslashreplace")
+        os.dup2(2, 1)
+        if args.chat:
+            raise InputError(f"--chat needs one process alone, and there are {processes}")
+        if is_first:
+            print(f"{jax.device_count()} devices of {processes} processes", file=sys.stderr)
+    flags = {"jax": jax.__version__} | {f"--{name}": value for name, value in vars(args).items() if name not in OWN}
+    inputs = together(lambda: read_inputs(args), lambda inputs: flags | inputs.facts())
+    begin = time.perf_counter()
+    weights = jax.block_until_ready(load(inputs.checkpoint, inputs.mesh, args.dtype, args.quantize))
+    load_s = time.perf_counter() - begin
+    if not inputs.tokenizer.chat_template and not args.raw:
+        print("note: this tokenizer has no chat template; the prompts are continued as they are", file=sys.stderr)
+    options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "seed": args.seed}
+    options |= {"quantize_cache": args.quantize_cache, "stop_tokens": inputs.stop_tokens, "progress": Progress()}
+    options |= {"draft": args.draft, "draft_tokens": args.draft_tokens}
+    options["sampling"] = model.Sampling(args.temperature, args.top_k, args.top_p)
+    generation = partial(decoding, weights, config=inputs.checkpoint.config, mesh=inputs.mesh, **options)
+    measured = chat(args, inputs, generation) if args.chat else answer(args, inputs, generation)
+    if not measured:
+        return
+    stats = statistics(inputs.checkpoint.raw_config, inputs.mesh, load_s, measured)
+    if args.output == "json":
+        write(json.dumps({"stats": stats}) + "\n")
+    elif is_first:
+        rounded = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in stats.items()}
+        print(f"stats: {json.dumps(rounded)}", file=sys.stderr)
+
+
+def answer(args, inputs: Inputs, generation) -> dict:
+    """Decodes the prompts and prints the results. Returns what was measured."""
+    measured = {}
+    results = Results(args, inputs.tokenizer, inputs.prompts, inputs.prompt_tokens)
+    steps = generation(inputs.prompt_tokens, max_seq_len=args.max_seq_len, stats=measured)
+    results.add(next(steps))  # the first token is prefill's, what follows is the decode loop
+    if is_interruptible:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if args.output == "json" and not sys.stdout.isatty():  # rows appear when they are finished
+        steps = progress_bar(steps, desc="decoding", unit=" steps")
+    try:
+        with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
+            for tokens in steps:
+                results.add(tokens)
+    except KeyboardInterrupt:
+        results.break_off()
+        print("error: interrupted", file=sys.stderr, flush=True)
+        os._exit(130)
+    return measured
+
+
+def chat(args, inputs: Inputs, generation) -> dict:
+    """A conversation: each line of input is a message, and the model answers it in the light of all before it. `/reset`
+    starts anew, end of file ends it, Ctrl-C stops an answer. Returns what was measured of the last answer.
+
+    The cache is kept, and a message is read from where its conversation differs from what is there. A conversation that
+    outgrows CHAT_SLOTS is read again, into twice as many: programs are compiled for a number of slots.
+    """
+    if is_interruptible:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdin.reconfigure(errors="surrogateescape")  # what is not in UTF-8 is refused by encode
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401, input() then edits lines of any length
+    history, measured, kept = (), {}, {}
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
+        except EOFError:
+            return measured
+        if text.strip() in ("", "/reset"):
+            history = () if text.strip() else history
+            continue
+        results = Results(args, inputs.tokenizer, [text], [])
+        try:
+            prompt_tokens = encode(inputs.tokenizer, [text], raw=False, history=history)
+            check_context(prompt_tokens, inputs.checkpoint.raw_config)
+            slots = max(CHAT_SLOTS, model.power_of_two(len(prompt_tokens[0]) + args.max_new_tokens - 1))
+            slots, of_turn = min(slots, args.max_seq_len or slots), {}
+            for tokens in generation(prompt_tokens, max_seq_len=slots, kept=kept, stats=of_turn):
+                results.add(tokens)
+            measured = of_turn
+        except InputError as error:
+            print(f"error: {users_line(error)}; /reset forgets the conversation", file=sys.stderr)
+            continue
+        except KeyboardInterrupt:
+            write("\n")
+        said = inputs.tokenizer.decode([token.id for token in results.rows[0]], skip_special_tokens=True)
+        history += ({"role": "user", "content": text}, {"role": "assistant", "content": said})
+
+
+if __name__ == "__main__":
+    if sys.stdout is not None:  # closed by the shell
+        sys.stdout.reconfigure(errors="backslashreplace")  # whatever the terminal's encoding, an answer appears
+    convert.run(main)

@@ -1,0 +1,3410 @@
+"""Gemma 4 inference in JAX: the whole model in one file.
+
+It covers the text of `Gemma4ForConditionalGeneration` and `Gemma4UnifiedForConditionalGeneration` of transformers, and
+their `ForCausalLM`: the dense models, the one with experts, and the small ones with per-layer embeddings. What sees and
+hears is left out on purpose. The file has three parts. "The model" is what makes this a Gemma 4: its configuration, its
+weights, its layers. "Running it" is the rest in plain JAX: sharding, decoding, attention over the cache, int8. "Fast on
+each machine" is the appendix: kernels, and what compilers need to be told. The last two consist of blocks that other
+models have too, with options that not every model uses. The file needs only jax and numpy.
+
+Differs from gemma in: `Kind`, since layers that see all tokens have other heads than those with a window, and the last
+layers can attend to keys and values of earlier ones; `attention`, which has a norm of values; norms, which multiply by
+their weight; `feed_forward`, which can have experts beside the MLP; `add_per_layer_input`; a factor after each layer.
+
+    config = Config.from_dict(json.loads(Path("config.json").read_text()))
+    mesh = make_mesh(tp=jax.device_count())
+    weights = ...  # the pytree that abstract_weights(config, mesh, dtype) describes; convert.load reads one
+    for tokens in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):
+        ...
+
+Some words of JAX. A pytree is nested dicts, lists and tuples of arrays; jax.tree.map applies a function to each array.
+Arrays never change: code that stores something returns a new array. A donated argument gives its memory to the result.
+jit compiles a function once for each set of shapes, and for each value of its static arguments. Inside it, an array is
+traced: it has a shape and a dtype, but no values yet. A ShapeDtypeStruct is an array's shape, dtype and sharding
+without the array. A mesh names the axes of a grid of devices, and a PartitionSpec (P) says which of them splits which
+dimension of an array. Under shard_map, code sees this device's part of each array. A collective acts among the devices
+along the axes that it names: psum adds their arrays (an all-reduce), all_gather stacks them or, with tiled=True,
+concatenates them. axis_index is the place of this device along such axes.
+
+Parallelism. A mesh of devices has three axes. `dp` splits the batch. `ep` splits the experts, and `tp` the intermediate
+dimension of each. Both together split the other large matrices: attention by heads, MLPs by intermediate_size (Shoeybi
+et al. 2019, "Megatron-LM"), embeddings and head by vocab_size. All device code runs under `jax.shard_map`, and devices
+exchange nothing except in the collectives that the code spells out. A decode step has one `psum` in the embedding, two
+in each layer (in `summed`; three with experts), and two `all_gather` for the next token; per-layer embeddings add a
+`psum` and an `all_gather`. In prefill the devices along ep divide the tokens of the residual stream (see
+`divide_tokens`). If ep x tp exceeds the kv heads of a layer, R devices share each, and each caches every R-th token for
+it. They exchange queries and outputs (see `exchange`).
+
+Dimension letters, in shapes and einsums. Under shard_map B, N, K, G, F, E and V are the sizes on one device.
+
+    B  rows of the batch         D  hidden_size               V  vocab_size
+    T  tokens of a row           N  num_attention_heads       F  intermediate_size, or moe_intermediate_size
+    S  cache slots of a row      K  kv heads of a layer       X  devices that share a layer, ep x tp
+    C  any contracted dimension  G  query heads per kv head   R  devices that share a kv head
+    O  any output dimension      H  head_dim of a layer       E  num_experts
+    L  num_hidden_layers         P  hidden_size_per_layer_input
+
+Dtypes. Weights, residual stream and cache are bfloat16 by default; `weights_of` and `cache_layout` name the exceptions.
+Matrices that devices split, and the cache, can be int8 with float32 scales; matrices can be in 4 bits too (see "Int4").
+Products accumulate in float32, and `linear` returns float32. The partial sums that devices add with a psum are rounded
+to the residual stream's dtype first, which halves the traffic. Norms, rotary embedding, softmax and logits are float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import NamedTuple, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, NamedSharding, P
+from jax.experimental import multihost_utils
+from jax.experimental import pallas as pl
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
+
+MODEL_AXES = ("ep", "tp")  # the axes of the mesh whose devices share a layer
+
+
+# =====================================================================================================================
+# The model
+# =====================================================================================================================
+
+
+KINDS = ("sliding_attention", "full_attention")
+
+
+class Kind(NamedTuple):
+    """What sets the attention of a layer apart."""
+
+    mask: Mask
+    head_dim: int
+    num_key_value_heads: int
+    keys_are_values: bool  # values are keys before norm and rope
+    is_shared: bool  # it attends to the keys and values of an earlier layer, and has none of its own
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The values of config.json that inference needs, under config.json's own names, and a fact of the checkpoint.
+
+    config.json may nest them in `text_config`.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int  # of layers with a window, as head_dim is
+    head_dim: int = 256
+    num_global_key_value_heads: int = 0  # of layers that see all tokens; from_dict sets this and the next four
+    global_head_dim: int = 512
+    rope: Rope | None = None
+    local_rope: Rope | None = None  # that of layers with a window
+    layer_types: tuple[str, ...] = ()  # for each layer one of KINDS
+    sliding_window: int = 512
+    attention_k_eq_v: bool = False  # in layers that see all tokens, values are keys before their norm
+    num_kv_shared_layers: int = 0  # so many layers, the last ones, have no keys and values of their own
+    use_double_wide_mlp: bool = False  # in those layers
+    vocab_size: int = 262144
+    vocab_size_per_layer_input: int = 262144
+    hidden_size_per_layer_input: int = 256  # 0: there are no per-layer embeddings
+    enable_moe_block: bool = False  # experts beside the MLP of each layer
+    num_experts: int = 0
+    top_k_experts: int = 0
+    moe_intermediate_size: int = 0  # of an expert
+    final_logit_softcapping: float = 0.0  # 0: none
+    rms_norm_eps: float = 1e-6
+    prefix: str = "model."  # of the names of the checkpoint's tensors
+
+    tie_word_embeddings = True  # a constant, as are the next two
+    n_group = topk_group = 1  # `choose_experts` can limit the choice to some groups of experts
+
+    @classmethod
+    def from_dict(cls, config: dict, names: Collection[str] = ()) -> Config:
+        """Reads the dict of a config.json, as releases have it or transformers 5 writes it.
+
+        Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
+        """
+        models = "gemma4", "gemma4_unified", "gemma4_text", "gemma4_unified_text"
+        check_supported(model_type=(config.get("model_type"), models))
+        is_nested, is_unified = config["model_type"] in models[:2], config["model_type"] in models[1::2]
+        text = config.get("text_config") if is_nested else config
+        if not isinstance(text, dict):
+            raise InputError(f"config.json: text_config must be a table, not {text!r:.40}")
+        check_supported(
+            hidden_activation=(text.get("hidden_activation"), (None, "gelu_pytorch_tanh")),
+            attention_bias=(text.get("attention_bias", False), (False,)),
+            tie_word_embeddings=(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True)), (True,)),
+            use_bidirectional_attention=(text.get("use_bidirectional_attention"), (None, "vision")),
+        )
+        # What only one class of transformers has, and the defaults in which they differ.
+        own = {"hidden_size_per_layer_input": 0, "enable_moe_block": False} if is_unified else {}
+        given = {"sliding_window": 1024 if is_unified else 512, "head_dim": cls.head_dim} | text | own
+        given = read_heads(cls, given | {"prefix": "model.language_model." if is_nested else "model."})
+        if text.get("hidden_size_per_layer_input", 0) is None:
+            given["hidden_size_per_layer_input"] = 0
+        layers, shared = given["num_hidden_layers"], given.get("num_kv_shared_layers", 0)
+        default = [KINDS[(i + 1) % 6 == 0] for i in range(layers)]
+        types = read_list(text, "layer_types", KINDS, default, layers)[: layers - 1] + KINDS[1:]  # the last sees all
+        if set(types[: max(layers - shared, 0)]) != set(types):
+            what = "leaves no layer whose keys and values another of its kind could share"
+            raise InputError(f"config.json: num_kv_shared_layers {shared} {what}")
+        heads = read_heads(cls, given | read_global_heads(text, types))
+        given |= {"global_head_dim": heads["head_dim"], "num_global_key_value_heads": heads["num_key_value_heads"]}
+        given["local_rope"], given["rope"] = ropes_by_kind(text, given["head_dim"], heads["head_dim"])
+        result = cls(**given, layer_types=types)
+        if result.enable_moe_block:
+            read_fields(cls, given, needed=("num_experts", "top_k_experts", "moe_intermediate_size"))
+            check_routing(result, result.num_experts)
+        return result
+
+    @property
+    def num_experts_per_tok(self) -> int:
+        """`top_k_experts`, under the name that other models have for it."""
+        return self.top_k_experts
+
+    def kind(self, layer: int) -> Kind:
+        """What sets a layer's attention apart."""
+        is_shared = layer >= self.num_hidden_layers - self.num_kv_shared_layers
+        if self.layer_types[layer] == "full_attention":
+            return Kind(Mask(), self.global_head_dim, self.num_global_key_value_heads, self.attention_k_eq_v, is_shared)
+        return Kind(Mask(self.sliding_window), self.head_dim, self.num_key_value_heads, False, is_shared)
+
+    def mask(self, layer: int) -> Mask:
+        """Which tokens a token attends to in a layer."""
+        return self.kind(layer).mask
+
+    def source(self, layer: int) -> int:
+        """The layer whose keys and values a layer attends to: its own or, if it has none, the last one of its kind."""
+        own = range(min(layer + 1, self.num_hidden_layers - self.num_kv_shared_layers))
+        return max(i for i in own if self.layer_types[i] == self.layer_types[layer])
+
+
+def read_global_heads(config: dict, types: tuple[str, ...]) -> dict:
+    """What config.json says of the heads of layers that see all tokens, under the names of those with a window.
+    Releases have names of their own for it, and transformers 5 a table of what is different in which layer."""
+    table = config.get("per_layer_config")
+    if table is None:
+        K = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
+        heads = {"head_dim": config.get("global_head_dim", 512), "num_key_value_heads": K}
+        return {name: value for name, value in heads.items() if value is not None}
+    if not isinstance(table, dict):
+        raise InputError(f"config.json: per_layer_config must be a table, not {table!r:.40}")
+    table = {int(name) if name.isdecimal() else name: heads for name, heads in table.items()}  # "04", for example
+    full = [i for i, kind in enumerate(types) if kind == "full_attention"]
+    heads = table.get(full[0], {})
+    is_uniform = isinstance(heads, dict) and table == ({i: heads for i in full} if heads else {})
+    if not is_uniform or heads.keys() - {"head_dim", "num_key_value_heads"}:
+        what = "must give all full_attention layers the same head_dim and num_key_value_heads, and say nothing else"
+        raise InputError(f"config.json: per_layer_config {what}")
+    return heads
+
+
+def ropes_by_kind(config: dict, head_dim: int, global_head_dim: int) -> tuple[Rope, Rope]:
+    """The rope of layers with a window, and that of layers that see all tokens: a table for each kind of layer."""
+    tables = config.get("rope_parameters") or {
+        "sliding_attention": {},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    }
+    if not isinstance(tables, dict):
+        raise InputError(f"config.json: rope_parameters must be a table, not {tables!r:.40}")
+    local, full = ({"rope_parameters": tables.get(kind)} for kind in KINDS)
+    return read_rope(local, "head_dim", head_dim), read_rope(full, "global_head_dim", global_head_dim)
+
+
+def weights_of(config: Config) -> dict:
+    """A pytree of Weight: which tensors of the checkpoint make each array, its shape, and how devices split it.
+
+    A matrix is [output, input], as in the checkpoint. Split by output, each device computes some of the outputs. Split
+    by input, each device computes a partial sum of all outputs, and a psum adds the sums. `qkv` joins q_proj, k_proj
+    and v_proj, as far as a layer has them, so that they are one product: a device holds its query heads, then its key
+    heads, then its value heads. `gate_up` joins gate_proj and up_proj likewise. The embedding is the head too. Experts
+    are split over ep, and each like an MLP over tp. The router, which every device needs, is whole on each, and so are
+    norms and the two small matrices of per-layer embeddings: to split those would cost another psum in each layer.
+    Norms in layers are float32, so that no step converts them. "Declaring weights" explains Part, by_output, by_input
+    and whole.
+    """
+    D, E, N = config.hidden_size, config.num_experts, config.num_attention_heads
+    L, P = config.num_hidden_layers, config.hidden_size_per_layer_input
+    float32_vector = partial(whole, dtype="float32")
+
+    def layer(i):
+        module, kind = f"{config.prefix}layers.{i}", config.kind(i)
+        attention, H, K = f"{module}.self_attn", kind.head_dim, kind.num_key_value_heads
+
+        def norm(name, size):
+            return float32_vector(f"{module}.{name}.weight", size)
+
+        # A device has whole kv heads with their query heads. If R devices share a kv head, each has some of its query
+        # heads, and all have a copy of its key and value rows.
+        q, o = (Part({f"{attention}.{name}": N * H}, units=N, groups=K) for name in ("q_proj", "o_proj"))
+        k, v = (
+            Part({f"{attention}.{name}": K * H}, units=K, groups=K, replicated=True) for name in ("k_proj", "v_proj")
+        )
+        of_keys = [] if kind.is_shared else [k] if kind.keys_are_values else [k, v]
+        F = config.intermediate_size * (2 if kind.is_shared and config.use_double_wide_mlp else 1)
+        gate, up, down = (Part({f"{module}.mlp.{name}": F}) for name in ("gate_proj", "up_proj", "down_proj"))
+        weights = {
+            "attention_norm": norm("input_layernorm", D),
+            "qkv": by_output(D, q, *of_keys),
+            "q_norm": norm("self_attn.q_norm", H),
+            "o": by_input(D, o),
+            "post_attention_norm": norm("post_attention_layernorm", D),
+            "mlp_norm": norm("pre_feedforward_layernorm", D),
+            "gate_up": by_output(D, gate, up),
+            "down": by_input(D, down),
+            "post_feed_forward_norm": norm("post_feedforward_layernorm", D),
+            "scalar": float32_vector(f"{module}.layer_scalar", 1),
+        }
+        if not kind.is_shared:
+            weights["k_norm"] = norm("self_attn.k_norm", H)
+        if config.enable_moe_block:
+            experts, F = f"{module}.experts", config.moe_intermediate_size
+            whole_lanes = {"multiple": 128}  # a released expert has 5.5 times as many columns; zeros fill the last
+            gate, up = (
+                Part({f"{experts}.gate_up_proj": 2 * F}, rows=(first, first + F), **whole_lanes) for first in (0, F)
+            )
+            down = Part({f"{experts}.down_proj": F}, **whole_lanes)
+            weights |= {
+                "post_mlp_norm": norm("post_feedforward_layernorm_1", D),
+                "experts_norm": norm("pre_feedforward_layernorm_2", D),
+                "router_norm": float32_vector(f"{module}.router.scale", D),
+                "router": whole(f"{module}.router.proj.weight", E, D),
+                "expert_scale": float32_vector(f"{module}.router.per_expert_scale", E),
+                "experts_gate_up": by_output(D, gate, up, experts=E, transposed=False),
+                "experts_down": by_input(D, down, experts=E, transposed=False),
+                "post_experts_norm": norm("post_feedforward_layernorm_2", D),
+            }
+        if P:
+            weights |= {
+                "per_layer_gate": whole(f"{module}.per_layer_input_gate.weight", P, D),
+                "per_layer_projection": whole(f"{module}.per_layer_projection.weight", D, P),
+                "post_per_layer_norm": norm("post_per_layer_input_norm", D),
+            }
+        return weights
+
+    weights = {
+        "embedding": by_output(D, Part({f"{config.prefix}embed_tokens": config.vocab_size})),
+        "layers": [layer(i) for i in range(L)],
+        "norm": whole(f"{config.prefix}norm.weight", D),  # its dtype is that of the residual stream
+    }
+    if P:
+        table, model_projection = (
+            Part({f"{config.prefix}{name}": rows})
+            for name, rows in (
+                ("embed_tokens_per_layer", config.vocab_size_per_layer_input),
+                ("per_layer_model_projection", L * P),
+            )
+        )
+        weights |= {
+            "per_layer_embedding": by_output(L * P, table),
+            "per_layer_model_projection": by_output(D, model_projection),
+            "per_layer_norm": float32_vector(f"{config.prefix}per_layer_projection_norm.weight", P),
+        }
+    return weights
+
+
+def left_out(name: str, config: Config) -> str | None:
+    """Why a tensor of the checkpoint is left out on purpose, or None."""
+    if name == "lm_head.weight":
+        return "tied to embed_tokens.weight"
+    modules = "vision_tower.", "embed_vision.", "vision_embedder.", "audio_tower.", "embed_audio."
+    if name.removeprefix("model.").startswith(modules):
+        return "for images or sound, and this model reads text"
+    unused = tuple(
+        f"{config.prefix}layers.{i}.self_attn.{part}."
+        for i in range(config.num_hidden_layers)
+        for part in ("k_proj", "v_proj", "k_norm")
+        if config.kind(i).is_shared
+    )
+    return "of a layer that shares keys and values" if name.startswith(unused) else None
+
+
+UNIT = np.float32(1)  # the weight of a norm that has none
+
+
+@jax.named_scope("attention")  # the name in a profiler's trace
+def attention(x, w: dict, cache: LayerCache, positions: Array, attend, config: Config, kind: Kind, turn, shared):
+    """The first half of a layer, on the residual stream x, [1, B T, D] or a share (see divide_tokens), at positions
+    [B, T]: norm, attention, another norm, residual. Returns the new x, the new cache, and keys and values.
+
+    A layer without keys and values of its own takes those that an earlier one returned, `shared`, and that one's cache.
+    It stores them there again, which changes nothing. `turn` is the layer's cos_and_sin of the positions.
+
+    `attend(q, k, v, cache, positions, mask, R=R)` is cached_attention; `step` binds its other arguments. q
+    [B, T, N, H] is normed, and so not scaled; k and v are float32 [B, T, K, H]. It returns the attention output
+    [B, T, N H], and this layer's cache with k and v stored.
+    """
+    eps, rope = config.rms_norm_eps, config.local_rope if kind.mask.window else config.rope
+    h = all_tokens(rms_norm(x, w["attention_norm"], eps)).reshape(*positions.shape, -1)
+    heads = linear(h, w["qkv"]).reshape(*positions.shape, -1, kind.head_dim)
+    if kind.is_shared:
+        q = turned(rms_norm(heads, w["q_norm"], eps), *turn, rope)
+    else:
+        K = cache.k.shape[1]
+        N = heads.shape[2] - (K if kind.keys_are_values else 2 * K)
+        heads = jnp.concatenate([heads[:, :, : N + K], heads[:, :, -K:]], axis=2)  # keys again, if they are values
+        number = jnp.arange(N + 2 * K)[:, None]
+        scale = jnp.where(number < N, w["q_norm"], jnp.where(number < N + K, w["k_norm"], 1))
+        heads = rms_norm(heads, scale, eps)  # of each head; all together, for fewer kernels
+        q, k = jnp.split(turned(heads[:, :, : N + K], *turn, rope), [N], axis=2)
+        shared = k, heads[:, :, N + K :]
+    R = sharers(kind.num_key_value_heads, jax.lax.axis_size(MODEL_AXES))
+    out, cache = attend(q.astype(x.dtype), *shared, cache, positions, kind.mask, R=R)
+    out = summed(linear(out, w["o"]), x)
+    return x + rms_norm(out, w["post_attention_norm"], eps), cache, shared
+
+
+@jax.named_scope("mlp")
+def feed_forward(x: Array, w: dict, config: Config) -> Array:
+    """The second half of a layer, on x as above: norm, an MLP and maybe the experts that a router chooses, another
+    norm, residual. MLP, experts and router each have a norm of their own, of the same x."""
+    eps = config.rms_norm_eps
+    if "router" in w:
+        h = all_tokens(rms_norm(x, UNIT, eps))
+        for_mlp, for_router, for_experts = (
+            (h * w[name]).astype(x.dtype).reshape(-1, h.shape[-1])
+            for name in ("mlp_norm", "router_norm", "experts_norm")
+        )
+        ids, scores = route(linear(for_router, w["router"]) * config.hidden_size**-0.5, config)
+        # Its own scale of each: a sum of one number, since XLA for TPUs would look it up in a loop.
+        is_chosen = ids[:, :, None] == jnp.arange(config.num_experts)
+        scores = scores * jnp.sum(jnp.where(is_chosen, w["expert_scale"], 0), axis=-1)
+        routed = experts(for_experts, ids, scores, w["experts_gate_up"], w["experts_down"], activation)
+        out = rms_norm(summed(geglu(for_mlp, w["gate_up"], w["down"]), x), w["post_mlp_norm"], eps)
+        out = out + rms_norm(summed(routed, x), w["post_experts_norm"], eps)
+    else:
+        h = all_tokens(rms_norm(x, w["mlp_norm"], eps))
+        out = summed(geglu(h, w["gate_up"], w["down"]), x)
+    return x + rms_norm(out, w["post_feed_forward_norm"], eps)
+
+
+def geglu(x: Array, gate_up: Format, down: Format) -> Array:
+    """This device's part of down(gelu(gate(x)) up(x)), a GeGLU (Shazeer 2020), for x [.., D]: float32 [.., D], to be
+    summed over ep x tp."""
+    gate, up = linear_halves(x, gate_up)
+    return linear((jax.nn.gelu(gate, approximate=True) * up).astype(x.dtype), down)
+
+
+def route(logits: Array, config: Config) -> tuple[Array, Array]:
+    """The experts of each token, int32 [B, k], and the weights of their outputs, float32 [B, k], from the router's
+    float32 logits [B, E]: the k most probable, by a softmax over all. B counts tokens here, and E all experts."""
+    scores = jax.nn.softmax(logits)
+    return choose_experts(scores, scores, best=1, config=config)  # `best` is of a group, and there are no groups
+
+
+def weighed(scores: Array, config: Config) -> Array:
+    """The weights [B, k] of the chosen experts' outputs, from their scores. choose_experts calls it."""
+    return scores / jnp.sum(scores, axis=1, keepdims=True)
+
+
+def activation(gate: Array, up: Array, score: Array) -> Array:
+    """gelu(gate) * up of an expert, times the score [B, 1] that weighs its output: float32 [B, F]. The next product is
+    linear, so the score can be applied before it. `experts` passes score 0 for a row that did not choose the expert."""
+    return jax.nn.gelu(gate, approximate=True) * up * score
+
+
+def per_layer_inputs(tokens: Array, x: Array, weights: dict, config: Config) -> Array:
+    """What each layer gets of tokens [B, T] with embeddings x [B, T, D], besides x: [B, T, L, P] in x's dtype. It is
+    the mean of a row of another embedding and of a projection of x, which is normed, times sqrt(2)."""
+    shape = config.num_hidden_layers, config.hidden_size_per_layer_input
+    columns = math.prod(shape)
+    looked_up = rows_of_tokens(tokens, weights["per_layer_embedding"], columns, x.dtype)
+    # Each device computes some columns and needs all of them; the last ones may be padding.
+    projected = linear(x, weights["per_layer_model_projection"]) * config.hidden_size**-0.5
+    projected = jax.lax.all_gather(projected.astype(x.dtype), MODEL_AXES, axis=2, tiled=True)[..., :columns]
+    looked_up, projected = (y.reshape(*tokens.shape, *shape).astype(jnp.float32) for y in (looked_up, projected))
+    projected = rms_norm(projected, weights["per_layer_norm"], config.rms_norm_eps)
+    return ((projected + looked_up * config.hidden_size_per_layer_input**0.5) * 2**-0.5).astype(x.dtype)
+
+
+@jax.named_scope("per_layer_input")
+def add_per_layer_input(x: Array, w: dict, given: Array, config: Config) -> Array:
+    """What follows the second half of a layer with per-layer embeddings: x gates the layer's own input, `given`, P for
+    each token of x, and a projection of that is normed and added to x."""
+    gate = jax.nn.gelu(linear(x, w["per_layer_gate"]), approximate=True)
+    out = linear((gate * given).astype(x.dtype), w["per_layer_projection"]).astype(x.dtype)
+    return x + rms_norm(out, w["post_per_layer_norm"], config.rms_norm_eps)
+
+
+def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCache], attend, config: Config):
+    """The layers on tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the new cache.
+
+    It is a Python loop, not a jax.lax.scan over stacked weights: the compiler can then fetch the next layer's weights
+    ahead, and copies neither weights nor cache. The inner jit has JAX trace `layer` once for each kind of layer.
+
+    Layers without keys and values of their own leave nothing for later tokens. So they take of a prompt only the last
+    tokens that are known, since the next one follows them; the hidden states of the others are zeros then.
+    """
+
+    @partial(jax.jit, static_argnames="kind")
+    def layer(x, w, layer_cache, positions, turn, shared, given, kind):
+        # XLA for TPUs would fetch weights too many layers ahead, since these differ in size, and have no room for those
+        # that are needed next.
+        x, w = jax.lax.optimization_barrier((x, w))
+        x, layer_cache, shared = attention(x, w, layer_cache, positions, attend, config, kind, turn, shared)
+        x = feed_forward(x, w, config)
+        if given is not None:
+            x = add_per_layer_input(x, w, divide_tokens(given), config)
+        return (x * w["scalar"]).astype(x.dtype), layer_cache, shared
+
+    def turns_of(positions):
+        # The barrier hides how they are computed: XLA for TPUs then fetches more weights ahead.
+        return jax.lax.optimization_barrier([cos_and_sin(positions, rope) for rope in (config.rope, config.local_rope)])
+
+    (B, T), rows, turns = tokens.shape, jnp.arange(len(tokens))[:, None], turns_of(positions)
+    R, known, kept = cache_sharers(config, jax.lax.axis_size(MODEL_AXES)), attend.keywords.get("known"), None
+    few = ceil_div(2 * FEW, R) * R  # more than FEW, which would be those of a step of decoding
+    x = embed(tokens, weights, config)
+    x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)  # in bfloat16 the factor is rounded, as in the reference
+    inputs = per_layer_inputs(tokens, x, weights, config) if config.hidden_size_per_layer_input else None
+    x = divide_tokens(x)
+    cache, shared = list(cache), {}  # the caller's list stays as it is
+    for i, w in enumerate(weights["layers"]):
+        kind, source = config.kind(i), config.source(i)
+        if kind.is_shared and kept is None and few < T and known is not None:
+            kept = jnp.clip(known - few, 0, T - few)[:, None] + jnp.arange(few)
+            everything = all_tokens(x).reshape(B, T, -1), positions, inputs, shared
+            x, positions, inputs, shared = jax.tree.map(lambda y: y[rows, kept], everything)
+            x, turns = divide_tokens(x), turns_of(positions)
+        turn, given = turns[kind.mask.window is not None], None if inputs is None else inputs[:, :, i]
+        of_layer = cache[source], positions, turn, shared.get(source), given
+        x, cache[source], shared[source] = layer(x, w, *of_layer, kind=kind)
+    x = all_tokens(x).reshape(B, -1, config.hidden_size)
+    return x if kept is None else jnp.zeros((B, T, x.shape[2]), x.dtype).at[rows, kept].set(x), cache
+
+
+@jax.named_scope("head")
+def output_logits(weights: dict, x: Array, config: Config) -> Array:
+    """The logits of this device's part of the vocabulary, float32 [B, V], for hidden states x [B, D]."""
+    x = rms_norm(x, weights["norm"], config.rms_norm_eps)
+    logits = softcapped(linear(x, weights["embedding"]), config.final_logit_softcapping or None)
+    return mask_padding(logits, config)
+
+
+# =====================================================================================================================
+# Running it
+# =====================================================================================================================
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mesh and sharding
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used. The message is one line that names the thing and the remedy."""
+
+
+def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None) -> Mesh:
+    """A mesh (dp, ep, tp) over `devices`, by default all of them. jax.make_mesh places devices along `ep` and `tp` next
+    to each other, since they communicate in every layer."""
+    devices = jax.devices() if devices is None else devices
+    if dp * ep * tp != len(devices):
+        needs = f"dp x ep x tp = {dp} x {ep} x {tp} needs {dp * ep * tp} devices, and there are {len(devices)}"
+        raise InputError(f"the mesh {needs}; choose --dp --ep --tp so that their product is that number")
+    axis_types = (jax.sharding.AxisType.Auto,) * 3
+    return jax.make_mesh((dp, ep, tp), ("dp", *MODEL_AXES), axis_types=axis_types, devices=devices)
+
+
+def model_shards(mesh: Mesh) -> int:
+    """X, the number of devices that share each layer."""
+    return mesh.shape["ep"] * mesh.shape["tp"]
+
+
+def sharers(groups: int, shards: int) -> int:
+    """R, how many consecutive devices of `shards` share each of these groups, such as kv heads. It divides `shards`."""
+    return max(R for R in range(1, max(shards // groups, 1) + 1) if shards % R == 0)
+
+
+def shard_index(R: int) -> Array | int:
+    """Which of the R consecutive devices that share a cache this device is."""
+    return 0 if R == 1 else jax.lax.rem(jax.lax.axis_index(MODEL_AXES), R)
+
+
+def sharer_groups(R: int) -> list[list[int]]:
+    """The devices of MODEL_AXES in groups of R consecutive ones, for the axis_index_groups of a collective."""
+    return np.arange(jax.lax.axis_size(MODEL_AXES)).reshape(-1, R).tolist()
+
+
+def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, out_specs: object):
+    """`body(weights, ..)` under shard_map. The specs of the weights are those declared: traced arrays have none."""
+    in_specs = (jax.tree.map(Weight.specs, weights_of(config), weights), *in_specs)
+    # check_vma would have each kernel declare which devices' outputs differ.
+    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Number formats
+
+
+class Format:
+    """How a matrix, or a side of the cache, holds its numbers [.., C]: a pytree of arrays. Each format has these
+    methods; what stands here is what most of them do."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the numbers."""
+        return self.values.shape
+
+    @classmethod
+    def on(cls, weight: Weight, mesh: Mesh) -> type[Format]:
+        """The format in which the devices of a mesh hold a weight that is declared in this one."""
+        return cls
+
+    @classmethod
+    def declare(cls, shape: tuple[int, ...], dtype: jnp.dtype) -> Format:
+        """The format of numbers of a shape, with a ShapeDtypeStruct for each array. `dtype` is that of numbers that are
+        not rounded."""
+        raise NotImplementedError
+
+    @classmethod
+    def width(cls, C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
+        """The input dimension C of a device's part of a weight as it is stored, maybe with zeros beside it."""
+        return stored_width(C, weight, jnp.dtype(jnp.int8), mesh)
+
+    def specs(self, spec: P) -> Format:
+        """The format with a PartitionSpec for each array, by that of the numbers."""
+        return jax.tree.map(lambda array: P(*spec[: len(array.shape)]), self)
+
+    def of(self, x: Array) -> Format:
+        """Numbers x [.., C] in this format, with its dtypes."""
+        raise NotImplementedError
+
+    def in_order(self, x: Array) -> Array:
+        """x [.., C] with its columns in the order in which values_and_scale gives those of the format."""
+        return x
+
+    def values_and_scale(self, dtype: jnp.dtype) -> tuple[Array, Array | None]:
+        """The numbers [.., C], rounded ones in `dtype`, and the scale [..] by which they are still to be multiplied,
+        None where there is none."""
+        raise NotImplementedError
+
+    def cpu_product(self, x: Array) -> Array:
+        """`product` in the way that suits CPUs."""
+        return product(x, self)
+
+    def gpu_product(self, x: Array) -> Array:
+        """`product` in the way that suits GPUs."""
+        return product(x, self)
+
+    def tpu_product(self, x: Array) -> Array:
+        """`product` in the way that suits TPUs."""
+        return product(x, self, min_rows=8)
+
+    def rows(self, start: int, stop: int) -> Format:
+        """Some rows of a matrix."""
+        return jax.tree.map(lambda array: array[start:stop], self)
+
+    # Of these the first that divides an expert's columns: what CPUs multiply one row with at a time.
+    expert_columns = (2048,)
+    # What TPUs' expert_kernel takes at a time: columns of an expert, and at least so many tokens.
+    kernel_columns, kernel_rows = 128, 1
+
+    def piece(self, e: Array, axis: int, i: int | Array, n: int, count: int = 1) -> list[tuple]:
+        """Where `count` times n rows (axis 0) or columns (1) of expert e are in each array, from row i * n on."""
+        part = pl.ds(pl.multiple_of(i * n, n), count * n)
+        index = (part, slice(None)) if axis == 0 else (slice(None), part)
+        return [(e if a.ndim == 3 else pl.ds(e, 1), *index)[: a.ndim] for a in jax.tree.leaves(self)]
+
+    def kernel_product(self, x: Array) -> Array:
+        """x [B, C] times a piece [O, C] in a kernel for TPUs: float32 [B, O]."""
+        values, scale = self.values_and_scale(x.dtype)
+        y = einsum("bc,oc->bo", x, values)
+        return y if scale is None else y * scale
+
+
+def format_of_arrays(cls: type) -> type:
+    """A format as a pytree: the dataclass `cls`, whose fields are arrays."""
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False)(cls))
+
+
+@format_of_arrays
+class Plain(Format):
+    """Numbers as they are: `values` [.., C]."""
+
+    values: Array
+
+    bits = 16
+
+    @classmethod
+    def declare(cls, shape, dtype):
+        return cls(jax.ShapeDtypeStruct(shape, dtype))
+
+    @classmethod
+    def width(cls, C, weight, dtype, mesh):
+        return stored_width(C, weight, jnp.dtype(dtype), mesh)
+
+    def of(self, x):
+        return Plain(x.astype(self.values.dtype))
+
+    def values_and_scale(self, dtype):
+        return self.values, None
+
+    def cpu_product(self, x):
+        return plain_cpu_product(x, self.values)
+
+    def tpu_product(self, x):
+        return streamed_product(x, self.values) if is_streamed(x, self.values) else super().tpu_product(x)
+
+
+@format_of_arrays
+class Int8(Format):
+    """int8 `values` [.., C] times float32 `scale` [..]: one scale for each vector along the last dimension.
+
+    A weight [.., O, C] has a scale for each output channel, which is applied after the product. The embedding [V, D]
+    has one for each token, a cache [B, K, S, H] one for each token and head, an activation [B, C] one for each row.
+    """
+
+    values: Array
+    scale: Array
+
+    bits = 8
+
+    @classmethod
+    def declare(cls, shape, dtype):
+        return cls(jax.ShapeDtypeStruct(shape, jnp.int8), jax.ShapeDtypeStruct(shape[:-1], jnp.float32))
+
+    def of(self, x):
+        return quantize(x)
+
+    def values_and_scale(self, dtype):
+        return self.values.astype(dtype), self.scale
+
+    def cpu_product(self, x):
+        return int8_cpu_product(x, self.values) * self.scale
+
+    def tpu_product(self, x):
+        if is_streamed(x, self.values):
+            return streamed_product(x, self.values) * self.scale
+        return super().tpu_product(x)
+
+
+def quantize(x: Array) -> Int8:
+    """Symmetric rounding to int8 along the last dimension: the largest magnitude becomes 127."""
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / 127
+    values = jnp.round(x / jnp.where(scale == 0, 1, scale)[..., None])
+    return Int8(values.astype(jnp.int8), scale)
+
+
+FORMATS = {None: Plain, "int8": Int8}  # by what main.py's --quantize asks for; the block "Int4" adds one
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Declaring weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Rows of the checkpoint's tensors that devices split; columns, if the weight is split by input.
+
+    `tensors` maps names to numbers of rows; they are concatenated. A name with `{}` stands for one tensor per expert;
+    in the weight of several experts, a name without it is a packed tensor [experts, input, output], or of vectors.
+
+    The rows form `units` of equal size that are never cut, such as heads (0: each row is one). Units form `groups`,
+    such as the query heads of one kv head. A device holds whole groups. If R devices share a group, its units are
+    divided among them; a `replicated` part is copied to each. The last devices may get fewer groups or units, or none,
+    and have zeros for them. `rows` (start, stop) limits the part to these rows. `within` (start, stop) takes these rows
+    of each unit. The units of a device are rounded up to a multiple of `multiple`, with zeros.
+    """
+
+    tensors: dict[str, int]
+    units: int = 0
+    groups: int = 1
+    replicated: bool = False
+    rows: tuple[int, int] | None = None
+    within: tuple[int, int] | None = None
+    multiple: int = 1
+
+    def layout(self) -> tuple[int, int, int]:
+        """The first row to take, the number of units, and the rows of one."""
+        first, last = self.rows or (0, sum(self.tensors.values()))
+        units = self.units or last - first
+        return first, units, (last - first) // units
+
+    def assigned_units(self, shard: int, shards: int) -> tuple[int, int, int]:
+        """The units of device `shard` of `shards`: the first, the one after the last, and how many it has room for."""
+        R, units = sharers(self.groups, shards), self.layout()[1]
+        size = units // self.groups * ceil_div(self.groups, shards // R)  # units of the groups of a device
+        room = size if self.replicated else ceil_div(size, R * self.multiple) * self.multiple
+        begin = min(shard // R * size, units)
+        end = min(begin + size, units)
+        first = begin if self.replicated else min(begin + shard % R * room, end)
+        return first, min(first + room, end), room
+
+    def rows_per_device(self, shards: int) -> int:
+        """How many rows each of `shards` devices has room for."""
+        start, stop = self.within or (0, self.layout()[2])
+        return self.assigned_units(0, shards)[2] * (stop - start)
+
+    def row_slices(self, shard: int, shards: int) -> Iterator[tuple[str, slice]]:
+        """The rows of device `shard` of `shards` in order, as slices of tensors by name."""
+        (first, last, _), (begin, _, rows) = self.assigned_units(shard, shards), self.layout()
+        runs, step = [(begin + rows * first, begin + rows * last)], 1
+        if self.within:
+            start, stop = self.within
+            runs = [(begin + rows * i + start, begin + rows * i + stop) for i in range(first, last)]
+            if stop - start == 1 < len(runs):  # one slice instead of thousands
+                runs, step = [(runs[0][0], runs[-1][1])], rows
+        for start, stop in runs:
+            for name, size in self.tensors.items():
+                if max(start, 0) < min(stop, size):
+                    yield name, slice(start % step if start < 0 else start, min(stop, size), step)
+                start, stop = start - size, stop - size
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A weight: its parts, concatenated along the output or the input dimension of a matrix.
+
+    `split` is the dimension that devices split: 0 the output, 1 the input, None: each device holds all of it.
+    `other_dim` is the size of the other dimension of a matrix, None for a vector. `experts` is how many matrices are
+    stacked along a first dimension, 0 for one matrix alone. `dtype` is a fixed one, also in converted checkpoints.
+    `per_head` says that each head is multiplied on its own (see head_dtype). `transposed` says that the checkpoint has
+    the matrix as [input, output], as most have packed experts. A matrix is held in `format`.
+    """
+
+    parts: tuple[Part, ...]
+    split: int | None
+    other_dim: int | None
+    suffix: str  # of the tensors' names
+    experts: int = 0
+    dtype: str | None = None
+    per_head: bool = False
+    transposed: bool = False
+    format: type[Format] | Int4Groups = Plain
+
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that split one matrix. Experts are split over ep, so only tp splits each one."""
+        return () if self.split is None else MODEL_AXES[1:] if self.experts else MODEL_AXES
+
+    def is_packed(self) -> bool:
+        """Whether the matrices, or vectors, of all experts are one tensor."""
+        return bool(self.experts) and not any("{}" in name for part in self.parts for name in part.tensors)
+
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix that devices split, in no dtype of its own: it can be rounded."""
+        return self.split is not None and self.other_dim is not None and self.dtype is None
+
+    def full_name(self, name: str, expert: int = 0) -> str:
+        """The full name in the checkpoint of a part's tensor."""
+        return name.format(expert) + self.suffix
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        """The shape of one matrix, or vector, with `rows` rows."""
+        if self.other_dim is None:
+            return (rows,)
+        return (self.other_dim, rows) if self.split == 1 else (rows, self.other_dim)
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of the checkpoint, with their shapes. Input dimensions are last, of transposed ones too."""
+        shapes = {name: self.shape(rows) for part in self.parts for name, rows in part.tensors.items()}
+        if self.is_packed():
+            return {self.full_name(name): (self.experts, *shape) for name, shape in shapes.items()}
+        return {self.full_name(name, e): shape for e in range(self.experts or 1) for name, shape in shapes.items()}
+
+    def columns(self) -> int:
+        """The input dimension of a matrix in the checkpoint."""
+        return sum(self.parts[0].tensors.values()) if self.split == 1 else self.other_dim
+
+    def uncut_columns(self, mesh: Mesh) -> int:
+        """The largest number of columns of a matrix of which no device has only a part: its first column, and how many
+        it has, are multiples of it."""
+        part, shards = self.parts[0], math.prod(mesh.shape[axis] for axis in self.axes())
+        if self.split != 1:
+            return self.other_dim
+        firsts = (part.assigned_units(shard, shards)[0] for shard in range(shards))
+        return math.gcd(*firsts, part.assigned_units(0, shards)[2]) * part.layout()[2]
+
+    def spec(self) -> P:
+        """Which axes of the mesh split its dimensions."""
+        split = [] if self.split is None else [None] * (1 if self.other_dim is None else 2)
+        if split:
+            split[self.split] = self.axes()
+        return P(*[MODEL_AXES[0]] * bool(self.experts), *split)
+
+    def specs(self, held: Array | Format) -> P | Format:
+        """The PartitionSpec of each array of the weight."""
+        return self.spec() if self.other_dim is None else held.specs(self.spec())
+
+    def abstract(self, mesh: Mesh, dtype: jnp.dtype) -> jax.ShapeDtypeStruct | Format:
+        """The weight on a mesh, a jax.ShapeDtypeStruct with its sharding for each array. Raises InputError if the
+        devices along ep cannot hold as many experts each."""
+        if self.experts % mesh.shape["ep"]:
+            raise InputError(f"ep = {mesh.shape['ep']} does not divide the {self.experts} experts; choose a divisor")
+        shards = math.prod(mesh.shape[axis] for axis in self.axes())
+        shape = list(self.shape(shards * sum(part.rows_per_device(shards) for part in self.parts)))
+        dtype, format = self.dtype or (head_dtype(dtype, mesh) if self.per_head else dtype), self.format.on(self, mesh)
+        if self.is_matrix() and not self.per_head:
+            cuts = shards if self.split == 1 else 1
+            shape[1] = cuts * format.width(shape[1] // cuts, self, dtype, mesh)
+        shape = (*[self.experts] * bool(self.experts), *shape)
+        held = jax.ShapeDtypeStruct(shape, dtype) if self.other_dim is None else format.declare(shape, dtype)
+
+        def array(x, spec):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+        return jax.tree.map(array, held, self.specs(held))
+
+
+def by_output(inputs: int, *parts: Part, experts: int = 0, per_head=False, transposed: bool | None = None) -> Weight:
+    """A matrix [rows of the parts, inputs] split by output, or `experts` of them: transposed, if they are packed."""
+    weight = Weight(parts, 0, inputs, ".weight", experts, per_head=per_head, transposed=bool(transposed))
+    return dataclasses.replace(weight, suffix="", transposed=transposed is not False) if weight.is_packed() else weight
+
+
+def by_input(outputs: int, part: Part, experts: int = 0, transposed: bool | None = None) -> Weight:
+    """A matrix [outputs, rows of the part] split by input, or `experts` of them."""
+    return dataclasses.replace(by_output(outputs, part, experts=experts, transposed=transposed), split=1)
+
+
+def bias(*parts: Part, suffix: str = ".bias", experts: int = 0, dtype: str | None = None) -> Weight:
+    """A vector split over devices, such as the biases of a matrix that is split by output; or one for each expert."""
+    return Weight(parts, 0, None, suffix, experts, dtype)
+
+
+def whole(name: str, *shape: int, dtype: str | None = None, transposed=False) -> Weight:
+    """A vector or a matrix that each device holds whole, and that is never rounded."""
+    other_dim = shape[1] if shape[1:] else None
+    return Weight((Part({name: shape[0]}),), None, other_dim, "", dtype=dtype, transposed=transposed)
+
+
+def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, quantize: str | None = None) -> dict:
+    """Every weight as a jax.ShapeDtypeStruct with its sharding; a matrix as a Format of these, which `quantize`, a name
+    in FORMATS, chooses. Raises InputError if the mesh does not divide the experts.
+
+    Matrices are [output, input], so a row is contiguous. Loading transposes only packed experts and what is declared
+    `transposed`. If devices cannot share rows evenly, the arrays have rows or columns of zeros, which change nothing.
+    """
+    return jax.tree.map(lambda weight: weight.abstract(mesh, dtype), in_format(weights_of(config), quantize))
+
+
+def in_format(weights: dict, quantize: str | None) -> dict:
+    """A pytree of Weight whose matrices are held as `quantize` says, if devices split them. None changes nothing. In
+    "int4" embeddings, the head, what is multiplied head by head and rows that are no whole groups are in int8. What has
+    as few bits already stays as it is."""
+
+    def asked(path, weight):
+        if not quantize or not weight.is_matrix():
+            return weight
+        format = FORMATS[quantize]
+        if quantize == "int4":
+            is_apart = path[0].key.endswith(("embedding", "head")) or weight.per_head
+            format = Int8 if is_apart or weight.columns() % format.size else format
+        return weight if weight.format.bits == format.bits else dataclasses.replace(weight, format=format)
+
+    return jax.tree_util.tree_map_with_path(asked, weights)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decoding
+
+
+class Rows(NamedTuple):
+    """The state of a batch, on the devices: a place for each row, which another prompt takes when a row has ended.
+
+    `history` int32 [B, the largest limit or more] holds a row's tokens: the prompt, the answer, and guesses of what
+    follows. `filled` int32 [B] says how many of them are in the cache, `lengths` int32 [B] how many are known: at least
+    one more. A row ends with `limits` int32 [B] tokens. `seeds` uint32 [B, 2] has its number, whatever its place, and
+    the seed of the run.
+    """
+
+    history: Array
+    filled: Array
+    lengths: Array
+    limits: Array
+    seeds: Array
+
+
+def refill(rows: Rows, is_new: Array, new: Rows) -> Rows:
+    """`rows` with those of `new` at the places where `is_new`, bool [B], says so."""
+    return jax.tree.map(lambda x, old: jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), x, old), new, rows)
+
+
+def look_up(rows: Rows, cache: list[LayerCache], drafts: int, *_) -> tuple[Array, list[LayerCache]]:
+    """Puts guesses into `history`, behind the tokens that are known: the `drafts` tokens that followed the latest
+    earlier occurrence of the last three, or else of the last two (Saxena 2023, "prompt lookup decoding"). If fewer
+    followed, they are repeated. Without an occurrence the guesses are arbitrary tokens. Returns history and cache."""
+    history, at, last = rows.history, jnp.arange(rows.history.shape[1]), rows.lengths[:, None] - 1
+
+    def agrees(back):  # of each token: is the one `back` places before it as the one `back` places before the last?
+        token = jnp.take_along_axis(history, last - back, axis=1, mode="clip")
+        return (jnp.roll(history, back, axis=1) == token) & (at >= back)
+
+    found = jnp.where(agrees(0) & agrees(1) & (at < last), at + 1 + len(at) * agrees(2), 0)
+    first = jnp.max(found, axis=1, keepdims=True) % len(at)
+    guesses = jnp.take_along_axis(history, first + jnp.arange(drafts) % (last + 1 - first), axis=1)
+    for i in range(drafts):
+        history = jnp.where(at == last + 1 + i, guesses[:, i : i + 1], history)
+    return history, cache
+
+
+DRAFTS = {"lookup": look_up}  # sources of drafts, called at the end of a step
+STATIC = "T", "draft", "drafts", "config", "mesh", "sampling"
+
+
+# XLA for CPUs uses half of a vector register of AVX-512 unless it is told. Other compilers do not look at it.
+COMPILER_OPTIONS = {"xla_cpu_prefer_vector_width": 512}
+
+
+@partial(jax.jit, static_argnames=STATIC, donate_argnames=("cache", "rows"), compiler_options=COMPILER_OPTIONS)
+def step(
+    weights: dict,
+    cache: list[LayerCache],
+    rows: Rows,
+    places: Array | None = None,
+    *,
+    T: int,
+    draft: str | None = None,
+    drafts: int = 0,
+    config: Config,
+    mesh: Mesh,
+    sampling: Sampling,
+):
+    """Takes T tokens of every row, from the first that the cache lacks: a piece of prompts or, with T up to FEW, a step
+    of decoding.
+
+    Such a step takes all rows. It chooses a token after the last one that is known, and after each of T - 1 drafts: the
+    guesses that stand behind it in `history`. It accepts drafts as long as they equal the chosen tokens (Leviathan et
+    al. 2023, "speculative decoding"; greedy or sampled, the tokens are those of steps of one). A row that still reads
+    its prompt only advances by T, and one at its limit stands still. Nothing is ever taken back: what the cache holds
+    beyond `filled` is overwritten before a token could see it.
+
+    A longer T, a multiple of the devices that share a row's cache, verifies nothing. It is for the rows at `places`
+    int32 [b], counted on each device of dp; a place that stands there twice is computed twice. By default it takes all
+    rows, too.
+
+    At the end `draft`, a name in DRAFTS, puts `drafts` guesses behind what is known, for the next step.
+
+    Returns the cache and the rows, both donated. Of the rows taken, on every device: `lengths` int32 [b], and the
+    chosen tokens int32 [b, T], one of a longer T, and their log-probabilities, float32. As many are new as `lengths`
+    has grown.
+    """
+
+    verified = T - 1 if T <= FEW else 0
+
+    def body(weights, cache, rows, places):
+        some = rows if places is None else jax.tree.map(lambda x: x[places], rows)
+        history, filled, lengths, limits, seeds = some
+        positions = filled[:, None] + jnp.arange(T)
+        tokens = jnp.take_along_axis(history, positions, axis=1, mode="clip")
+        R = cache_sharers(config, model_shards(mesh))
+        known = jnp.clip(jnp.minimum(lengths, limits - 1) - filled, 0, T)
+        attend = partial(cached_attention, places=places, batch=len(rows.filled), known=known, R=R)
+        x, cache = forward(weights, tokens, positions, cache, attend, config)
+        newest = lengths[:, None] - 1 + jnp.arange(1 + verified)
+        last_x = x if T == 1 else jnp.take_along_axis(x, jnp.clip(newest - positions[:, :1], 0, T - 1)[:, :, None], 1)
+        logits = output_logits(weights, last_x.reshape(-1, x.shape[-1]), config)
+        of_choices = jnp.repeat(seeds, 1 + verified, axis=0)
+        chosen, logprobs = (
+            y.reshape(newest.shape) for y in next_token(logits, newest.reshape(-1), of_choices, sampling)
+        )
+        guesses = jnp.take_along_axis(history, newest[:, 1:], axis=1, mode="clip")
+        kept = jnp.sum(jnp.cumprod(chosen[:, :verified] == guesses, axis=1), axis=1, dtype=jnp.int32)
+        filled = jnp.minimum(jnp.minimum(filled + T, lengths + kept), limits - 1)
+        last = jnp.take_along_axis(chosen, jnp.clip(filled - lengths, 0, verified)[:, None], axis=1)
+        is_last = (jnp.arange(history.shape[1]) == filled[:, None]) & (filled >= lengths)[:, None]
+        lengths = jnp.maximum(lengths, filled + 1)
+        some = Rows(jnp.where(is_last, last, history), filled, lengths, limits, seeds)
+        if draft:
+            history, cache = DRAFTS[draft](some, cache, drafts, weights, x, positions, attend, config, sampling)
+            some = some._replace(history=history)
+        rows = some if places is None else jax.tree.map(lambda x, new: x.at[places].set(new), rows, some)
+        # Every host needs the tokens of all rows, to see which rows have ended.
+        result = jax.lax.all_gather((lengths, chosen, logprobs), "dp", tiled=True)
+        return cache, rows, result
+
+    of_rows = Rows(*[P("dp")] * len(Rows._fields))
+    program = sharded(body, mesh, weights, config, (CACHE_SPEC, of_rows, P("dp")), (CACHE_SPEC, of_rows, P()))
+    return program(weights, cache, rows, places)
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen. `temperature` 0 takes the most probable one.
+
+    Otherwise the logits are divided by `temperature`, the `top_k` largest are kept (0: all), then of these the most
+    probable ones until their probabilities add up to `top_p` (Holtzman et al. 2020).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling) -> tuple[Array, Array]:
+    """The next tokens int32 [B] and their log-probabilities float32 [B], the same on all devices that share the rows.
+
+    The log-probability is that of the unmodified softmax. Sampling uses no random key twice: each position of each row
+    has its own.
+
+    Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seeds uint32 [B, 2], the
+    number of each row and the seed of the run.
+    """
+    if sampling.temperature == 0:
+        # Each device has a candidate: its largest logit, that token, and the sum of exp(logit - largest).
+        largest, V = jnp.max(logits, axis=-1), logits.shape[1]
+        local = jnp.min(jnp.where(logits == largest[:, None], jnp.arange(V), V - 1), axis=-1)  # an argmax
+        ids = local + jax.lax.axis_index(MODEL_AXES) * V
+        total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
+        # One collective for all three; float32 holds every id below 2**24 exactly.
+        candidates = jnp.stack([largest, total, ids.astype(jnp.float32)])
+        largest, total, ids = jax.lax.all_gather(candidates, MODEL_AXES, axis=1)  # [X, B] each
+        winner = jnp.argmax(largest, axis=0)[None]
+        logprobs = -jnp.log(jnp.sum(total * jnp.exp(largest - jnp.max(largest, axis=0)), axis=0))
+        return jnp.take_along_axis(ids, winner, axis=0)[0].astype(jnp.int32), logprobs
+    logits = jax.lax.all_gather(logits, MODEL_AXES, axis=1, tiled=True)
+    keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")  # a key of this generator is two numbers
+    keys = jax.vmap(jax.random.fold_in)(keys, positions)
+    kept = keep_probable(logits / sampling.temperature, sampling.top_k, sampling.top_p)
+    tokens = jax.vmap(jax.random.categorical)(keys, kept)
+    return tokens, jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)[:, 0]
+
+
+def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
+    """Logits [B, V] with -inf for all that `top_k` and then `top_p` leave out; the most probable token stays."""
+    if not top_k and top_p == 1:
+        return logits
+    V = logits.shape[-1]
+    descending = jax.lax.top_k(logits, min(top_k or V, V))[0]
+    smallest = descending[:, -1:]
+    if top_p < 1:
+        probabilities = jax.nn.softmax(descending, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        smallest = jnp.take_along_axis(descending, jnp.sum(before < top_p, axis=-1, keepdims=True) - 1, axis=-1)
+    return jnp.where(logits < smallest, -jnp.inf, logits)
+
+
+PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
+PREFILL_PIECE = 1024  # of one row: enough for each weight that is read to serve many tokens; not yet tuned on hardware
+SHORT_PIECES = 64, 16  # for what is left of a prompt, or new in a conversation; the shortest only on CPUs
+REPEATING = 0.75  # on CPUs "lookup" drafts if this share of the rows ends in four tokens that it had before
+LOOKAHEAD = 2  # steps started beyond the one whose tokens the host reads
+
+
+class Token(NamedTuple):
+    """A generated token of prompt `row`, with `finish_reason` "stop" or "length" if it is the row's last."""
+
+    row: int
+    id: int
+    logprob: float
+    finish_reason: str | None
+
+
+def generate(
+    weights: dict,
+    prompts: list[list[int]],
+    config: Config,
+    mesh: Mesh,
+    *,
+    rows: int | None = None,
+    max_new_tokens: int,
+    max_seq_len: int | None = None,
+    stop_tokens: tuple[int, ...] = (),
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    draft: str | None = None,
+    draft_tokens: int = 3,
+    quantize_cache: str | None = None,
+    kept: dict | None = None,
+    stats: dict | None = None,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> Iterator[list[Token]]:
+    """Decodes the prompts, `rows` of them at a time (by default all), and yields the new tokens of each step. When a
+    row ends, the next prompt takes its place: it is read in pieces, while the other rows keep their caches. The first
+    `next` raises InputError for prompts that check_prompts refuses.
+
+    A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
+    `max_seq_len` slots (by default as many as the longest row needs). What a row generates does not depend on the
+    others: sampling uses the seed and the row's number in `prompts`, `Token.row`.
+
+    With `draft`, a name in DRAFTS, steps verify `draft_tokens` guesses of each row, fewer than FEW. The tokens are the
+    same, but for rounding where two are as likely. On CPUs a draft costs nearly as much as a token, so there "lookup"
+    verifies drafts only while most rows repeat what they have.
+
+    A prompt that begins like the row before it in its place is read from where they differ, so what all prompts begin
+    with is read once for each place. `kept`, a dict that is empty at first, takes the places to the next call: so a
+    conversation reads only what is new. It is right too after a call that was broken off.
+
+    The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
+    reads them LOOKAHEAD steps later.
+
+    `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
+    row_steps (places times steps), busy_row_steps (those that gave a token), drafts (verified in these) and
+    drafts_accepted; at the end step_bytes, of a mean decode step. The time from one result to the next is prefill's if
+    the step behind it read a prompt, else decoding's. No time but the first includes compilation.
+    `progress(stage, done, total)` is called before a compilation, and with the tokens that were read of the first
+    prompts.
+    """
+    stats = {} if stats is None else stats
+    stats |= dict.fromkeys(("compile_s", "prefill_s", "decode_s"), 0.0)
+    stats |= dict.fromkeys(("prefill_tokens", "decode_steps", "decode_tokens", "row_steps", "busy_row_steps"), 0)
+    stats |= dict.fromkeys(("drafts", "drafts_accepted"), 0)
+    check_prompts(prompts, config, max_seq_len, max_new_tokens)
+    if not 0 < draft_tokens < FEW:
+        raise InputError(f"draft_tokens {draft_tokens} is not from 1 to {FEW - 1}")
+    longest, dp, dtype = max(map(len, prompts)), mesh.shape["dp"], weights["norm"].dtype
+    max_seq_len = max_seq_len or longest + max_new_tokens - 1  # the last token needs no slot
+    count, drafts = min(rows or len(prompts), len(prompts)), draft_tokens if draft else 0
+    batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
+    own = batch // dp  # places of a device
+    pieces = piece_lengths(longest if kept is None else max_seq_len, config, mesh)
+    wanted = abstract_cache(config, mesh, batch, max(max_seq_len, pieces[0]), dtype, quantize_cache, drafts)
+    has_states = not all(isinstance(layer, LayerCache) for layer in wanted)
+    waiting = list(range(len(prompts)))
+    in_flight = []  # of steps that the host has not read: tokens of prompts, places, the rows there, results
+    lengths, clock = np.zeros(count), time.perf_counter()  # lengths: tokens in the cache, summed over decoding steps
+
+    # What the host knows: `host` is the state after all steps that are started, with the tokens that were read; drafts
+    # may have filled more. A free place stands still at its limit. Of each place, `numbers` has its row, -1 if it is
+    # free; `prompt_lengths` that of the prompt; `known` how many tokens were read, with the prompt; `stored` how many
+    # slots were written at most.
+    zeros_and_ones = np.zeros(batch, np.int32), *np.ones((2, batch), np.int32), np.zeros((batch, 2), np.uint32)
+    host = Rows(np.zeros((batch, max_seq_len + 1), np.int32), *zeros_and_ones)
+    numbers, prompt_lengths, known, stored = np.full(batch, -1), *np.zeros((3, batch), np.int32)
+
+    def on_mesh(array):  # copied, since the host goes on writing in its own
+        sharding = NamedSharding(mesh, P("dp"))
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index].copy())
+
+    def fill():
+        """Gives the free places to prompts that wait, in their order: to each the one that shares most with it. Returns
+        which places have a new row, bool [B]."""
+        masks = filter(None, map(config.mask, range(config.num_hidden_layers)))
+        ring = min((mask.window or mask.chunk or math.inf for mask in masks), default=math.inf) + PREFILL_PIECE
+
+        def shared(p):
+            """How many tokens at the beginning of `prompt` the cache has. One at least is left, to compute what
+            follows. A ring, with fewer slots than were stored, has forgotten what it needs if too much came after. A
+            state does not go back at all, nor does the host know how many drafts went into it."""
+            most = max(min(len(prompt), known[p], host.filled[p] + 1) - 1, 0)
+            n = np.argmin(np.append(host.history[p, :most] == prompt[:most], False))
+            if has_states:
+                return n if n == host.filled[p] and not draft else 0
+            return n if stored[p] <= ring or stored[p] - n <= PREFILL_PIECE else 0
+
+        is_new, free = np.zeros(batch, bool), np.flatnonzero(numbers[:count] < 0).tolist()
+        while free and waiting:
+            prompt = prompts[row := waiting.pop(0)]
+            p, length = max(free, key=shared), len(prompt)
+            free.remove(p)
+            host.filled[p] = shared(p)
+            stored[p] *= host.filled[p] > 0
+            is_new[p], numbers[p], host.history[p, :length], host.seeds[p] = True, row, prompt, (row, seed)
+            prompt_lengths[p] = known[p] = host.lengths[p] = length
+            host.limits[p] = min(length + max_new_tokens, max_seq_len + 1)
+        return is_new
+
+    def unread():
+        """How many tokens of its prompt no step has taken, for each place."""
+        return np.where(numbers < 0, 0, np.maximum(prompt_lengths - host.filled, 0))
+
+    def choose():
+        """The next step: its T, and the places [dp, b] that it takes on each device of dp. A prompt is read in the
+        longest pieces of which it fills at least half."""
+        left = unread()
+        if not left.any():
+            return 1 + drafts if drafts_pay() else 1, np.tile(np.arange(own), (dp, 1))
+        T = next((T for T in pieces if 2 * left.max() > T), pieces[-1])
+        reads = (left > (T // 2 if pieces[-1] < T else 0)).reshape(dp, own)
+        most = min(own, max(1, PREFILL_TOKENS // T))
+        b = most if 2 * reads.sum(axis=1).max() > most else 1  # two programs for each T
+        # A device with fewer rows to read takes some twice, or its first place one step further.
+        return T, np.array([np.resize(np.flatnonzero(row) if row.any() else 0, b) for row in reads])
+
+    def drafts_pay():
+        """Whether the next step verifies drafts. All hosts must decide alike: by the tokens, not by a clock."""
+
+        def repeats(p):  # whether the last four tokens occur earlier in the row
+            tokens = np.pad(host.history[p, : known[p]], (4, 0), constant_values=-1)
+            fours = np.lib.stride_tricks.sliding_window_view(tokens, 4)
+            return (fours[:-1] == fours[-1]).all(axis=1).any()
+
+        if draft != "lookup" or mesh.devices.flat[0].platform != "cpu":
+            return True
+        return np.mean([repeats(p) for p in np.flatnonzero(numbers >= 0)]) >= REPEATING
+
+    def tick(part=None):
+        """Adds the time since the last tick to a part of `stats`."""
+        nonlocal clock
+        begin, clock = clock, time.perf_counter()
+        if part:
+            stats[part] += clock - begin
+
+    def compiled(T, b):
+        """The program of steps of T tokens, of b rows on each device of dp."""
+        if (key := (T, b, draft, drafts, sampling)) not in programs:
+            jax.block_until_ready(state)
+            tick(("prefill_s" if in_flight[-1][0] else "decode_s") if in_flight else None)
+            progress("compiling decoding" if T <= FEW else "compiling prefill", 0, 1)
+            taken = None if T <= FEW else on_mesh(np.zeros(b * dp, np.int32))
+            options = {"config": config, "mesh": mesh, "sampling": sampling, "draft": draft, "drafts": drafts}
+            programs[key] = step.lower(weights, cache, state, taken, T=T, **options).compile()
+            multihost_utils.sync_global_devices("compiled")  # the clock should not count others' compilation
+            tick("compile_s")
+        return programs[key]
+
+    def start(T, taken):
+        """Starts a step of T tokens for the places `taken` on each device of dp."""
+        nonlocal cache, state
+        program = compiled(T, taken.shape[1])
+        of_step = (taken + own * np.arange(dp)[:, None]).reshape(-1)
+        prompt_tokens = np.minimum(unread(), T)[np.unique(of_step)].sum()
+        most = np.minimum(host.filled + (1 + drafts) * len(in_flight), host.limits - 1)  # that the steps before it fill
+        stored[of_step] = np.maximum(stored, most + T)[of_step]
+        host.filled[of_step] = np.minimum(host.filled + T, np.minimum(host.lengths, host.limits - 1))[of_step]
+        host.lengths[of_step] = np.maximum(host.lengths, host.filled + 1)[of_step]
+        arguments = None if T <= FEW else on_mesh(taken.astype(np.int32).reshape(-1))
+        cache, state, result = program(weights, cache, state, arguments)
+        jax.tree.map(lambda x: x.copy_to_host_async(), result)
+        in_flight.append((prompt_tokens, of_step, numbers[of_step], result))
+
+    def read():
+        """The tokens of the oldest step that was started; places of rows that end with them become free."""
+        nonlocal lengths
+        prompt_tokens, of_step, rows_of_step, result = in_flight.pop(0)
+        after, chosen, logprobs = map(np.asarray, result)
+        tick("prefill_s" if prompt_tokens else "decode_s")
+        new = []
+        of_places = zip(of_step, rows_of_step, after, chosen.tolist(), logprobs.tolist(), strict=True)
+        for p, row, length, tokens, values in of_places:
+            for token, logprob in zip(tokens, values, strict=True):
+                if not (numbers[p] == row >= 0 and known[p] < length):  # the row has ended, or the drafts failed
+                    break
+                host.history[p, known[p]] = token
+                known[p] += 1
+                host.filled[p], host.lengths[p] = max(host.filled[p], known[p] - 1), max(host.lengths[p], known[p])
+                is_last = known[p] == host.limits[p]
+                reason = "stop" if token in stop_tokens else "length" if is_last else None
+                new.append(Token(int(row), token, logprob, reason))
+                numbers[p] = -1 if reason else row
+        stats["prefill_tokens"] += int(prompt_tokens)
+        if not prompt_tokens:
+            stats["decode_steps"] += 1
+            stats["decode_tokens"] += len(new)
+            stats["row_steps"] += count
+            busy = len({token.row for token in new})
+            stats["busy_row_steps"] += busy
+            stats["drafts"] += busy * (chosen.shape[1] - 1)
+            stats["drafts_accepted"] += len(new) - busy
+            lengths += after[:count] - 1
+        return new
+
+    kept = {} if kept is None else kept
+    cache, past, programs = (kept.pop(name, None) for name in ("cache", "past", "programs"))
+    # A step that was broken off has deleted the cache, and a conversation may have outgrown its slots.
+    shapes = [[x.shape for x in jax.tree.leaves(a)] for a in ((wanted, host.history), (cache, past and past[0]))]
+    if shapes[0] == shapes[1] and not any(x.is_deleted() for x in jax.tree.leaves(cache)):
+        host.history[:], host.filled[:], known, stored = past
+    else:
+        cache, programs = zeros(wanted), {}
+    try:
+        fill()
+        host.filled[numbers < 0] = known[numbers < 0] = 0  # the first slots of free places will be overwritten
+        state = jax.tree.map(on_mesh, host)
+        refilled = jax.jit(refill, out_shardings=jax.tree.map(lambda x: x.sharding, state), donate_argnums=0)
+        first_tokens = int(unread().sum())
+        T, taken = choose()
+        compiled(T, taken.shape[1]), compiled(1 + drafts if drafts_pay() else 1, own)
+        progress("prefill", 0, first_tokens)
+        while (live := numbers >= 0).any():
+            if (host.lengths < host.limits)[live].any() and len(in_flight) <= LOOKAHEAD:
+                start(*choose())
+                continue
+            new = read()
+            progress("prefill", min(stats["prefill_tokens"], first_tokens), first_tokens)
+            yield new
+            if waiting and (is_new := fill()).any():
+                state = refilled(state, on_mesh(is_new), jax.tree.map(on_mesh, host))
+        jax.block_until_ready(cache)  # steps in flight: no process may leave while others wait for it in a collective
+        mean_lengths = list(lengths / max(stats["decode_steps"], 1))
+        tokens = 1 + stats["drafts"] / max(stats["busy_row_steps"], 1)
+        stats["step_bytes"] = step_bytes(weights, cache, mean_lengths, config, tokens)
+    finally:
+        kept |= {"cache": cache, "past": (host.history, host.filled, known, stored), "programs": programs}
+
+
+def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None, max_new_tokens: int) -> None:
+    """Raises InputError for no prompt, and one that is empty, longer than `max_seq_len` or outside the vocabulary; with
+    its answer, beyond `n_positions` of a model that has learned no more."""
+    positions = getattr(config, "n_positions", math.inf)
+    if not prompts:
+        raise InputError("there is no prompt")
+    for row, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise InputError(f"prompt {row} is empty: it has no tokens")
+        if max_seq_len and len(prompt) > max_seq_len:
+            raise InputError(f"prompt {row} has {len(prompt)} tokens, more than max_seq_len {max_seq_len}; raise it")
+        needed = len(prompt) + max_new_tokens - 1  # the last token needs none
+        if min(needed, max_seq_len or needed) > positions:
+            what = f"prompt {row} and its answer need {needed} positions, more than n_positions {positions}"
+            raise InputError(f"{what}; shorten it, lower max_new_tokens or give max_seq_len {positions}")
+        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+            raise InputError(f"prompt {row} has a token outside the model's vocabulary of {config.vocab_size}")
+
+
+def zeros(abstract) -> object:
+    """A pytree of zeros in the shapes, dtypes and shardings of `abstract`, made on the devices."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
+
+
+ceil_div, power_of_two = pl.cdiv, pl.next_power_of_2  # both round up: a / b, and n to a power of two
+
+
+def cache_slots(tokens: int) -> int:
+    """The slots to allocate for `tokens`, so that large blocks divide them: the next multiple of 256 or, beyond 2,048,
+    of an eighth of the next power of two."""
+    unit = max(256, power_of_two(tokens) // 8)
+    return ceil_div(tokens, unit) * unit
+
+
+def stored_bytes(tree) -> int:
+    """Bytes of a pytree of arrays or ShapeDtypeStructs on all devices. A copy counts on each device that holds it."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices for x in leaves)
+
+
+def step_bytes(
+    weights: dict, cache: list[LayerCache], lengths: list[float], config: Config, tokens: float = 1.0
+) -> int:
+    """Bytes that a step of so many tokens a row has to read on all devices: all weights, `lengths` slots of the rows.
+    Of embeddings it counts the rows of the tokens, unless they are tied: then they are the head too. Of experts it
+    counts what a uniform router would choose on average."""
+    tokens *= len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
+
+    def read(weight, array):
+        chosen = 1 - (1 - config.num_experts_per_tok / weight.experts) ** tokens if weight.experts else 1
+        return chosen * stored_bytes(array)
+
+    total = sum(jax.tree.leaves(jax.tree.map(read, weights_of(config), weights)))
+    for name in {"per_layer_embedding"} & weights.keys() | ({"embedding"} if "head" in weights else set()):
+        total -= stored_bytes(weights[name]) * max(0, 1 - tokens / weights[name].shape[0])
+    return int(total + cache_bytes_read(cache, lengths, config))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rotary embedding
+
+
+YARN_OPTIONS = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor")
+ROPE_PARAMETERS = {  # of each rope_type: what config.json must say, and what it may say
+    "default": ((), ()),
+    "linear": (("factor",), ("mscale_all_dim",)),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (("factor", "original_max_position_embeddings"), YARN_OPTIONS),
+    "proportional": ((), ("factor", "partial_rotary_factor")),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """How the first `dim` numbers of a head turn. All but the first two fields are config.json's."""
+
+    dim: int
+    interleaved: bool  # the pairs are (x[2i], x[2i + 1]), and not (x[i], x[i + dim / 2])
+    rope_type: str
+    rope_theta: float
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 0.0
+    high_freq_factor: float = 0.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float = 0.0
+    partial_rotary_factor: float = 1.0  # of "proportional"; otherwise dim has it
+
+
+def read_rope(
+    config: dict, field: str, size: int, interleaved: bool = False, rope_theta: float = 1e4, part: float | None = None
+) -> Rope:
+    """The Rope of a config.json, whose `field` says that heads have `size` numbers. Its parameters stand in
+    `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), or beside the other fields. As in
+    transformers, the table wins, except for original_max_position_embeddings, which defaults to
+    max_position_embeddings. Heads turn whole, unless `part` is given: the default of partial_rotary_factor.
+
+    Raises InputError for a missing or impossible value and, by name, for what is not supported.
+    """
+    table = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values()):
+        raise InputError(f"config.json: the rope parameters must be one table for all layers, not {table!r:.40}")
+    top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    given = {"rope_theta": rope_theta, "partial_rotary_factor": part or 1}
+    given |= {name: value for place in (top_level, table) for name, value in place.items() if value is not None}
+    key = "original_max_position_embeddings"
+    given[key] = config.get(key) or given.get(key) or config.get("max_position_embeddings")
+    kind, share = given.get("rope_type", given.get("type", "default")), given["partial_rotary_factor"]
+    check_supported(rope_type=(kind, tuple(ROPE_PARAMETERS)))
+    if part is None and kind != "proportional":
+        check_supported(partial_rotary_factor=(share, (1,)))
+    dim = int(size * share) if is_valid(share, float) else 0
+    if dim % 2 or not 0 < dim <= size:
+        share_of = f"partial_rotary_factor {share!r:.40} of " if share != 1 else ""
+        raise InputError(f"config.json: {share_of}{field} {size} must be even: rotary embedding turns pairs")
+    needed, optional = ROPE_PARAMETERS[kind]
+    given = {name: given.get(name) for name in ("rope_theta", *needed, *optional)}
+    given |= {"dim": size if kind == "proportional" else dim, "interleaved": interleaved, "rope_type": kind}
+    rope = Rope(**read_fields(Rope, given, needed))
+    if kind == "llama3" and rope.low_freq_factor > rope.high_freq_factor:
+        raise InputError("config.json: low_freq_factor must not be above high_freq_factor")
+    if kind == "yarn" and rope.rope_theta <= 1:
+        raise InputError(f"config.json: rope_theta {rope.rope_theta} must exceed 1: yarn divides by its logarithm")
+    return rope
+
+
+def rope_frequencies(rope: Rope) -> np.ndarray:
+    """float32 [dim / 2]: the angle by which each pair turns per position (Su et al. 2021, "RoFormer").
+
+    "linear" divides all frequencies by `factor`. "llama3" divides those that make fewer than `low_freq_factor` turns
+    over the original context, keeps those that make more than `high_freq_factor`, and interpolates between. "yarn"
+    (Peng et al. 2023) does the same between `beta_slow` and `beta_fast` turns, along the number of the pair.
+    "proportional" is "linear" for the first pairs, and the others stand still. The rounding is that of transformers: at
+    large positions the last digit of a frequency matters.
+    """
+    exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
+    wavelengths = (np.float64(rope.rope_theta) ** exponents).astype(np.float32)
+    frequencies = 1 / wavelengths
+    if rope.rope_type in ("linear", "proportional"):
+        frequencies = frequencies / np.float32(rope.factor)
+    if rope.rope_type == "proportional":
+        frequencies[int(rope.partial_rotary_factor * rope.dim) // 2 :] = 0
+    if rope.rope_type == "llama3":
+        turns = rope.original_max_position_embeddings / (np.float32(2 * np.pi) / frequencies)
+        span = max(rope.high_freq_factor - rope.low_freq_factor, 1e-30)  # not 0
+        kept = np.clip((turns - rope.low_freq_factor) / span, 0, 1)
+        frequencies = (1 - kept) * frequencies / rope.factor + kept * frequencies
+    if rope.rope_type == "yarn":
+
+        def pair_that_turns(times):
+            wavelength = rope.original_max_position_embeddings / (times * 2 * math.pi)
+            return rope.dim * math.log(wavelength) / (2 * math.log(rope.rope_theta))
+
+        first, last = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+        if rope.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, rope.dim - 1)
+        last += 0.001 if first == last else 0
+        pairs = np.arange(rope.dim // 2, dtype=np.float32)
+        kept = 1 - np.clip((pairs - np.float32(first)) / np.float32(last - first), 0, 1)
+        frequencies = 1 / (np.float32(rope.factor) * wavelengths) * (1 - kept) + frequencies * kept
+    return frequencies.astype(np.float32)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """Yarn's factor of queries and of keys for a context `factor` times as long. Scores get its square."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def rope_scale(rope: Rope) -> float:
+    """The factor of what turns, with yarn. As in transformers, attention_factor wins over the two mscales."""
+    if rope.rope_type != "yarn":
+        return 1.0
+    if rope.attention_factor:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
+    return yarn_mscale(rope.factor, 1)
+
+
+def rotate(x: Array, positions: Array, rope: Rope) -> Array:
+    """Turns pairs of the first `dim` numbers of float32 x [B, T, heads, H] by positions [B, T] times frequencies."""
+    return turned(x, *cos_and_sin(positions, rope), rope)
+
+
+def cos_and_sin(positions: Array, rope: Rope) -> tuple[Array, Array]:
+    """Of positions [B, T] times frequencies, times rope_scale: float32 [B, T, 1, dim / 2] each."""
+    angles = positions[:, :, None, None].astype(jnp.float32) * rope_frequencies(rope)
+    return rope_scale(rope) * jnp.cos(angles), rope_scale(rope) * jnp.sin(angles)
+
+
+def turned(x: Array, cos: Array, sin: Array, rope: Rope) -> Array:
+    """Turns pairs of x [B, T, heads, H] by their cos_and_sin: rotate, where many layers share these."""
+    x, rest = jnp.split(x, [rope.dim], axis=-1)
+    x1, x2 = (x[..., 0::2], x[..., 1::2]) if rope.interleaved else jnp.split(x, 2, axis=-1)
+    # Pairs are not interleaved again: queries and keys are permuted alike, and their dot products stay the same.
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], axis=-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Norm, embedding, vocabulary
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """x over its root mean square along the last dimension, times weight; float32 inside, x's dtype outside."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+@jax.named_scope("embed")
+def embed(tokens: Array, weights: dict, config: Config) -> Array:
+    """The embeddings of tokens [B, T]: [B, T, D] in the residual stream's dtype."""
+    return rows_of_tokens(tokens, weights["embedding"], config.hidden_size, weights["norm"].dtype)
+
+
+def rows_of_tokens(tokens: Array, table: Format, columns: int, dtype: jnp.dtype) -> Array:
+    """Rows of a vocabulary-sharded table [V, columns] for tokens [B, T]: [B, T, columns]. Each device looks up the
+    tokens that it holds and has zeros for the others; the psum puts them together."""
+    local = tokens - jax.lax.axis_index(MODEL_AXES) * table.shape[0]
+    is_here = (local >= 0) & (local < table.shape[0])
+    # One row more than needed: for a single row, XLA would copy a whole int8 table to another layout.
+    index = jnp.pad(jnp.where(is_here, local, 0), ((0, 1), (0, 0)))
+    x, scale = jax.tree.map(lambda t: t[index][:-1], table).values_and_scale(jnp.float32)
+    x = x if scale is None else x * scale[..., None]
+    x = x[..., :columns]  # see stored_width
+    return jax.lax.psum(jnp.where(is_here[..., None], x, 0).astype(dtype), MODEL_AXES)
+
+
+def mask_padding(logits: Array, config: Config) -> Array:
+    """logits [B, V] of this device's part of the vocabulary, with MASKED for the rows that only pad the table."""
+    ids = jax.lax.axis_index(MODEL_AXES) * logits.shape[1] + jnp.arange(logits.shape[1])
+    return jnp.where(ids < config.vocab_size, logits, MASKED)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention in plain JAX
+
+
+# The score of a slot that is not attended to, the logit of a token that does not exist. It is finite, so that a block
+# with nothing else gives no NaN: once a real score arrives, what the block added is multiplied by exp(MASKED - m) = 0.
+MASKED = -1e30
+
+CACHE_SPEC = P("dp", MODEL_AXES)  # rows over dp; kv heads, or what devices share of a cache, over ep x tp
+FEW = 8  # tokens of a row that a step takes as decoding does: with all rows, and all queries of a kv head together
+
+
+class Mask(NamedTuple):
+    """Which tokens up to its own one attends to: all, the last `window`, or those of its chunk of `chunk` tokens. And
+    how far from 0 scores may be: see softcapped."""
+
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+
+    def first_seen(self, positions: Array) -> Array:
+        """The first position that tokens at `positions` attend to."""
+        if self.chunk:
+            return positions - jnp.fmod(positions, self.chunk)
+        return jnp.maximum(positions - (self.window - 1), 0) if self.window else jnp.zeros_like(positions)
+
+    def is_attended(self, keys: Array, queries: Array) -> Array:
+        """Whether queries at some positions see keys at others, in shapes that broadcast."""
+        seen = keys <= queries
+        return seen & (keys >= self.first_seen(queries)) if self.window or self.chunk else seen
+
+    def wraps(self, slots: int, T: int) -> bool:
+        """Whether a cache is a ring, in which position p of a row is in slot p % slots: it has so many slots that none
+        of T new tokens overwrites one that another of them sees. Else a position beyond the slots is not stored."""
+        span = self.window or self.chunk
+        return bool(span) and slots >= span + T - 1
+
+
+def softcapped(x: Array, cap: float | None) -> Array:
+    """x within `cap` of 0, by a tanh (Bello et al. 2016), or x as it is."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def attention_scores(q: Array, k: Format, mask: Array, softcap: float | None = None) -> Array:
+    """q [B, K, A, M, H], k [B, K, S, H], mask [.., M, S]: float32 [B, K, A, M, S]. With `softcap` they cannot be added
+    to those of another side of the keys."""
+    keys, scale = k.values_and_scale(q.dtype)
+    scores = query_key_product(q.astype(keys.dtype), keys)
+    scores = scores if scale is None else scores * scale[:, :, None, None]
+    return jnp.where(mask, softcapped(scores, softcap), MASKED)
+
+
+def attention_with_sum(scores: Array, v: Format, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """The softmax of scores [B, K, A, M, S] times values v [B, K, S, W], float32 [B, K, A, M, W], and the log-sum-exp
+    of the scores, float32 [B, K, A, M, 1]. `dtype` is for the product with rounded values."""
+    values, scale = v.values_and_scale(dtype)
+    m = jnp.max(scores, axis=-1, keepdims=True)
+    p = jnp.exp(scores - m)
+    l = jnp.sum(p, axis=-1, keepdims=True)
+    p = p / l if scale is None else p / l * scale[:, :, None, None]
+    return probability_value_product(p.astype(values.dtype), values), m + jnp.log(l)
+
+
+def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Softmax outputs over two sets of keys as one over both: pairs of an output and the log-sum-exp of its scores."""
+    log_sum_exp = jnp.logaddexp(a[1], b[1])
+    return sum(out * jnp.exp(each - log_sum_exp) for out, each in (a, b)), log_sum_exp
+
+
+def joined(out: Array, log_sum_exp: Array, axis: int) -> tuple[Array, Array]:
+    """What `merged` gives for many sets of keys, along `axis`."""
+    m = jnp.max(log_sum_exp, axis, keepdims=True)
+    weights = jnp.exp(log_sum_exp - m)
+    l = jnp.sum(weights, axis)
+    return jnp.sum(weights * out, axis) / l, jnp.squeeze(m, axis) + jnp.log(l)
+
+
+def over_blocks(attend, first: Array, last: Array, shape) -> tuple[Array, Array]:
+    """attend(i), an output of this shape and the log-sum-exp of its scores, merged over the blocks i from `first` to
+    `last`."""
+    nothing = jnp.zeros(shape), jnp.full((*shape[:-1], 1), MASKED)  # adds nothing to what it is merged with
+    return jax.lax.fori_loop(first, last + 1, lambda i, state: merged(state, attend(i)), nothing)
+
+
+def plain_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None, rows=None, tile=None, block=None):
+    """Causal attention of T tokens a row over this device's slots, where they are stored already.
+
+    Queries are [B, K, A, M, H]. Of each M, the first `run` (by default M / T) are of the token at position starts [B],
+    the next ones of the token after it, and so on; after T runs it begins anew. Position p of a row is in slot p // R
+    of device p % R of the R that share its tokens; if the cache is a ring, modulo its slots. The rows are those at
+    `places` [B] of the cache, or all (None).
+
+    The cache is keys [.., K, S, H] and values [.., K, S, W]. Or, if queries are wider than its first side, both sides
+    are keys: the first columns of a query are for the first side, the rest for the second. The first side is the values
+    too.
+
+    Returns float32 [B, K, A, M, W + 1], side by side the output and the log-sum-exp of the scores: MASKED or little
+    more for a query that sees no key, and then its output means nothing.
+
+    It takes tiles of `rows` rows and at most `tile` queries and, for each, the blocks of at most `block` slots that its
+    queries see. By default all is one tile and one block, and there is no loop.
+    """
+    (B, K, A, M, H), (*_, S, width) = q.shape, cache[0].shape
+    W = width if width < H else cache[1].shape[-1]
+    sizes = (rows, B), (tile, M), (block, S)
+    rows, tile, block = (max(n for n in range(1, (most or size) + 1) if size % n == 0) for most, size in sizes)
+    wraps, offsets = mask.wraps(R * S, T), jnp.arange(M) // (run or M // T) % T
+    taken = jnp.arange(B) if places is None else places
+
+    def attend(row, m, i):  # the tile that begins at (row, m), to the i-th block of positions
+        of_rows = partial(jax.lax.dynamic_slice_in_dim, start_index=row, slice_size=rows)
+
+        def some_slots(x):
+            def of_place(place):
+                return jax.lax.dynamic_slice(x, (place, 0, begin, 0)[: x.ndim], (1, K, block, *x.shape[3:]))[0]
+
+            begin = i % (S // block) * block if wraps else i * block
+            return x if places is None and (rows, block) == (B, S) else jax.vmap(of_place)(of_rows(taken))
+
+        queries = jax.lax.dynamic_slice(q, (row, 0, 0, m, 0), (rows, K, A, tile, H))
+        first, second = jax.tree.map(some_slots, tuple(cache))
+        at = of_rows(starts)[:, None] + jax.lax.dynamic_slice_in_dim(offsets, m, tile)
+        keys = (i * block + jnp.arange(block)[None]) * R + shard_index(R)
+        if wraps and block == S:  # behind the slot of the last token, a ring holds what was stored a round before
+            last = of_rows(starts)[:, None] + T - 1
+            keys += last - last % (R * S)
+            keys = jnp.where(keys > last, keys - R * S, keys)
+        seen = mask.is_attended(keys[:, None], at[:, :, None])[:, None, None]
+        scores = attention_scores(queries[..., :width], first, seen, mask.softcap)
+        if width < H:
+            scores, second = scores + attention_scores(queries[..., width:], second, seen), first
+        return attention_with_sum(scores, second, q.dtype)
+
+    def of_tile(n):
+        row, m = n // (M // tile) * rows, n % (M // tile) * tile
+        if block == S:
+            return jnp.concatenate(attend(row, m, 0), axis=-1)
+        begin = jax.lax.dynamic_slice_in_dim(starts, row, rows)
+        last = jnp.max(begin) + offsets[m + tile - 1]
+        last = last if wraps else jnp.minimum(last, R * S - 1)
+        first = jnp.min(mask.first_seen(begin + offsets[m]))
+        out = over_blocks(partial(attend, row, m), first // (R * block), last // (R * block), (rows, K, A, tile, W))
+        return jnp.concatenate(out, axis=-1)
+
+    if (rows, tile) == (B, M):
+        return of_tile(0)
+    out = jax.lax.map(of_tile, jnp.arange(B // rows * (M // tile)))
+    out = out.reshape(B // rows, M // tile, rows, K, A, tile, -1)
+    return out.transpose(0, 2, 3, 4, 1, 5, 6).reshape(B, K, A, M, -1)
+
+
+def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
+    """New tokens, arrays that are as wide as the cache already, in its format."""
+    return LayerCache(*(side.of(x) for x, side in zip(new, cache, strict=True)))
+
+
+def store_few(cache: LayerCache, new: LayerCache, starts, mask: Mask, R: int) -> LayerCache:
+    """`cache` with this device's share of the tokens `new` [B, K, T, ..], at positions starts [B] and after it."""
+    S, T = cache[0].shape[2], new[0].shape[2]
+    positions = starts[:, None] + jnp.arange(T)
+    slots = positions // R % S if mask.wraps(R * S, T) else positions // R
+    if R > 1:  # what another device stores has a slot beyond the last one, and is dropped
+        slots = jnp.where(positions % R == shard_index(R), slots, S)
+    rows = jnp.arange(len(starts))[:, None]
+
+    def store(x, n):
+        return keep_layout(x.at[rows, :, slots].set(n.swapaxes(1, 2), mode="drop"))
+
+    return jax.tree.map(store, cache, as_stored(new, cache))
+
+
+def store_many(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R: int, is_own=None) -> LayerCache:
+    """store_few for T tokens, a multiple of R, of the rows at `places` [B] of the cache, a row at a time.
+
+    Slots that are not new are written again as they are: where a piece ends beyond the last slot and, in a ring, begins
+    again at the first. `is_own` bool [B] says which rows this device holds (None: all).
+    """
+    S, T = cache[0].shape[2], new[0].shape[2]
+    size, wraps = T // R, mask.wraps(R * S, T)
+
+    def store_row(b, cache):
+        first = (shard_index(R) - starts[b]) % R  # this device's first token among the new ones
+        slot = (starts[b] + first) // R
+        slot = slot % S if wraps else slot
+        begin = jnp.minimum(slot, S - size)
+        shift = slot - begin
+
+        def store(x, n):
+            n = n[b].reshape(n.shape[1], size, R, *n.shape[3:])
+            n = jax.lax.dynamic_index_in_dim(n, first, axis=2, keepdims=False)
+            n = jnp.roll(n, shift, axis=1)[None]
+
+            def write(x, begin, is_new):
+                at = (places[b], 0, begin, 0)[: x.ndim]
+                is_new = is_new if is_own is None else is_new & is_own[b]
+                old = jax.lax.dynamic_slice(x, at, n.shape)
+                new = jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 3)), n, old)
+                return jax.lax.dynamic_update_slice(x, new, at)
+
+            is_late = jnp.arange(size) >= shift
+            x = write(x, begin, is_late)
+            return write(x, 0, ~is_late) if wraps else x
+
+        return jax.tree.map(store, cache, new)
+
+    new = as_stored(new, cache)
+    return jax.lax.fori_loop(0, len(starts), store_row, cache)
+
+
+def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask: Mask, T: int, R: int, run=None):
+    """Stores the tokens `new` [B, K, T, ..] and attends to all up to each. Args and result as in plain_attention.
+    Returns the cache too."""
+    if T > FEW:
+        places = jnp.arange(len(q)) if places is None else places
+        cache = store_many(cache, new, starts, places, mask, R)
+        return attend_to_stored(q, cache, starts, places, mask, T, R), cache
+
+    def plain(q, new, cache, starts, **sizes):
+        cache = store_few(cache, new, starts, mask, R)
+        return plain_attention(q, cache, starts, None, mask, T, R, run, **sizes), cache
+
+    kernel = partial(attention_kernel, mask=mask, T=T, R=R, run=run)
+    block = 128 if len(q) > 8 else 512  # stays in the processor's cache; blocks that a row has not filled are not read
+    on_cpu = partial(plain, rows=1, block=block) if cache[0].shape[2] > block else plain
+    return by_platform(q, new, cache, starts, cpu=on_cpu, tpu=kernel, default=plain)
+
+
+def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -> Array:
+    """store_and_attend of many tokens, which are in the cache, as each machine does it best."""
+
+    def kernel(q, cache, starts, places):
+        return attention_kernel(q, (), cache, starts, places, mask=mask, T=T, R=R)[0]
+
+    plain = partial(plain_attention, mask=mask, T=T, R=R)
+    on_cpu = partial(plain, rows=1, tile=256, block=128 if T <= 128 else 256)
+    return by_platform(q, cache, starts, places, cpu=on_cpu, tpu=kernel, default=partial(plain, block=512))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention over heads in plain JAX
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer, [B, K, S, H] each, position p of a row in its slot p, or p % S if it is a ring.
+
+    If R devices share a kv head, device r of them holds the positions p with p % R == r, in slot p // R. (K is then 1
+    on a device, and X in the whole array.)
+    """
+
+    k: Format
+    v: Format
+
+
+def read_heads(cls: type, config: dict) -> dict:
+    """read_fields, with the heads: by default a kv head for each query head, which together are hidden_size wide."""
+    given = read_fields(cls, config)
+    heads = given["num_attention_heads"]
+    given = {"num_key_value_heads": heads, "head_dim": given["hidden_size"] // heads} | given
+    if heads % (kv_heads := given["num_key_value_heads"]):
+        raise InputError(f"config.json: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
+    return given
+
+
+def with_sinks(out: Array, log_sum_exp: Array, sinks: Array | None) -> Array:
+    """Attention's output `out` [B, T, K, G, H] as if each softmax had one more logit, without a value, so that a head
+    can attend to nothing (as in Xiao et al. 2023, "attention sinks"). `sinks` float32 [N] has that logit for each query
+    head, or is None; `log_sum_exp` is that of the scores."""
+    return out if sinks is None else out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(*out.shape[2:4], 1))
+
+
+def cached_attention(
+    q, k, v, cache: LayerCache, positions, mask: Mask, sinks=None, *, places=None, batch=None, known=None, R: int
+):
+    """Causal attention of T tokens of each row, over all positions up to theirs: stores their keys and values, then
+    attends. Args and results as in `attention`; sinks as in with_sinks; places as in `step`. Other caches need more: a
+    cache without heads to split `batch`, the rows of a device, a state `known`, how many of the T are no guesses.
+
+    Where R devices share a kv head, each attends to its own slots, with the query heads of all R. They exchange the
+    queries before, and afterwards the outputs with the log-sum-exp of their scores, by which partial softmaxes merge
+    (as in Dao et al. 2023, "Flash-Decoding"). So no part of the cache is read, or held, twice.
+    """
+    (B, T, N, H), K, width = q.shape, k.shape[2], cache.k.shape[-1]
+    # As wide as the cache, with zeros, which change neither scores nor values.
+    q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, width - H))) for a in (q, k, v))
+    new = LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
+    q = q.reshape(1, B, T, K, N // K, width)
+    q = exchange(q, R) if R > 1 else q  # every device sends all the same block: an all-gather
+    # [B, K, A, M, H]: of few tokens, all queries of a kv head along M; of many, one of each token.
+    order, folded, run = (1, 3, 0, 4, 2, 5), (B, K, -1, T, width), 1
+    if T <= FEW:
+        order, folded, run = (1, 3, 0, 2, 4, 5), (B, K, 1, -1, width), N // K
+    q = q.transpose(order)
+    out, cache = store_and_attend(q.reshape(folded), new, cache, positions[:, 0], places, mask, T, R, run)
+
+    def unfolded(x):  # [R, B, T, K, G, ..]
+        return x.reshape(*q.shape[:5], -1).transpose(np.argsort(order))
+
+    if R > 1:
+        out = exchange(unfolded(out), R)
+        out, log_sum_exp = joined(out[..., :-1], out[..., -1:], axis=0)
+    else:
+        out, log_sum_exp = (unfolded(x)[0] for x in (out[..., :-1], out[..., -1:]))
+    out = with_sinks(out, log_sum_exp, sinks).astype(q.dtype)
+    return out[..., :H].reshape(B, T, N * H), cache
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cache of heads that differ by layer
+
+
+def abstract_cache(
+    config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, quantize: str | None = None, drafts=0
+):
+    """The KV cache as a list of jax.ShapeDtypeStructs, a LayerCache for each layer that has keys and values of its own,
+    for rows of `max_seq_len` tokens, rounded up. A layer with a window holds no more than that and a piece of prefill:
+    it is a ring then. Dtype and width are as cache_layout has them, the format is FORMATS[quantize]. (States need room
+    for `drafts`; a KV cache has it.)"""
+    X, sharding = model_shards(mesh), NamedSharding(mesh, CACHE_SPEC)
+
+    def layer_cache(kind):
+        H, of_heads = cache_layout(kind.head_dim, dtype, mesh)
+        K, window = kind.num_key_value_heads, kind.mask.window
+        tokens = min(max_seq_len, window + PREFILL_PIECE) if window else max_seq_len
+        shape = (batch, X * ceil_div(K, X), cache_slots(ceil_div(tokens, sharers(K, X))), H)
+        side = FORMATS[quantize].declare(shape, of_heads)
+        side = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), side)
+        return LayerCache(side, side)
+
+    return [layer_cache(config.kind(i)) for i in range(config.num_hidden_layers - config.num_kv_shared_layers)]
+
+
+def cache_sharers(config: Config, shards: int) -> int:
+    """The least multiple of R, the devices that share a kv head, of all layers. `shards` devices share a layer."""
+    return math.lcm(*(sharers(config.kind(i).num_key_value_heads, shards) for i in range(config.num_hidden_layers)))
+
+
+def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Config) -> float:
+    """Bytes of the cache that a decode step has to read, on all devices, for rows of these lengths."""
+    read = 0.0
+    for i in range(config.num_hidden_layers):
+        layer, kind = cache[config.source(i)], config.kind(i)
+        tokens = sum(min(length, kind.mask.window or length) for length in lengths)
+        batch, heads, slots, _ = layer.k.shape
+        read += stored_bytes(layer) * tokens / (batch * heads * slots / kind.num_key_value_heads)
+    return read
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts in plain JAX
+
+
+@jax.named_scope("experts")
+def experts(x, ids, scores, w_gate_up, w_down, activate, biases: tuple[Array, Array] | None = None) -> Array:
+    """What this device's experts, and its columns of them, contribute to the rows that chose them: float32 [B, D], to
+    be summed over ep x tp.
+
+    Args: x [B, D]; ids int32 [B, k], the experts chosen, counted over all devices; scores float32 [B, k]; w_gate_up
+    [E, 2F, D], gate rows before up rows; w_down [E, D, F]; activate(gate, up, score), which gives float32 [B, F] for
+    gate and up [B, F] of one expert and the scores [B, 1] of its rows, 0 for one that did not choose it; biases, if
+    there are any: float32 [E, 2F] of gate and up, and [E, D] of down, the same on the devices of tp.
+
+    B counts tokens here, rows times T. A pair is a token and an expert that it chose. An expert that no token chose is
+    not read.
+    """
+    E = w_down.shape[0]
+    ids = ids - jax.lax.axis_index("ep") * E
+    ids = jnp.where((ids >= 0) & (ids < E), ids, E)  # E: on another device
+    gate_up_bias, down_bias = biases or (None, None)
+    out = local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
+    if biases:
+        by_expert = scores_by_expert(ids, scores, E)
+        # XLA for TPUs turns fewer than 8 rows into slow vector code.
+        by_expert = jnp.pad(by_expert, ((0, max(8 - len(x), 0)), (0, 0)))
+        added = einsum("be,ed->bd", by_expert.astype(down_bias.dtype), down_bias)[: len(x)]
+        out += added / jax.lax.axis_size("tp")  # each of these devices adds a part
+    return out
+
+
+def scores_by_expert(ids: Array, scores: Array, E: int) -> Array:
+    """ids, scores [B, k]: float32 [B, E], the score of each token for each expert, 0 if it did not choose it."""
+    return jnp.sum(jnp.where(ids[:, :, None] == jnp.arange(E), scores[:, :, None], 0), axis=1)
+
+
+def divide_tokens(x: Array) -> Array:
+    """This device's share [B T / ep, D] of the residual stream x [B, T, D], so that devices along ep do not all compute
+    the same norms and residuals (as in Korthikanti et al. 2022, "sequence parallelism"). In decoding, or if ep does not
+    divide the tokens, it is all of it, [1, B T, D]. Along tp nothing is divided: XLA for TPUs turns a reduce-scatter
+    among many chips into an all-reduce."""
+    (B, T, D), ep = x.shape, jax.lax.axis_size("ep")
+    if ep == 1 or T <= FEW or B * T % ep:
+        return x.reshape(1, -1, D)
+    share = B * T // ep
+    return jax.lax.dynamic_slice_in_dim(x.reshape(-1, D), jax.lax.axis_index("ep") * share, share)
+
+
+def all_tokens(x: Array) -> Array:
+    """All tokens [B T, D] of a residual stream that is divided, or x [1, B T, D] that is not."""
+    return x if x.ndim == 3 else jax.lax.all_gather(x, "ep", tiled=True)
+
+
+def summed(parts: Array, x: Array) -> Array:
+    """The sums over ep x tp of `parts`, which have all tokens: those of this device's tokens, in the shape and dtype of
+    x, the residual stream to which they are to be added."""
+    parts = parts.astype(x.dtype).reshape(-1, x.shape[-1])
+    if x.ndim == 3:
+        return jax.lax.psum(parts, MODEL_AXES)[None]
+    return jax.lax.psum(jax.lax.psum_scatter(parts, "ep", tiled=True), "tp")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Routing in plain JAX
+
+
+def check_routing(config: Config, experts: int, best: int = 1) -> None:
+    """Raises InputError if a token cannot choose `num_experts_per_tok` of so many experts, in groups of which the
+    `best` experts count."""
+    k, groups, top = config.num_experts_per_tok, config.n_group, config.topk_group
+    if experts % groups or experts < best * groups:
+        raise InputError(
+            f"config.json: n_group {groups} does not divide {experts} experts into groups of {best} or more"
+        )
+    if top > groups:
+        raise InputError(f"config.json: topk_group {top} exceeds n_group {groups}")
+    if k > (eligible := top * (experts // groups)):
+        raise InputError(f"config.json: num_experts_per_tok {k} exceeds the {eligible} experts that a token can choose")
+
+
+def chosen_experts(scores: Array, choice: Array, best: int, config: Config) -> tuple[Array, Array]:
+    """The k experts whose float32 choice [B, E] is highest, and their scores, [B, k] each. If topk_group is less than
+    n_group, only experts of so many groups are eligible: of the groups whose `best` highest choices add up to the most.
+    """
+    B, E = scores.shape
+    if config.topk_group < config.n_group:
+        in_groups = choice.reshape(B, config.n_group, -1)
+        totals = jnp.sum(jax.lax.top_k(in_groups, best)[0], axis=-1)
+        groups = jax.lax.top_k(totals, config.topk_group)[1]
+        is_eligible = jnp.any(groups[:, :, None] == jnp.arange(config.n_group), axis=1)
+        choice = jnp.where(is_eligible[:, :, None], in_groups, MASKED).reshape(B, E)
+    ids = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
+    return ids, weighed(jnp.take_along_axis(scores, ids, axis=1), config)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading config.json
+
+
+FOLDERS = {  # of the repository that this file is from, and the model_types that each reads
+    "deepseek": ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"),
+    "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text"),
+    "gemma4": ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+    "glm4": ("glm", "glm4"),
+    "glm4_flash": ("glm4_moe_lite",),
+    "glm4_moe": ("glm4_moe",),
+    "gpt2": ("gpt2",),
+    "gpt_oss": ("gpt_oss",),
+    "llama3": ("llama", "mistral"),
+    "llama4": ("llama4", "llama4_text"),
+    "mixtral": ("mixtral",),
+    "qwen3": ("qwen2", "qwen3", "qwen3_moe"),
+    "qwen3_5": ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+}
+COUNTS = {  # where they are not from 1 to 2**31; layers and experts are bounded before lists of that length are made
+    "num_hidden_layers": range(1, 2**16), "n_layer": range(1, 2**16),
+    "first_k_dense_replace": range(2**16), "max_window_layers": range(2**16),
+    "num_kv_shared_layers": range(2**16), "hidden_size_per_layer_input": range(2**16),
+    "num_experts": range(2**12), "num_local_experts": range(1, 2**12), "n_routed_experts": range(1, 2**12),
+}  # fmt: skip
+
+
+def check_supported(**features: tuple[object, tuple]) -> None:
+    """Each feature is a pair (value, supported values). Raises InputError if a value is not among them."""
+    for name, (value, supported) in features.items():
+        if value not in supported:
+            message = f"config.json: {name} {value!r:.40} is not supported, only {', '.join(map(str, supported))}"
+            others = [folder for folder, types in FOLDERS.items() if name == "model_type" and value in types]
+            raise InputError(message + "".join(f"; use the folder {folder}" for folder in others))
+
+
+def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:
+    """Those of `given` that are plain fields of the dataclass `cls`, in their types; null counts as absent.
+
+    Raises InputError for a value that such a field cannot have, and for a missing one that is needed or has no default.
+    """
+    plain = (bool, int, float, str, int | None)
+    kinds = {name: kind for name, kind in get_type_hints(cls, globals()).items() if kind in plain}
+    given = {name: value for name, value in given.items() if name in kinds and value is not None}
+    for name, value in given.items():
+        if not is_valid(value, kinds[name], name):
+            raise InputError(f"config.json: {name} cannot be {value!r:.40}")
+    required = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
+    for name in (*required, *needed):
+        if name not in given:
+            raise InputError(f"config.json: {name} is missing")
+    return {name: float(value) if kinds[name] is float else value for name, value in given.items()}
+
+
+def read_list(config: dict, name: str, allowed: Collection, default: Collection, least: int = 0) -> tuple:
+    """A list of config.json, of `least` entries at least, which are all among `allowed`."""
+    values = config.get(name)
+    if values is None:
+        return tuple(default)
+    kind = type(allowed[0])  # True does not pass for 1
+    if not isinstance(values, list) or any(type(value) is not kind or value not in allowed for value in values):
+        raise InputError(f"config.json: {name} cannot be {values!r:.40}")
+    if len(values) < least:
+        raise InputError(f"config.json: {name} has {len(values)} entries for {least} layers")
+    return tuple(values)
+
+
+def is_valid(value: object, kind: type, name: str = "") -> bool:
+    """Whether a value of a JSON file can be a field of type `kind`. Numbers are positive and bounded."""
+    if kind in (bool, str):
+        return isinstance(value, kind)
+    if kind is float:
+        return type(value) in (int, float) and 1e-30 < value < 1e30
+    return type(value) is int and value in COUNTS.get(name, range(1, 2**31))  # isinstance would take a bool
+
+
+# =====================================================================================================================
+# Fast on each machine
+# =====================================================================================================================
+#
+# The compiler moves nothing across an optimization_barrier. A Pallas kernel is the program of a TPU core, which fetches
+# blocks of its arguments (a BlockSpec says which) into the core's fast memory, VMEM.
+
+
+def by_platform(*arguments, default, cpu=None, tpu=None):
+    """Calls one of several functions, by the platform of the mesh. jax.lax.platform_dependent would trace them all."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    own = cpu if device.device_kind == "cpu" else tpu if device.device_kind.startswith("TPU") else None
+    return (own or default)(*arguments)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory on each machine
+
+
+def mesh_shape(weights: dict, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None):
+    """dp, ep and tp for a pytree of Weight on these devices. Those not given are 1, except tp, which takes the
+    remaining devices. On TPUs ep leaves each device whole lanes of an expert's columns; it is the smallest with few
+    zeros beside them in pieces of Format.kernel_columns, or else with the fewest."""
+    dp = dp or 1
+    left = len(devices) // dp
+    if not ep and not tp and devices[0].platform == "tpu":
+        experts = [weight for weight in jax.tree.leaves(weights) if weight.experts and weight.split == 1]
+
+        def columns(weight, tp):
+            return weight.parts[0].rows_per_device(tp)
+
+        def suits(weight, ep, tp):
+            return weight.experts % ep == columns(weight, tp) % 128 == 0
+
+        def share(weight, tp):  # of the columns with zeros in those without
+            piece = weight.format.kernel_columns
+            return tp * ceil_div(columns(weight, tp), piece) * piece / weight.columns()
+
+        divisors = [n for n in range(1, left + 1) if left % n == 0]
+        divisors = [n for n in divisors if all(suits(weight, n, left // n) for weight in experts)]
+        ep = min(divisors, key=lambda n: max([1.1, *(share(weight, left // n) for weight in experts)]), default=None)
+    ep = ep or 1
+    return dp, ep, tp or max(1, left // ep)
+
+
+def stored_width(C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
+    """Format.width of numbers in `dtype`.
+
+    On TPUs a matrix that is split by output gets whole lanes of 128 numbers. Otherwise XLA would store it with the
+    output dimension last, and copy it for a kernel in every step. On CPUs 16-bit rows must not lie a multiple of 4,096
+    bytes apart, since such rows map to the same places in the processor's cache, and the product would take up to 1.7
+    times as long. They get 32 numbers more, unless they are experts.
+    """
+    platform = mesh.devices.flat[0].platform
+    if platform == "tpu" and weight.split == 0:
+        return ceil_div(C, 128) * 128
+    return C + 32 if platform == "cpu" and dtype.itemsize == 2 and 2 * C % 4096 == 0 and not weight.experts else C
+
+
+def head_dtype(dtype: jnp.dtype, mesh: Mesh) -> jnp.dtype:
+    """The dtype of weights that are multiplied head by head: float32 on CPUs, where any other is slow."""
+    return jnp.float32 if mesh.devices.flat[0].platform == "cpu" else dtype
+
+
+def cache_layout(H: int, dtype: jnp.dtype, mesh: Mesh) -> tuple[int, jnp.dtype]:
+    """The width and the dtype of a cache of width H. On CPUs a 16-bit cache is kept in float32: to update one slot XLA
+    would convert all of it to float32 and back. On TPUs H is rounded up to the 128 lanes: a narrower array would have
+    its slots innermost in memory, and be copied to another layout for the kernel in every step."""
+    platform = mesh.devices.flat[0].platform
+    return ceil_div(H, 128) * 128 if platform == "tpu" else H, jnp.float32 if platform == "cpu" else dtype
+
+
+def piece_lengths(longest: int, config: Config, mesh: Mesh) -> list[int]:
+    """The lengths of the pieces in which prefill takes prompts of up to `longest` tokens: a long one and, if that is
+    longer than they are, short ones. All are multiples of the devices that share a cache. The long one is a power of
+    two; on CPUs, where padding costs more, a multiple of an eighth of one."""
+    R = cache_sharers(config, model_shards(mesh))
+    tokens = ceil_div(longest, ceil_div(longest, PREFILL_PIECE))
+    unit, short = power_of_two(max(tokens, 16)), SHORT_PIECES[:1]
+    if mesh.devices.flat[0].platform == "cpu":
+        unit, short = max(16, unit // 8), SHORT_PIECES  # a product takes as long for fewer than 16 rows more
+    long = min(ceil_div(ceil_div(tokens, unit) * unit, R) * R, PREFILL_PIECE // R * R)
+    short = [ceil_div(T, R) * R for T in short]
+    return [long, *short] if long > short[0] else [long]
+
+
+def keep_layout(x: Array) -> Array:
+    """x in row-major order: for a single row, XLA for GPUs would copy a whole cache to another layout, twice a step."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products
+
+
+def einsum(subscripts: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) -> Array:
+    """jnp.einsum with sums in `dtype`, and without bf16 or tf32 passes if the operands are float32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=dtype)
+
+
+def linear(x: Array, w: Format, bias: Array | None = None) -> Array:
+    """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
+    flat = x.reshape(-1, x.shape[-1])
+    y = by_platform(flat, w, cpu=cpu_product, tpu=tpu_product, default=gpu_product)
+    y = y.reshape(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
+
+
+def linear_halves(x: Array, w: Format, bias: Array | None = None) -> tuple[Array, Array]:
+    """The two halves of linear's output, such as gate and up. Many rows on TPUs get a product for each half, since XLA
+    can then do what follows elementwise along with the second. One product would write all of its output to memory."""
+
+    def one_product():
+        return tuple(jnp.split(linear(x, w, bias), 2, axis=-1))
+
+    def half(i):
+        rows = i * w.shape[0] // 2, (i + 1) * w.shape[0] // 2
+        return linear(x, w.rows(*rows), None if bias is None else bias[slice(*rows)])
+
+    on_tpu = (lambda: (half(0), half(1))) if math.prod(x.shape[:-1]) >= 128 else one_product
+    return by_platform(tpu=on_tpu, default=one_product)
+
+
+def product(x: Array, w: Format, min_rows: int = 1) -> Array:
+    """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O]. x is padded to `min_rows` rows: XLA for
+    TPUs turns fewer rows into slow vector code."""
+    values, scale = w.values_and_scale(x.dtype)
+    y = einsum("bc,oc->bo", w.in_order(padded(x, w, min_rows)), values)[: x.shape[0]]
+    return y if scale is None else y * scale
+
+
+def gpu_product(x: Array, w: Format) -> Array:
+    """product for GPUs, and for what is neither a CPU nor a TPU."""
+    return w.gpu_product(x)
+
+
+def padded(x: Array, w: Format, rows: int = 1) -> Array:
+    """x [B, C] with zeros up to the columns of w, and up to `rows` rows."""
+    return jnp.pad(x, ((0, max(rows - len(x), 0)), (0, w.shape[-1] - x.shape[1])))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products and attention on CPUs
+
+
+def cpu_product(x: Array, w: Format) -> Array:
+    """product for CPUs."""
+    return w.cpu_product(x)
+
+
+def plain_cpu_product(x: Array, w: Array) -> Array:
+    """product for CPUs of numbers as they are. One row uses `row_product` if its length allows: XLA's own product of 16
+    bits is ten times slower for one row than for two. Of up to 4 rows, pieces of the weight are turned to float32 and
+    multiplied while they are in the processor's cache: without AVX512-BF16, XLA's product of 16 bits takes 1.5 times as
+    long. Up to 128 rows the weight is the left operand, because XLA repacks the right one."""
+    (B, C), is_16_bit = x.shape, x.dtype != jnp.float32
+    if B == 1 and is_16_bit and (runs := runs_of(C, 24, 8192)):
+        return row_product(x, w, runs)
+    if B <= 4 and is_16_bit and (pieces := pieces_of(w, 2**19, least=2)) > 1:
+        return over_rows(partial(in_float32, x), w, pieces)
+    if w.shape[1] > C:  # see stored_width
+        x = repeat_columns(x, w.shape[1])
+    if B > 128:
+        return product(x, Plain(w))
+    return weights_first(padded(x, w, 2 if is_16_bit else 1), w, jnp.float32)[:B]
+
+
+def int8_cpu_product(x: Array, w: Array) -> Array:
+    """product for CPUs of int8 values, not yet scaled. For a few rows the fast product is that of int8 and int8. Two
+    int8 numbers hold 15 bits of an activation: a coarse one, and a fine one for its rounding error. As rows of one
+    product they cost little and lose next to nothing. From some 50 rows on, pieces of the weight are cast, and
+    multiplied while they are in the processor's cache."""
+    B, C = x.shape
+    if B == 1 and (runs := runs_of(C, 32, 4096)):
+        return row_product(x, w, runs)
+    if B < 50:
+        coarse = quantize(x)
+        fine = quantize(x - coarse.values * coarse.scale[:, None])
+        y = weights_first(jnp.concatenate([coarse.values, fine.values]), w, jnp.int32)
+        return y[:B] * coarse.scale[:, None] + y[B:] * fine.scale[:, None]
+
+    def cast_first(piece):
+        return plain_cpu_product(x, jax.lax.optimization_barrier(piece.astype(x.dtype)))
+
+    return over_rows(cast_first, w, pieces_of(w, 2**21))
+
+
+def runs_of(columns: int, most: int, longest: int) -> int:
+    """How many runs of 32 columns row_product should add up in one loop: at most `most`, and a divisor of all of them.
+    0 if it should not be used, because a row is longer than `longest` columns or would have fewer than 9 runs."""
+    divisors = (n for n in range(most, 8, -1) if columns % (32 * n) == 0)
+    return next(divisors, 0) if columns <= longest else 0
+
+
+def row_product(x: Array, w: Array, runs: int) -> Array:
+    """x [1, C] times w [O, C] of 16 or 8 bits, C a multiple of 32 * runs: float32 [1, O]. It ignores columns that only
+    w has. With bfloat16 it is 1.5 times as fast as two rows of XLA's own product, with int8 twice as fast.
+
+    XLA makes one unrolled loop that multiplies and adds `runs` runs of 32 columns, with the 32 side by side in vector
+    registers. The 32 sums are then multiplied with ones. A large w is taken in pieces, whose sums stay in cache.
+
+    reduce_precision changes no number. It keeps XLA from its library of reductions, which would turn all weights to
+    float32 in memory first. The barriers keep the product with ones out of the loop. Dividing by ones changes no number
+    either: XLA repeats no division in a loop, so it turns x to float32 once, and not for each row of w.
+    """
+    C, lanes = x.shape[1], 32
+    x = x.astype(jnp.float32)
+    if w.dtype == jnp.int8:
+        x = x / jax.lax.optimization_barrier(jnp.ones(x.shape))
+
+    def multiply(w):
+        terms = w[:, :C].reshape(-1, C // (runs * lanes), runs, lanes).astype(jnp.float32) * x.reshape(-1, runs, lanes)
+        sums = jax.lax.reduce(terms, np.float32(0), lambda a, b: jax.lax.reduce_precision(a + b, 8, 23), (2,))
+        sums = jax.lax.optimization_barrier(sums).reshape(-1, lanes)
+        y = jax.lax.optimization_barrier(einsum("rc,bc->rb", sums, jnp.ones((1, lanes)))).reshape(len(w), -1)
+        return sum(y[:, i] for i in range(y.shape[1]))[None]
+
+    return over_rows(multiply, w, pieces_of(w, 2**24))
+
+
+def in_float32(x: Array, w: Array) -> Array:
+    """x [B, C] times w [O, C], or a wider w: float32 [B, O]. The barrier has w in float32 in memory."""
+    w = jax.lax.optimization_barrier(w[:, : x.shape[1]].astype(jnp.float32))
+    return weights_first(x.astype(jnp.float32), w, jnp.float32)
+
+
+def pieces_of(w: Array | Format, size: int, least: int = 1) -> int:
+    """Into how many pieces of equal rows to divide w [O, C]: `least` or more, of at most `size` numbers each. 1 if no
+    number near does."""
+    fewest = max(least, ceil_div(math.prod(w.shape), size))
+    return next((n for n in range(fewest, 4 * fewest) if w.shape[0] % n == 0), 1)
+
+
+def over_rows(multiply, w: Array | Format, pieces: int) -> Array:
+    """multiply(w), float32 [B, O], a piece of w [O, C] at a time."""
+    O, B = w.shape[0], jax.eval_shape(multiply, w).shape[0]
+    rows = O // pieces
+
+    def step(i, y):
+        # The barrier ties w to i: else XLA would turn all of it to float32 before the loop.
+        tied, i = jax.lax.optimization_barrier((w, i))
+        piece = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * rows, rows), tied)
+        return jax.lax.dynamic_update_slice_in_dim(y, multiply(piece), i * rows, axis=1)
+
+    return multiply(w) if pieces == 1 else jax.lax.fori_loop(0, pieces, step, jnp.zeros((B, O), jnp.float32))
+
+
+def repeat_columns(x: Array, width: int) -> Array:
+    """x [B, C] of 16 bits, widened with its own first columns for a weight that is zero there. XLA would fuse a padding
+    of zeros with the elementwise operations before it, which would then take four times as long."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint16)  # XLA would concatenate bfloat16 as float32
+    bits = jnp.concatenate([bits, bits[:, : width - x.shape[1]]], axis=1)
+    return jax.lax.bitcast_convert_type(bits, x.dtype)
+
+
+def weights_first(x: Array, w: Array, dtype: jnp.dtype) -> Array:
+    """x [B, C] times w [O, C] with w as the left operand; a barrier keeps XLA from swapping them: `dtype` [B, O]."""
+    return jax.lax.optimization_barrier(einsum("oc,bc->ob", w, x, dtype)).T
+
+
+def query_key_product(q: Array, k: Array) -> Array:
+    """q [B, K, A, M, H] times k [B, K, S, H]: float32 [B, K, A, M, S]."""
+    plain, queries = partial(einsum, "bkamh,bksh->bkams"), math.prod(q.shape[2:4])
+    on_cpu = partial(query_by_query, "bkh,bksh->bks") if queries <= 4 else keys_first if queries <= 64 else plain
+    return by_platform(q, k, cpu=on_cpu, default=plain)
+
+
+def probability_value_product(p: Array, v: Array) -> Array:
+    """p [B, K, A, M, S] times v [B, K, S, W]: float32 [B, K, A, M, W]."""
+    plain = partial(einsum, "bkams,bksw->bkamw")
+    on_cpu = partial(query_by_query, "bks,bksw->bkw") if math.prod(p.shape[2:4]) <= 4 else plain
+    return by_platform(p, v, cpu=on_cpu, default=plain)
+
+
+def query_by_query(subscripts: str, x: Array, of_slots: Array) -> Array:
+    """A product [B, K, A, M, ..] of a few queries as a product of a matrix and a vector for each. XLA computes these up
+    to twice as fast, since all queries after the first find the slots in the processor's cache."""
+    one_by_one = jnp.moveaxis(x.reshape(*x.shape[:2], -1, x.shape[-1]), 2, 0)
+    return jnp.stack([einsum(subscripts, one, of_slots) for one in one_by_one], axis=2).reshape(*x.shape[:4], -1)
+
+
+def keys_first(q: Array, k: Array) -> Array:
+    """query_key_product for CPUs and some queries. XLA rearranges the second operand of a product there, which should
+    not be the keys; the barrier keeps XLA from exchanging the two."""
+    return jax.lax.optimization_barrier(einsum("bksh,bkamh->bksam", k, q)).transpose(0, 1, 3, 4, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products on TPUs
+
+
+STREAM_BYTES = 40 * 2**20  # XLA for TPUs does not fetch a weight ahead if a device holds more of it than this
+
+
+def tpu_product(x: Array, w: Format) -> Array:
+    """product for TPUs."""
+    x = padded(x, w)
+    if 4 * x.size > 2**25:  # if x comes of float32 arrays too large for VMEM, XLA would read them for each tile of w
+        x = jax.lax.optimization_barrier(x)
+    return w.tpu_product(x)
+
+
+def is_streamed(x: Array, w: Array) -> bool:
+    """Whether a kernel streams a weight: if it is too large to be fetched ahead and the rows are few."""
+    (B, C), itemsize = x.shape, w.dtype.itemsize
+    # Two buffers each of 128 rows of w and of x. A kernel gets 16 MiB.
+    vmem = 2 * C * (128 * itemsize + B * x.dtype.itemsize)
+    return B <= 64 and C % 128 == 0 and w.size * itemsize >= STREAM_BYTES and vmem <= 12 * 2**20
+
+
+def streamed_product(x: Array, w: Array, block: int | None = None, interpret=False) -> Array:
+    """A product as a Pallas kernel for TPUs: x [B, C] times w [O, C]: float32 [B, O].
+
+    It reads w once, in blocks of whole rows. Each block is contiguous, while XLA's own product of a weight in
+    HBM fetches narrow columns. The next block is fetched while this one is multiplied, which takes less time than
+    fetching, the cast of int8 values included. Rows of the last block beyond O are undefined, and are not stored.
+
+    `block` is the number of rows in a grid step, a multiple of 128, by default as many as make 2 MiB: no more, since
+    nothing overlaps the first block of a product; no fewer, since a step has to outlast its own overhead.
+    """
+    (B, C), O = x.shape, w.shape[0]
+    block = block or max(128, 2**21 // (C * w.dtype.itemsize) // 128 * 128)
+
+    def kernel(x, w, y):
+        y[...] = einsum("bc,oc->bo", x[...], w[...].astype(x.dtype))
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((B, O), jnp.float32),
+        grid=(pl.cdiv(O, block),),
+        in_specs=[pl.BlockSpec((B, C), lambda i: (0, 0)), pl.BlockSpec((block, C), lambda i: (i, 0))],
+        out_specs=pl.BlockSpec((B, block), lambda i: (0, i)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),  # shared by the two cores of a v5p
+        cost_estimate=kernel_cost(2 * B * O * C, w),
+        interpret=interpret,
+        name="streamed_product",
+    )(x, pltpu.with_memory_space_constraint(w, pltpu.HBM))
+
+
+def kernel_cost(flops: int, read) -> pl.CostEstimate:
+    """The cost, for the compiler, of a kernel that reads the arrays of the pytree `read`."""
+    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))
+    return pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Int4
+
+
+class Int4Groups(NamedTuple):
+    """How Int4 is declared: a scale in `dtype` for each `size` numbers of a row, and zero points or none."""
+
+    size: int = 32
+    has_zeros: bool = False
+    dtype: str = "bfloat16"
+
+    bits, kernel_columns = 4, 512  # of Int4Lanes
+
+    def on(self, weight: Weight, mesh: Mesh) -> GroupsOn | type[Format]:
+        """Groups that no device has only a part of; Plain, where 16 numbers are too many for that, and for what is
+        multiplied head by head. On TPUs they are for kernels, which experts without whole lanes have none of."""
+        size = math.gcd(self.size, weight.uncut_columns(mesh), 128)
+        columns = weight.parts[0].rows_per_device(math.prod(mesh.shape[axis] for axis in weight.axes()))
+        has_kernel = mesh.devices.flat[0].platform == "tpu" and not (weight.experts and columns % 128)
+        kind = Int4Lanes if has_kernel else Int4
+        return Plain if size < 16 or weight.per_head else GroupsOn(kind, self._replace(size=size))
+
+
+class GroupsOn(NamedTuple):
+    """Int4Groups on a machine, as `kind` of Int4."""
+
+    kind: type[Int4]
+    groups: Int4Groups
+
+    def width(self, C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
+        return ceil_div(C, self.kind.run) * self.kind.run
+
+    def declare(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Int4:
+        values = jax.eval_shape(self.kind.packed, jax.ShapeDtypeStruct(shape, jnp.uint8))
+        scale = (*shape[:-1], shape[-1] // self.groups.size)
+        scale = jax.ShapeDtypeStruct(self.kind.ordered(scale), jnp.dtype(self.groups.dtype))
+        zero = jax.ShapeDtypeStruct(scale.shape, self.kind.zero_dtype) if self.groups.has_zeros else None
+        return self.kind(values, scale, zero)
+
+
+@format_of_arrays
+class Int4(Format):
+    """Codes of 4 bits, less their group's zero, times its scale. A group is 16 to 128 numbers of a row.
+
+    `values` uint16 [.., O, 8, L] has 4 codes in a word, the first in the lowest bits. L is C / 32, and a lane has 32
+    neighbours of a row: word j of the 8 has the codes 4 j to 4 j + 3 of each lane. So an instruction can work on the
+    same place of many groups. `scale` is [.., O, C / group], `zero` uint8 too, or None if all zeros are 8.
+    """
+
+    values: Array
+    scale: Array
+    zero: Array | None = None
+
+    bits, expert_columns = 4, (2048,)
+    run, zero_dtype = 32, jnp.uint8  # C is a multiple of `run`
+
+    @property
+    def shape(self):
+        return (*self.values.shape[:-2], 32 * self.values.shape[-1])
+
+    def specs(self, spec):
+        spec = P(*spec, *[None] * (len(self.shape) - len(spec)))
+        return Int4(P(*spec[:-1], None, spec[-1]), spec, None if self.zero is None else spec)
+
+    @staticmethod
+    def ordered(x):
+        """A shape, or an array, of scales [.., O, C / group] as this format has it."""
+        return x
+
+    @staticmethod
+    def ordered_values(x):
+        """An array of values, or a shape without the 8 words of a lane."""
+        return (*x[:-2], x[-1]) if isinstance(x, tuple) else x
+
+    @staticmethod
+    def packed(codes: Array | np.ndarray) -> Array | np.ndarray:
+        """uint8 codes [.., C] as values."""
+        lanes = codes.shape[-1] // 32
+        codes = codes.reshape(*codes.shape[:-1], lanes, 32).swapaxes(-1, -2).reshape(codes.shape)
+        return packed_codes(codes, 4, lanes).reshape(*codes.shape[:-1], 8, lanes)
+
+    def of(self, x):
+        codes, scale = quantize_in_groups(x, self.ordered(self.scale.shape)[-1], self.scale.dtype)
+        return type(self)(self.packed(codes), self.ordered(scale))
+
+    def cpu_product(self, x):
+        return int4_cpu_product(x, self)
+
+    def gpu_product(self, x):
+        return int4_gpu_product(x, self)
+
+    def in_order(self, x):
+        return x.reshape(*x.shape[:-1], -1, 32).swapaxes(-1, -2).reshape(x.shape)
+
+    def of_lanes(self, a: Array) -> Array:
+        """Scales or zeros [.., C / group] as [.., n, L], for each n-th of a lane's words. n is 2 for groups of 16."""
+        group = self.shape[-1] // a.shape[-1]
+        if group >= 32:
+            return jnp.repeat(a, group // 32, axis=-1)[..., None, :]
+        return a.reshape(*a.shape[:-1], -1, 32 // group).swapaxes(-1, -2)
+
+    def numbers(self, dtype: jnp.dtype) -> Array:
+        """The numbers [.., O, 32, L], those of a lane below each other."""
+        scale = self.of_lanes(self.scale)[..., None, None, :].astype(jnp.float32)
+        zero = 8 if self.zero is None else self.of_lanes(self.zero)[..., None, None, :].astype(jnp.int32)
+        words = self.values.reshape(*scale.shape[:-3], -1, 1, scale.shape[-1])
+        numbers = (codes_of(words) - zero).astype(jnp.float32) * scale
+        return numbers.astype(dtype).reshape(*self.shape[:-1], 32, -1)
+
+    def values_and_scale(self, dtype):
+        return self.numbers(dtype).reshape(self.shape), None
+
+
+@format_of_arrays
+class Int4Lanes(Int4):
+    """Int4 as TPUs have it, in runs of 512 columns, which unpack to four vectors of 128 lanes: `values` uint16
+    [.., O, C / 4], where word w of the 128 of a run has its codes w, 128 + w, 256 + w and 384 + w. `scale` and `zero`
+    are [.., C / group, O]."""
+
+    values: Array
+    scale: Array
+    zero: Array | None = None
+
+    run, zero_dtype = 512, jnp.bfloat16
+    kernel_columns, kernel_rows = 512, 8
+
+    @property
+    def shape(self):
+        return (*self.values.shape[:-1], 4 * self.values.shape[-1])
+
+    @staticmethod
+    def ordered(x):
+        return (*x[:-2], x[-1], x[-2]) if isinstance(x, tuple) else x.swapaxes(-1, -2)
+
+    @staticmethod
+    def ordered_values(x):
+        return x
+
+    @staticmethod
+    def packed(codes):
+        return packed_codes(codes, 4, 128)
+
+    def specs(self, spec):
+        of_groups = P(*spec[:-2], spec[-1], spec[-2])
+        return type(self)(spec, of_groups, None if self.zero is None else of_groups)
+
+    def rows(self, start, stop):
+        return type(self)(
+            self.values[start:stop], *(x if x is None else x[:, start:stop] for x in (self.scale, self.zero))
+        )
+
+    def in_order(self, x):
+        return x
+
+    def values_and_scale(self, dtype):
+        scale = self.ordered(self.scale)[..., None].astype(jnp.float32)
+        zero = 8 if self.zero is None else self.ordered(self.zero)[..., None]
+        codes = codes_of(self.values.reshape(*self.values.shape[:-1], -1, 1, 128)).reshape(*scale.shape[:-1], -1)
+        return ((codes - zero).astype(jnp.float32) * scale).astype(dtype).reshape(self.shape), None
+
+    def tpu_product(self, x):
+        return lanes_product(x, self) if len(x) <= 32 else super().tpu_product(x)
+
+    def piece(self, e, axis, i, n, count=1):
+        group = self.shape[-1] // self.scale.shape[-2]
+
+        def part(size):
+            return pl.ds(pl.multiple_of(i * size, size), count * size)
+
+        of_groups = (slice(None), part(n)) if axis == 0 else (part(n // group), slice(None))
+        of_words = (part(n), slice(None)) if axis == 0 else (slice(None), part(n // 4))
+        return [(e, *of_words), *[(e, *of_groups)] * (len(jax.tree.leaves(self)) - 1)]
+
+    def kernel_product(self, x):
+        return lanes_kernel_product(x, self)
+
+    @staticmethod
+    def bits_of(words: Array, k: int) -> Array:
+        """The k-th codes of uint32 words of two rows, as the bits of two bfloat16 numbers: a code by its bits alone
+        becomes 128 more."""
+        return words >> 4 * k & 0xF000F | 0x43004300
+
+    def offset(self, n: int, count: int) -> Array | int | None:
+        """By how much the numbers of bits_of are too large in `count` groups from the n-th on: float32 [count, O] of
+        whole numbers, one for all, or None."""
+        return 136 if self.zero is None else 128 + self.zero[n : n + count].astype(jnp.float32)
+
+
+def quantize_in_groups(x: Array, groups: int, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """x [.., C] as uint8 codes from 0 to 15 [.., C], 8 for a zero, and scales [.., groups] in `dtype`. The scale of a
+    group is the one with the least squared error among those that make its largest number one of INT4_LARGEST."""
+    x = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
+    largest = jnp.take_along_axis(x, jnp.argmax(jnp.abs(x), axis=-1, keepdims=True), axis=-1)
+    scales = jnp.stack([(largest / n).astype(dtype) for n in INT4_LARGEST])
+    divisors = jnp.where(scales == 0, 1, scales).astype(jnp.float32)
+    codes = jnp.clip(jnp.round(x / divisors), -8, 7)
+    best = jnp.argmin(jnp.sum((codes * divisors - x) ** 2, axis=-1, keepdims=True), axis=0)[None]
+    codes, scales = (jnp.take_along_axis(a, best, axis=0)[0] for a in (codes, scales))
+    return (codes + 8).astype(jnp.uint8).reshape(*x.shape[:-2], -1), scales[..., 0]
+
+
+INT4_LARGEST = (-8.0, 7.0)  # codes less 8
+
+
+def packed_codes(codes: Array | np.ndarray, n: int, lanes: int) -> Array | np.ndarray:
+    """uint8 codes of 4 bits [.., C] as words [.., C / n] of n of them. They stand in runs of n * lanes codes: word w of
+    a run has its codes w, lanes + w, 2 lanes + w and so on, the first in the lowest bits."""
+    runs = codes.reshape(*codes.shape[:-1], -1, n, lanes).astype(f"uint{4 * n}")
+    return sum(runs[..., k, :] << 4 * k for k in range(n)).reshape(*codes.shape[:-1], -1)
+
+
+def codes_of(words: Array) -> Array:
+    """The four codes of words [.., 1, lanes]: int32 [.., 4, lanes]."""
+    return (words >> 4 * jnp.arange(4, dtype=words.dtype)[:, None] & 15).astype(jnp.int32)
+
+
+FORMATS["int4"] = Int4Groups()
+
+
+def int4_cpu_product(x: Array, w: Int4) -> Array:
+    """product for CPUs in 4 bits. Up to 4 rows are multiplied one by one, in a loop that unpacks. For more rows, pieces
+    of the weight are unpacked while the piece before is multiplied. If the same turn of the loop did both, XLA would
+    fuse the change of shape between them with the unpacking, which then takes five times as long."""
+    x, O = w.in_order(padded(x, w)), w.shape[0]
+    if len(x) <= 4:
+        return jnp.concatenate([int4_row_product(row, w) for row in x])
+    pieces = pieces_of(w, 2**21, least=4)
+    rows = O // pieces
+
+    def unpack(i, w):
+        return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * rows, rows), w).numbers(x.dtype)
+
+    def step(i, state):
+        numbers, y = state
+        tied, i = jax.lax.optimization_barrier((w, i))  # as in over_rows
+        part = plain_cpu_product(x, numbers.reshape(rows, -1))
+        return unpack(i + 1, tied), jax.lax.dynamic_update_slice_in_dim(y, part, i * rows, axis=1)
+
+    return jax.lax.fori_loop(0, pieces, step, (unpack(0, w), jnp.zeros((len(x), O), jnp.float32)))[1]
+
+
+def int4_row_product(x: Array, w: Int4) -> Array:
+    """x [C] in the order of w, times w [O, C]: float32 [1, O]. XLA makes one unrolled loop over the rows of w, with the
+    lanes side by side in vector registers. Nothing is shifted: a code is masked where it stands in its word, and x is
+    divided by that power of two. A lane's sum is scaled once."""
+    lanes = w.values.shape[-1]
+    scale, zero = w.of_lanes(w.scale), None if w.zero is None else w.of_lanes(w.zero)
+    parts = scale.shape[1]
+    if scale.shape[1:] != (1, w.scale.shape[1]):  # XLA would not keep lanes together where it repeats numbers
+        scale, zero = jax.lax.optimization_barrier((scale, zero))
+    x = x.astype(jnp.float32)
+    added = jnp.sum(x.reshape(parts, -1, lanes), axis=1)  # what is taken off for each unit of the zero
+    # XLA repeats no division in a loop. With more dimensions it would have a lane's numbers of x side by side.
+    powers = jax.lax.optimization_barrier(jnp.tile(jnp.repeat(16.0 ** jnp.arange(4), lanes), 8))
+    x, added = jax.lax.optimization_barrier((x / powers, added))
+    x, words = x.reshape(32, lanes), [w.values[:, j].astype(jnp.int32) for j in range(8)]
+
+    def scaled_sum(n):
+        places = range(n * 32 // parts, (n + 1) * 32 // parts)
+        total = sum((words[i // 4] & 15 << i % 4 * 4).astype(jnp.float32) * x[i] for i in places)
+        return (total - added[n] * (8 if zero is None else zero[:, n])) * scale[:, n].astype(jnp.float32)
+
+    sums = jax.lax.optimization_barrier(sum(map(scaled_sum, range(parts))))
+    return einsum("ol,bl->bo", sums, jnp.ones((1, lanes)))
+
+
+def int4_gpu_product(x: Array, w: Int4) -> Array:
+    """product for GPUs in 4 bits. For up to 8 rows it is a sum of terms for each, which XLA computes in one loop that
+    reads and unpacks w once. It would not for more, so some rows of w at a time are unpacked to memory and multiplied.
+    """
+    x, O = padded(x, w), w.shape[0]
+    if len(x) <= 8:
+        numbers, rows = w.numbers(jnp.float32), x.astype(jnp.float32).reshape(len(x), -1, 32)
+        return jnp.stack([jnp.sum(numbers * row.T, axis=(1, 2)) for row in rows])
+    x = w.in_order(x)
+    size, y = O // pieces_of(w, 2**24), []
+    for first in range(0, O, size):
+        piece, x, y = jax.lax.optimization_barrier((w.rows(first, first + size), x, y))  # no piece before its turn
+        y.append(product(x, Plain(piece.values_and_scale(x.dtype)[0])))
+    return jnp.concatenate(y, axis=1)
+
+
+def lanes_kernel_product(x: Array, w: Int4Lanes) -> Array:
+    """x [B, C], B a multiple of 8, times w [O, C] in a kernel: float32 [B, O]."""
+    (B, C), O = x.shape, w.shape[0]
+    group, total = C // w.scale.shape[0], jnp.zeros((B, O), jnp.float32)
+    add = add_scaled_sums if B * 128 // group <= 256 else add_scaled_numbers
+    for at in range(0, C, 512):
+        words = pltpu.bitcast(w.values[:, at // 4 : at // 4 + 128], jnp.uint32)
+        numbers = [pltpu.bitcast(w.bits_of(words, k), jnp.bfloat16) for k in range(4)]
+        total = add(total, x[:, at : at + 512], numbers, w, at // group, group)
+    return total
+
+
+def add_scaled_sums(total: Array, x: Array, numbers: list[Array], w: Int4Lanes, first: int, group: int) -> Array:
+    """total [B, O] and x [B, 512] times `numbers`, four bfloat16 [O, 128] of w.bits_of, whose groups are those from
+    `first` on. For few rows: to scale each number would take longer than to fetch it. So products come first, and sums
+    are scaled. 128 columns of x are multiplied as a row for each group among them, with zeros in the place of the other
+    groups. What the offset adds to a sum is taken off again."""
+    B, groups = len(x), 128 // group
+    own = jax.lax.broadcasted_iota(jnp.int32, (B, 128), 1) // group
+    for k in range(4):
+        columns = x[:, 128 * k : 128 * k + 128].astype(jnp.float32)
+        alone = jnp.concatenate([jnp.where(own == g, columns, 0) for g in range(groups)])
+        sums = einsum("bc,oc->bo", alone.astype(x.dtype), numbers[k].astype(x.dtype))
+        added = jnp.sum(alone, axis=1, keepdims=True)
+        for g in range(groups):
+            n, of_g = first + k * groups + g, slice(g * B, (g + 1) * B)
+            offset = w.offset(n, 1)
+            of_n = sums[of_g] if offset is None else sums[of_g] - added[of_g] * offset
+            total += of_n * w.scale[n : n + 1].astype(jnp.float32)
+    return total
+
+
+def add_scaled_numbers(total: Array, x: Array, numbers: list[Array], w: Int4Lanes, first: int, group: int) -> Array:
+    """add_scaled_sums for many rows: each number is scaled. A product with ones gives a group's scale to its columns,
+    since a kernel's lanes are slow to spread otherwise."""
+    many = 512 // group
+    is_of_group = [jax.lax.broadcasted_iota(jnp.int32, (many, 512), axis) for axis in (0, 1)]
+    is_of_group = is_of_group[0] == is_of_group[1] // group
+
+    def spread(a):  # [many, O] to [O, 512]
+        return einsum("go,gc->oc", a, is_of_group.astype(a.dtype))
+
+    numbers, offset = jnp.concatenate(numbers, axis=1).astype(jnp.float32), w.offset(first, many)
+    if offset is not None:
+        numbers -= offset if w.zero is None else spread(offset.astype(jnp.bfloat16))
+    return total + einsum("bc,oc->bo", x, (numbers * spread(w.scale[first : first + many])).astype(x.dtype))
+
+
+def lanes_product(x: Array, w: Int4Lanes, block: int | None = None, interpret=False) -> Array:
+    """streamed_product of a weight in 4 bits: x [B, C] times w [O, C]: float32 [B, O]."""
+    (B, C), O = x.shape, w.shape[0]
+    block = block or max(128, 2**21 // (C // 2) // 128 * 128)
+    x = jnp.pad(x, ((0, -B % 8), (0, 0)))
+
+    def kernel(x, w, y):
+        y[...] = lanes_kernel_product(x[...], jax.tree.map(lambda a: a[...], w))
+
+    def rows_of(a):
+        return pl.BlockSpec((block, a.shape[1]), lambda i: (i, 0))
+
+    def columns_of(a):
+        return pl.BlockSpec((a.shape[0], block), lambda i: (0, i))
+
+    y = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((len(x), O), jnp.float32),
+        grid=(pl.cdiv(O, block),),
+        in_specs=[
+            pl.BlockSpec(x.shape, lambda i: (0, 0)),
+            Int4Lanes(rows_of(w.values), columns_of(w.scale), None if w.zero is None else columns_of(w.zero)),
+        ],
+        out_specs=pl.BlockSpec((len(x), block), lambda i: (0, i)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),  # shared by the two cores of a v5p
+        cost_estimate=kernel_cost(2 * B * O * C, w),
+        interpret=interpret,
+        name="lanes_product",
+    )(x, jax.tree.map(lambda a: pltpu.with_memory_space_constraint(a, pltpu.HBM), w))
+    return y[:B]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts on each machine
+
+
+def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
+    """experts, with ids counted on this device: E is one on another device. The fastest way depends on the machine and
+    on how many pairs there are. A few pairs read one expert each, at full speed. Many pairs share the experts that they
+    read, and their rows are sorted by expert."""
+    E, x = w_down.shape[0], padded(x, w_gate_up)
+    has_few = ids.size < 3 * E
+    gather, loop, kernel = (partial(f, activate=activate) for f in (gathered_experts, expert_loop, expert_kernel))
+    mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
+    tile = 1 if has_few else min(2 * power_of_two(mean), 64)
+
+    def on_cpu(*arguments):
+        return loop(*arguments, tile=tile, columns=cpu_columns(w_down, w_gate_up.shape[1] // 2, tile))
+
+    on_gpu = gather if has_few else partial(loop, tile=512)
+    on_tpu = partial(loop, tile=128) if w_gate_up.shape[1] // 2 % 128 else kernel  # it fetches whole lanes
+    arguments = x, ids, scores, w_gate_up, w_down, gate_up_bias
+    return by_platform(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
+
+
+def cpu_columns(w_down: Format, F: int, rows: int) -> int:
+    """How many of an expert's F columns CPUs multiply with `rows` rows at a time: as its format says for one row. For
+    more rows they are whole groups of the format, of which 8 MB in bfloat16 stay in a processor's caches."""
+    if rows == 1:
+        return next((n for n in w_down.expert_columns if F % n == 0), F)
+    group = math.lcm(*(w_down.shape[2] // a.shape[-1] for a in jax.tree.leaves(w_down) if a.ndim > 2))
+    fewest = ceil_div(w_down.shape[1] * F, 2**22)
+    return next((F // n for n in range(fewest, 4 * fewest) if F % (n * group) == 0), F)
+
+
+def expert_loop(
+    x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int, activate, columns: int | None = None
+) -> Array:
+    """For CPUs, and GPUs with many rows: a loop over visits, and over pieces of their experts, of so many columns, or
+    of all. A visit is an expert and at most `tile` of the tokens that chose it, whose rows lie together since pairs are
+    sorted by expert. Up to `tile` tokens are not sorted: all of them are multiplied with every expert that one of them
+    chose."""
+    (B, k), (E, D, _), F = ids.shape, w_down.shape, w_gate_up.shape[1] // 2
+    columns, is_sorted = columns or F, tile < B
+    counts = jnp.sum(ids.ravel() == jnp.arange(E)[:, None], axis=1)  # the pairs of each expert
+    visits = ceil_div(counts, tile) if is_sorted else (counts > 0).astype(jnp.int32)
+    ends, steps = jnp.cumsum(visits), jnp.arange(min(E, B * k) + B * k // tile)  # steps: as many as there can be
+    expert = jnp.sum(ends <= steps[:, None], axis=1)  # of each visit
+    first = jnp.zeros_like(steps)  # its first row
+    if is_sorted:
+        first = (jnp.cumsum(counts) - counts)[expert] + (steps - (ends - visits)[expert]) * tile
+        order = jnp.argsort(ids.ravel())
+        # The last visit of an expert may go beyond its pairs: these have other experts, or none.
+        x = x[jnp.pad(order // k, (0, tile))]
+        ids = jnp.pad(ids.ravel()[order], (0, tile), constant_values=E)[:, None]
+        scores = jnp.pad(scores.ravel()[order], (0, tile))[:, None]
+    tile = min(tile, B)
+
+    def step(i, out):
+        # The barrier ties the weights to i: otherwise XLA for CPUs would convert all experts before the loop.
+        weights, i = jax.lax.optimization_barrier(((w_gate_up, w_down, gate_up_bias), i))
+        visit, column = i // (F // columns), i % (F // columns) * columns
+        e, begin = expert[visit], first[visit]
+
+        def part(w, axis, start):  # of the expert e, `columns` of an axis; all of it, if it has zeros beside F
+            def cut(a):
+                starts, sizes = [e] + [0] * (a.ndim - 1), [1, *a.shape[1:]]
+                if axis == 1 or (a.ndim > 2 and columns < F):  # a scale [E, O] has no columns
+                    n = w.shape[axis] // a.shape[axis]  # columns to a number of this array
+                    starts[axis], sizes[axis] = start // n, columns // n
+                # As integers: XLA for CPUs would turn all of a bfloat16 array to float32 to cut a piece of it.
+                bits = jax.lax.bitcast_convert_type(a, jnp.uint16) if a.dtype == jnp.bfloat16 else a
+                piece = jax.lax.dynamic_slice(bits, starts, sizes)[0]
+                return jax.lax.bitcast_convert_type(piece, a.dtype)
+
+            return jax.tree.map(cut, w)
+
+        def of_visit(a):
+            return jax.lax.dynamic_slice_in_dim(a, begin, tile)
+
+        multiply = partial(by_platform, cpu=cpu_product, default=gpu_product)
+        score = jnp.sum(jnp.where(of_visit(ids) == e, of_visit(scores), 0), axis=1, keepdims=True)
+        gate, up = (multiply(of_visit(x), part(weights[0], 1, start + column)) for start in (0, F))
+        if gate_up_bias is not None:
+            gate, up = (y + part(weights[2], 1, start + column) for y, start in ((gate, 0), (up, F)))
+        h = activate(gate, up, score).astype(x.dtype)
+        y = of_visit(out) + multiply(h, part(weights[1], -1, column))
+        return jax.lax.dynamic_update_slice_in_dim(out, y, begin, axis=0)
+
+    out = jax.lax.fori_loop(0, ends[-1] * (F // columns), step, jnp.zeros((len(x), D), jnp.float32))
+    if not is_sorted:
+        return out
+    return jnp.sum(out[jnp.argsort(order)].reshape(B, k, D), axis=1)  # zeros for experts on other devices
+
+
+def gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
+    """For GPUs and a few pairs: in this form XLA fuses the choice of the expert into the product, so each pair reads
+    its expert and nothing is copied. (A pair whose expert is on another device reads the last one here, times 0.)"""
+    (B, k), E = ids.shape, w_down.shape[0]
+    expert = jnp.minimum(ids.ravel(), E - 1)
+
+    def pair_product(x, w):  # x [pairs, C], w [E, O, C]
+        values, scale = w.values_and_scale(jnp.float32)
+        x = w.in_order(padded(x, w)).astype(jnp.float32)
+        y = jnp.sum(x[:, None] * values[expert].astype(jnp.float32), axis=-1)
+        return y if scale is None else y * scale[expert]
+
+    gate_up = pair_product(jnp.repeat(x, k, axis=0), w_gate_up)
+    gate, up = jnp.split(gate_up if gate_up_bias is None else gate_up + gate_up_bias[expert], 2, axis=-1)
+    h = activate(gate, up, jnp.where(ids < E, scores, 0).reshape(-1, 1)).astype(x.dtype)
+    return jnp.sum(pair_product(h, w_down).reshape(B, k, -1), axis=1)
+
+
+GROUP_BYTES = 48 * 2**20  # of VMEM, for the rows of a group of tokens and their sums
+
+
+def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile: int = 128, interpret=False) -> Array:
+    """One Pallas kernel for TPUs: it fetches the experts that tokens chose, and no others.
+
+    It first lists its visits, in less time than XLA's launches would take. Then it goes through them, 128 of an
+    expert's columns at a time, or 512 in 4 bits and maybe fewer in the end. It fetches the next piece of gate, up and
+    down while it multiplies this one. The hidden columns never leave the chip, and the sums stay in VMEM until the end.
+    A device without work fetches nothing.
+
+    Up to `tile` tokens are all multiplied with every expert that one of them chose, so a visit is an expert. Of more
+    tokens, a visit is an expert and at most `tile` of those that chose it: the kernel copies their rows together, and
+    adds each result to the sum of its token. The pairs are sorted before, by expert. The grid is groups of tokens, as
+    many as VMEM holds.
+    """
+    (B, width), (E, D, _), k = x.shape, w_down.shape, ids.shape[1]
+    F, columns = w_gate_up.shape[1] // 2, w_down.kernel_columns
+    pieces, unit = ceil_div(F, columns), math.gcd(F, columns)
+    units, last_units = columns // unit, (F - 1) % columns // unit + 1  # of a piece, and of an expert's last one
+    is_sorted = tile < B
+    fitting = GROUP_BYTES // (width * (x.dtype.itemsize + 4))
+    group = min(power_of_two(B), power_of_two(fitting + 1) // 2) if is_sorted else max(B, w_down.kernel_rows)
+    groups, pairs = ceil_div(B, group), group * k
+    visits = min(E, pairs) + pairs // tile * is_sorted
+    dtype, missing = x.dtype, ((0, groups * group - B), (0, 0))
+    x, ids, scores = jnp.pad(x, missing), jnp.pad(ids, missing, constant_values=E), jnp.pad(scores, missing)
+    scores, ids = scores_by_expert(ids, scores, E), ids.reshape(groups, pairs)
+    listed, tokens = ids, jnp.zeros(1, jnp.int32)
+    if is_sorted:
+        counts = jnp.sum(ids.reshape(groups, group, k, 1) == jnp.arange(E), axis=(1, 2), dtype=jnp.int32)
+        listed = jnp.pad(jnp.cumsum(counts, axis=1), ((0, 0), (1, 0)))
+        x, tokens = packed(x), (jnp.argsort(ids, axis=1) // k).astype(jnp.int32).ravel()
+
+    def kernel(listed, tokens, x, scores, weights, out, seen, active, first, rows, picked, y, buffers, arrived):
+        # listed has the experts of the pairs or, if they are sorted, where each expert's pairs begin; tokens the token
+        # of each sorted pair. active has the expert of each visit, first its first pair. seen[e] is 1 once e is active.
+        # rows, picked and y are a visit's rows, scores and results.
+        def begin_of(e):
+            return listed[pl.program_id(0) * (E + 1) + e]
+
+        def clear(e, _):
+            seen[e] = 0
+
+        def enter(i, count):
+            e = listed[i]
+            active[count] = e  # the next one takes this place if this is in the list already
+            count += 1 - seen[e]
+            seen[e] = 1
+            return count
+
+        def enter_pairs(e, count):
+            begin, end = begin_of(e), begin_of(e + 1)
+
+            def enter_tile(i, count):
+                active[count], first[count] = e, begin + i * tile
+                return count + 1
+
+            return jax.lax.fori_loop(0, pl.cdiv(end - begin, tile), enter_tile, count)
+
+        if is_sorted:
+            steps = jax.lax.fori_loop(0, E, enter_pairs, 0) * pieces
+        else:
+            jax.lax.fori_loop(0, E, clear, None)
+            seen[E] = 1  # what is elsewhere never enters the list
+            steps = jax.lax.fori_loop(0, pairs, enter, 0) * pieces
+
+        def for_copies(i, action):
+            """action(copy) for all of the i-th piece: rows of gate and up, maybe with biases; columns of down."""
+            e, f, slot = active[jax.lax.div(i, pieces)], jax.lax.rem(i, pieces), jax.lax.rem(i, 2)
+
+            def copy(w, buffers, axis, i, n, count):
+                places = w.piece(e, axis, i, n, count)
+                for a, buffer, place in zip(jax.tree.leaves(w), jax.tree.leaves(buffers), places, strict=True):
+                    target = buffer.at[slot, *(pl.ds(0, n) for n in piece_shape(a, place))]
+                    action(pltpu.make_async_copy(a.at[place], target, arrived.at[slot]))
+
+            def copy_all(count):
+                *gate_up, down = weights
+                for of_half, first in zip(buffers, (0, F // unit), strict=False):
+                    for w, buffer in zip(gate_up, of_half, strict=True):
+                        copy(w, buffer, 0, first + f * units, unit, count)
+                copy(down, buffers[2], 1, f, columns, 1)
+
+            if last_units == units:
+                copy_all(units)
+            else:
+                pl.when(f < pieces - 1)(lambda: copy_all(units))
+                pl.when(f == pieces - 1)(lambda: copy_all(last_units))
+
+        def start(i):
+            pl.when(i < steps)(lambda: for_copies(i, lambda copy: copy.start()))
+
+        def for_rows(visit, action):
+            """action(row of the visit, row of its token), for each pair of the visit."""
+            begin, end = first[visit], begin_of(active[visit] + 1)
+
+            def of_row(n, _):
+                action(pl.ds(n, 1), pl.ds(tokens[pl.program_id(0) * pairs + begin + n], 1))
+
+            jax.lax.fori_loop(0, jnp.minimum(end - begin, tile), of_row, None)
+
+        def collect(row, token):
+            rows[row], picked[row] = x[token], scores[token]
+
+        def add_to_token(row, token):
+            out[token] += y[row]
+
+        def add(i, _):
+            start(i + 1)
+            visit, f, slot = jax.lax.div(i, pieces), jax.lax.rem(i, pieces), jax.lax.rem(i, 2)
+            if is_sorted:
+
+                @pl.when(f == 0)
+                def begin():
+                    for_rows(visit, collect)
+                    y[...] = jnp.zeros(y.shape, jnp.float32)
+
+            for_copies(i, lambda copy: copy.wait())
+
+            def multiply(x, w, *bias):
+                result = jax.tree.map(lambda buffer: buffer[slot], w).kernel_product(x)
+                return sum((one.values[slot] for one in bias), result)
+
+            h, score = (unpacked(rows[...], dtype)[:, :width], picked) if is_sorted else (x[...], scores)
+            is_e = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1) == active[visit]
+            score = jnp.sum(jnp.where(is_e, score[...], 0), axis=1, keepdims=True)
+            gate, up = (multiply(h, *w) for w in buffers[:2])
+            h = activate(gate, up, score)
+            if last_units < units:  # beyond them are rows of the piece before
+                h = jnp.where(jax.lax.broadcasted_iota(jnp.int32, h.shape, 1) < F - f * columns, h, 0)
+            total = y if is_sorted else out
+            total[...] += multiply(h.astype(dtype), buffers[2])
+            if is_sorted:
+                pl.when(f == pieces - 1)(lambda: for_rows(visit, add_to_token))
+
+        start(0)
+        out[...] = jnp.zeros(out.shape, jnp.float32)
+        jax.lax.fori_loop(0, steps, add, None)
+
+    def piece_shape(a, place):  # without the expert
+        sizes = [n if part == slice(None) else getattr(part, "size", 1) for part, n in zip(place, a.shape, strict=True)]
+        return sizes[a.ndim == 3 :]
+
+    def two_slots(w, axis):  # for a piece of a matrix, or of biases
+        arrays, tree = jax.tree.flatten(w)
+        places = w.piece(0, axis, 0, columns)
+        return tree.unflatten(
+            pltpu.VMEM((2, *piece_shape(a, at)), a.dtype) for a, at in zip(arrays, places, strict=True)
+        )
+
+    def of_group(width):
+        return pl.BlockSpec((group, width), lambda g, *_: (g, 0), pipeline_mode=pl.Buffered(1))
+
+    # How many experts are read if the router prefers none.
+    reads = groups * E * (1 - (1 - 1 / (E * jax.lax.axis_size("ep"))) ** min(pairs, B * k))
+    nbytes = int(reads / E * sum(w.size * w.dtype.itemsize for w in jax.tree.leaves((w_gate_up, w_down))))
+    flops = 6 * D * F * (B * k // jax.lax.axis_size("ep") if is_sorted else int(B * reads))
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    gate_up = [w_gate_up] if gate_up_bias is None else [w_gate_up, Plain(gate_up_bias)]
+    # Otherwise XLA moves all weights to VMEM if they fit, chosen or not.
+    weights = jax.tree.map(lambda w: pltpu.with_memory_space_constraint(w, pltpu.HBM), [*gate_up, w_down])
+    y = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((groups * group, D), jnp.float32),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(groups,),
+            in_specs=[of_group(x.shape[1]), of_group(E), jax.tree.map(lambda _: in_hbm, weights)],
+            out_specs=of_group(D),
+            scratch_shapes=[
+                *(pltpu.SMEM((n + 1,), jnp.int32) for n in (E, visits, visits)),  # seen, active, first
+                pltpu.VMEM((tile, x.shape[1]), x.dtype),
+                *(pltpu.VMEM((tile, width), jnp.float32) for width in (E, D)),
+                (*[[two_slots(w, 0) for w in gate_up]] * 2, two_slots(w_down, 1)),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=60 * 2**20),
+        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0),
+        interpret=interpret,
+        name="experts",
+    )(listed.ravel(), tokens, x, scores, weights)
+    return y[:B]
+
+
+def packed(x: Array) -> Array:
+    """x [B, D] of 16 bits as uint32 [B, D / 2], one half over the other: a kernel cannot copy a row of 16 bits. D is
+    first rounded up, so that a half is whole lanes."""
+    if x.dtype == jnp.float32:
+        return x
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % 256)))
+    low, high = (jax.lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32) for half in jnp.split(x, 2, axis=1))
+    return low | high << 16
+
+
+def unpacked(x: Array, dtype: jnp.dtype) -> Array:
+    """The inverse of packed, but for the rounding up."""
+    if dtype == jnp.float32:
+        return x
+    halves = (x & 0xFFFF, x >> 16)
+    return jnp.concatenate([jax.lax.bitcast_convert_type(half.astype(jnp.uint16), dtype) for half in halves], axis=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Routing on TPUs
+
+
+def choose_experts(scores: Array, choice: Array, best: int, config: Config) -> tuple[Array, Array]:
+    """chosen_experts, or on TPUs one kernel: XLA's dozen small ones would take longer than to read the experts."""
+    plain, kernel = (partial(f, best=best, config=config) for f in (chosen_experts, routing_kernel))
+    return by_platform(scores, choice, tpu=kernel, default=plain)
+
+
+def routing_kernel(scores, choice, best: int, config: Config, interpret=False) -> tuple[Array, Array]:
+    """chosen_experts as one Pallas kernel for TPUs: k times it takes the highest choice, and strikes it out."""
+    (B, E), k = scores.shape, config.num_experts_per_tok
+    groups, size = config.n_group, E // config.n_group
+
+    def highest(x, lanes):  # x [B, n]: the highest and, of equal ones, the first lane that has it, [B, 1] each
+        value = jnp.max(x, axis=1, keepdims=True)
+        return value, jnp.min(jnp.where(x == value, lanes, x.shape[1]), axis=1, keepdims=True)
+
+    def kernel(scores, choice, ids, weights):
+        lanes = jax.lax.broadcasted_iota(jnp.int32, (tile, E), 1)
+        columns = jax.lax.broadcasted_iota(jnp.int32, (tile, k), 1)
+        left = choice[...]
+        if config.topk_group < groups:
+            group_of = jax.lax.div(lanes, size)
+            group_lanes = jax.lax.broadcasted_iota(jnp.int32, (tile, groups), 1)
+            totals = jnp.zeros((tile, groups), jnp.float32)
+            for group in range(groups):
+                rest, total = jnp.where(group_of == group, left, MASKED), 0.0
+                for _ in range(best):
+                    value, lane = highest(rest, lanes)
+                    rest, total = jnp.where(lanes == lane, MASKED, rest), total + value
+                totals = jnp.where(group_lanes == group, total, totals)
+            is_eligible = lanes < 0
+            for _ in range(config.topk_group):
+                _, group = highest(totals, group_lanes)
+                totals = jnp.where(group_lanes == group, MASKED, totals)
+                is_eligible |= group_of == group
+            left = jnp.where(is_eligible, left, MASKED)
+        chosen, found = jnp.zeros((tile, k), jnp.int32), jnp.zeros((tile, k), jnp.float32)
+        for n in range(k):
+            _, lane = highest(left, lanes)
+            left = jnp.where(lanes == lane, 2 * MASKED, left)  # below those that are not eligible
+            score = jnp.sum(jnp.where(lanes == lane, scores[...], 0), axis=1, keepdims=True)
+            chosen, found = jnp.where(columns == n, lane, chosen), jnp.where(columns == n, score, found)
+        ids[...] = chosen
+        weights[...] = weighed(found, config)
+
+    tile = min(B, 128)
+    return pl.pallas_call(
+        kernel,
+        out_shape=(jax.ShapeDtypeStruct((B, k), jnp.int32), jax.ShapeDtypeStruct((B, k), jnp.float32)),
+        grid=(pl.cdiv(B, tile),),
+        in_specs=[pl.BlockSpec((tile, E), lambda i: (i, 0))] * 2,
+        out_specs=[pl.BlockSpec((tile, k), lambda i: (i, 0))] * 2,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        cost_estimate=kernel_cost(8 * k * B * E, (scores, choice)),
+        interpret=interpret,
+        name="routing",
+    )(scores, choice)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention on TPUs
+
+
+def attention_kernel(
+    q, new, cache, starts, places=None, *, mask: Mask, T: int, R=1, run=None, queries=1024, block=None, interpret=False
+):
+    """store_and_attend as one Pallas kernel for TPUs; scores stay in VMEM (as in Dao et al. 2022, "FlashAttention").
+    Few tokens are `new`, and it stores them; for many `new` is (), as they are in the cache already.
+
+    The grid is (rows of the batch, kv heads, tiles of queries, blocks of keys). A tile is about `queries` of them: some
+    of M, with all A of each. A block that a tile does not see is neither fetched nor computed: its index is mapped to a
+    block that is there already. Only blocks at the edge of what a tile sees are masked. Blocks are those of a row's
+    positions; if the cache is a ring, they lie there modulo its blocks. Of few tokens all kv heads of a block are
+    fetched at once, since one is too few bytes.
+
+    That the kernel stores the new tokens saves launches and, for the scales, a change of layout. A single slot of a
+    packed dtype cannot be written, so the tile around it is patched in VMEM, before queries attend to it, and written
+    back. If there are several tokens, one more step of the grid writes the second tile that they may reach. The cache
+    goes out in the memory that it came in: a row's tile is written after the block that holds it was read, and other
+    rows never read it.
+
+    `block` is by default 1,024 slots, or 512 if keys and values are wide; of few tokens a power of two that makes at
+    most half a MiB of keys, or 128. It is cut to a divisor of the slots.
+    """
+    (B, K, A, M, width), S = q.shape, cache[0].shape[2]
+    split = cache[0].shape[-1]
+    W = cache[1].shape[-1] if width == split else split
+    fitting = 2**19 // (K * split * jax.tree.leaves(cache)[0].dtype.itemsize)
+    many = 1024 if sum(side.shape[-1] for side in cache) < 1024 else 512
+    block = math.gcd(S, block or (max(128, power_of_two(fitting + 1) // 2) if new else many))
+    lanes = min(block, 128)  # of m and l, and as many slots in a tile that is written back
+    # kv heads of a grid step; queries of a tile for each of A; and the positions that they span
+    heads, tile = (K, M) if new else (1, min(M, max(queries // power_of_two(A), 16)))
+    span, blocks = T if new else tile, S // block
+    wraps, span_seen = mask.wraps(R * S, T), mask.window or mask.chunk
+
+    # No dividend here is negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
+    def stored(position):  # the last position with a slot that is not beyond this one
+        return position if wraps else jnp.clip(position, 0, R * S - 1)
+
+    def last_block(start, t):
+        return jax.lax.div(stored(start + (t + 1) * span - 1), R * block)
+
+    def first_block(start, t):
+        return jnp.minimum(jax.lax.div(mask.first_seen(start + t * span), R * block), last_block(start, t))
+
+    def tile_of(position):  # the tile of `lanes` slots to patch and write for a new token
+        return jax.lax.div(stored(position), R * lanes)
+
+    steps = blocks
+    if span_seen:
+        steps = (span_seen + span - 2) // (R * block) + 2
+        steps = steps if wraps else min(steps, blocks)
+    if not new:
+        steps = jnp.minimum(steps, last_block(jnp.max(starts), pl.cdiv(M, tile) - 1) + 1)
+    steps += bool(new) and T > 1
+
+    def kernel(starts, places, q, new, cache, out, new_cache, m, l, acc):
+        # m and l are as wide as scores are, up to 128 lanes. m repeats one number, and l has sums of some keys each: to
+        # add up lanes is slow, and is done once, at the end.
+        t, n, start, r = pl.program_id(2), pl.program_id(3), starts[pl.program_id(0)], shard_index(R)
+        first, last = first_block(start, t), last_block(start, t)
+        i = jnp.minimum(first + n, last)
+
+        def side(x, h):  # [slots, ..] of a kv head, and the scale of each slot [1, slots]
+            values, *scale = jax.tree.leaves(x)
+            scales = slice(h, h + 1) if heads == K else pl.ds(pl.program_id(1), 1)
+            return values[0, h].astype(q.dtype), scale[0][0, scales] if scale else 1.0
+
+        @pl.when(n == 0)
+        def begin():
+            m[...] = jnp.full(m.shape, MASKED)
+            l[...] = jnp.zeros(l.shape)
+            acc[...] = jnp.zeros(acc.shape)
+
+        def slots_of(tile):
+            return pl.ds(0 if lanes == block else pl.multiple_of(tile * lanes - i * block, lanes), lanes)
+
+        def is_here(tile):
+            return jax.lax.div(tile, block // lanes) == i
+
+        def patch(tile):
+            def patch_side(x, token):
+                slots = tile * lanes + jax.lax.broadcasted_iota(jnp.int32, (1, K, lanes) + (1,) * (x.ndim - 3), 2)
+                patched = x[:, :, slots_of(tile)]
+                for j in range(T):
+                    patched = jnp.where(slots * R + r == start + j, token[:, :, j : j + 1], patched)
+                x[:, :, slots_of(tile)] = patched
+
+            @pl.when(is_here(tile))
+            def patch_here():
+                jax.tree.map(patch_side, cache, as_stored(jax.tree.map(lambda x: x[...], new), cache))
+
+        def write_back(tile):
+            def write_side(x, y):
+                y[...] = x[:, :, slots_of(tile)]
+
+            jax.tree.map(write_side, cache, new_cache)
+
+        def fold(seen):
+            for h in range(heads):
+                (first, first_scale), (second, second_scale) = (side(x, h) for x in cache)
+                queries = q[0, h].reshape(A * tile, width)
+                scores = einsum("th,sh->ts", queries[:, :split], first) * first_scale
+                if width > split:
+                    scores += einsum("th,sh->ts", queries[:, split:], second) * second_scale
+                    second, second_scale = first, first_scale
+                scores = softcapped(scores, mask.softcap)
+                if seen is not None:
+                    scores = jnp.where(seen, scores.reshape(A, tile, block), MASKED).reshape(scores.shape)
+                new_m = jnp.maximum(m[h], jnp.max(scores, axis=-1, keepdims=True))
+                alpha, p = jnp.exp(m[h] - new_m), jnp.exp(scores - jnp.tile(new_m, (1, block // lanes)))
+                m[h] = new_m
+                l[h] = l[h] * alpha + sum(jnp.split(p, block // lanes, axis=1))
+                acc[h] = acc[h] * alpha[:, :1] + einsum("ts,sw->tw", (p * second_scale).astype(q.dtype), second)
+
+        @pl.when(first + n <= last)
+        def visit():
+            if new:
+                patch(tile_of(start))
+                if T > 1:
+                    patch(tile_of(start + T - 1))
+                pl.when(is_here(tile_of(start)))(lambda: write_back(tile_of(start)))
+            keys = (i * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)) * R + r
+            first_query, offsets = start + t * span, 0
+            if span > 1:
+                offsets = jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
+                offsets = jnp.fmod(jax.lax.div(offsets, run or M // T), T) if new else offsets
+            is_whole = (i + 1) * block * R <= first_query + 1
+            if span_seen:
+                is_whole &= i * block * R >= mask.first_seen(first_query + span - 1)
+            pl.when(is_whole)(lambda: fold(None))
+            pl.when(~is_whole)(lambda: fold(mask.is_attended(keys, first_query + offsets)[None]))
+
+        @pl.when(n == pl.num_programs(3) - 1)
+        def finish():
+            if new and T > 1:
+                write_back(tile_of(start + T - 1))
+            total = jnp.sum(l[...], axis=-1, keepdims=True)
+            out[0, :, :, :, :W] = (acc[...] / total).reshape(heads, A, tile, W)
+            out[0, :, :, :, W:] = (m[:, :, :1] + jnp.log(total)).reshape(heads, A, tile, 1)
+
+    def of_tile(width):
+        return pl.BlockSpec((1, heads, A, tile, width), lambda b, h, t, n, *_: (b, h, 0, t, 0))
+
+    def of_tokens(x):
+        return pl.BlockSpec((1, *x.shape[1:]), lambda b, *_: (b,) + (0,) * (x.ndim - 1))
+
+    def slots(x, size, index):  # `size` slots: the index(start, t, n)-th of the row, with the scales of all heads
+        def at(b, h, t, n, starts, places):
+            i = jax.lax.rem(index(starts[b], t, n), S // size) if wraps else index(starts[b], t, n)
+            row = b if new else places[b]
+            return (row, h, i, 0) if x.ndim == 4 else (row, 0, i)
+
+        return pl.BlockSpec((1, heads, size, x.shape[3]) if x.ndim == 4 else (1, K, size), at)
+
+    def read(x):  # the block to attend to
+        return slots(x, block, lambda start, t, n: jnp.minimum(first_block(start, t) + n, last_block(start, t)))
+
+    def write(x):  # the tile of the first new token, at last that of the last one
+        return slots(x, lanes, lambda start, t, n: tile_of(start + jnp.where(n == steps - 1, T - 1, 0)))
+
+    written = ()
+    if new:  # otherwise XLA moves the whole cache to VMEM and back if it fits
+        written = cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
+    out, cache = pl.pallas_call(
+        kernel,
+        out_shape=(
+            jax.ShapeDtypeStruct((*q.shape[:4], W + 1), jnp.float32),
+            jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), written),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(B, K // heads, pl.cdiv(M, tile), steps),
+            in_specs=[of_tile(width), jax.tree.map(of_tokens, new), jax.tree.map(read, cache)],
+            out_specs=(of_tile(W + 1), jax.tree.map(write, written)),
+            scratch_shapes=[pltpu.VMEM((heads, A * tile, width), jnp.float32) for width in (lanes, lanes, W)],
+        ),
+        input_output_aliases={5 + i: 1 + i for i in range(len(jax.tree.leaves(written)))},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        cost_estimate=kernel_cost(2 * B * K * A * M * S * (width + W), cache),
+        interpret=interpret,
+        name="ragged_attention",
+    )(starts, starts if places is None else places, q, new, cache)
+    return out, cache
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exchange between devices
+
+
+def exchange(x: Array, R: int) -> Array:
+    """All-to-all among R consecutive devices of MODEL_AXES. x is [I, ..] with I a divisor of R: each group of R / I
+    consecutive devices receives the same block. Returns [R, ..], a block from each device. On TPUs a kernel does it:
+    these are some kilobytes, and launching XLA's all-to-all takes longer than moving them."""
+
+    def plain(x):
+        blocks = jnp.repeat(x, R // x.shape[0], axis=0)
+        return jax.lax.all_to_all(blocks, MODEL_AXES, 0, 0, axis_index_groups=sharer_groups(R))
+
+    return by_platform(x, tpu=partial(exchange_kernel, R=R), default=plain)
+
+
+def exchange_kernel(x: Array, R: int, interpret: bool | pltpu.InterpretParams = False) -> Array:
+    """exchange for TPUs: each device writes into the memory of the others, once all R have entered. A device leaves
+    when it has a block from each, so all have passed the barrier by then: no signal of the next exchange is mistaken
+    for one of this one, and no block of the next arrives too early."""
+    receivers = R // x.shape[0]  # devices that receive the same block
+
+    def kernel(x, y, semaphores):
+        device, r = jax.lax.axis_index(MODEL_AXES), shard_index(R)
+        group = [{MODEL_AXES: device - r + n} for n in range(R)]  # itself among them
+        barrier = pltpu.get_barrier_semaphore()
+        for other in group:
+            pl.semaphore_signal(barrier, device_id=other)
+        pl.semaphore_wait(barrier, R)
+        sent, received = semaphores.at[0], semaphores.at[1]
+        copies = [
+            pltpu.make_async_remote_copy(x.at[n // receivers], y.at[r], sent, received, group[n]) for n in range(R)
+        ]
+        for copy in copies:
+            copy.start()
+        for copy in copies:
+            copy.wait()
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((R, *x.shape[1:]), x.dtype),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        scratch_shapes=[pltpu.SemaphoreType.DMA((2,))],
+        compiler_params=pltpu.CompilerParams(collective_id=0),
+        interpret=interpret,
+        name="exchange",
+    )(x)
