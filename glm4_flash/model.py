@@ -1041,8 +1041,7 @@ def generate(
     def fill():
         """Gives the free places to prompts that wait, in their order: to each the one that shares most with it. Returns
         which places have a new row, bool [B]."""
-        masks = filter(None, map(config.mask, range(config.num_hidden_layers)))
-        ring = min((mask.window or mask.chunk or math.inf for mask in masks), default=math.inf) + PREFILL_PIECE
+        ring = tokens_held(cache, config, model_shards(mesh))
 
         def shared(p):
             """How many tokens at the beginning of `prompt` the cache has. One at least is left, to compute what
@@ -1239,8 +1238,8 @@ def step_bytes(
     weights: dict, cache: list[LayerCache], lengths: list[float], config: Config, tokens: float = 1.0
 ) -> int:
     """Bytes that a step of so many tokens a row has to read on all devices: all weights, `lengths` slots of the rows.
-    Of embeddings it counts the rows of the tokens, unless they are tied: then they are the head too. Of experts it
-    counts what a uniform router would choose on average."""
+    A tied embedding counts, since it is the head too; another one does not, and of that for each layer the rows of the
+    tokens do. Of experts it counts what a uniform router would choose on average."""
     tokens *= len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
 
     def read(weight, array):
@@ -1248,8 +1247,10 @@ def step_bytes(
         return chosen * stored_bytes(array)
 
     total = sum(jax.tree.leaves(jax.tree.map(read, weights_of(config), weights)))
-    for name in {"per_layer_embedding"} & weights.keys() | ({"embedding"} if "head" in weights else set()):
-        total -= stored_bytes(weights[name]) * max(0, 1 - tokens / weights[name].shape[0])
+    if "head" in weights:
+        total -= stored_bytes(weights["embedding"])
+    if table := weights.get("per_layer_embedding"):
+        total -= stored_bytes(table) * max(0, 1 - tokens / table.shape[0])
     return int(total + cache_bytes_read(cache, lengths, config))
 
 
@@ -1758,6 +1759,11 @@ def abstract_cache(
 def cache_sharers(config: Config, shards: int) -> int:
     """R, the number of devices that share a cache: the largest divisor of `shards` that is at most CACHE_SHARERS."""
     return next(n for n in range(min(shards, CACHE_SHARERS), 0, -1) if shards % n == 0)
+
+
+def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> int:
+    """How many tokens of a row each layer's cache has room for."""
+    return cache_sharers(config, shards) * min(layer.latent.shape[2] for layer in cache)
 
 
 def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Config) -> float:
