@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import ROOT, decode, import_folder, save_random
-from transformers import Llama4ForCausalLM, Llama4TextConfig, MistralConfig, MistralForCausalLM
+from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 LENGTHS = [3, 40, 300, 7, 2, 90, 1, 12, 33, 5, 8, 4, 6]
 
@@ -148,18 +155,27 @@ SMALL = {
 
 @pytest.mark.parametrize(
     ("kind", "mesh"),
-    [("full", (1, 1, 1)), ("window", (1, 1, 4)), ("chunks", (1, 1, 1))],
+    [("full", (1, 1, 1)), ("window", (1, 1, 4)), ("chunks", (1, 1, 1)), ("both", (1, 1, 4))],
     ids=str,
 )
 def test_a_conversation_keeps_its_cache(tmp_path, monkeypatch, kind, mesh):
     """Each call continues what is there, goes back a little or far, or is broken off. With windows and chunks much
-    shorter than the conversation, the caches are rings that have gone round several times."""
+    shorter than the conversation, the caches are rings that have gone round several times. Heads in Gemma 4's layers
+    with a window are shared by 2 of 4 devices, in the others by 4, and its last layers share keys and values."""
     name, config = "llama3", MistralConfig(**SMALL, sliding_window=50 if kind == "window" else None, head_dim=16)
     if kind == "chunks":
         moe = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 96}
         name, config = "llama4", Llama4TextConfig(**SMALL, **moe, head_dim=16, attention_chunk_size=44)
+    model_class = Llama4ForCausalLM if kind == "chunks" else MistralForCausalLM
+    if kind == "both":
+        one_head = {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 1}
+        embeddings = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 256}
+        kinds = ["sliding_attention", "full_attention", "full_attention"]
+        sizes = {"head_dim": 16, "global_head_dim": 24, "sliding_window": 50, "layer_types": kinds}
+        name, config = "gemma4", Gemma4TextConfig(**SMALL | {"rms_norm_eps": 1e-6}, **one_head, **embeddings, **sizes)
+        model_class = Gemma4ForCausalLM
     folder = import_folder(name)
-    save_random(tmp_path, Llama4ForCausalLM if kind == "chunks" else MistralForCausalLM, config)
+    save_random(tmp_path, model_class, config)
     model, convert = folder.model, folder.convert
     monkeypatch.setattr(model, "PREFILL_PIECE", 32)
     checkpoint = convert.open_checkpoint(tmp_path)
