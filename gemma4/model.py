@@ -92,7 +92,7 @@ class Kind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The values of config.json that inference needs, under config.json's own names, and a fact of the checkpoint.
+    """The values of config.json that inference needs, under config.json's own names, and facts of the checkpoint.
 
     config.json may nest them in `text_config`.
     """
@@ -122,13 +122,15 @@ class Config:
     final_logit_softcapping: float = 0.0  # 0: none
     rms_norm_eps: float = 1e-6
     prefix: str = "model."  # of the names of the checkpoint's tensors
+    experts_module: str = "experts"  # there, in a layer: one tensor for all experts or, with a {}, one for each
 
     tie_word_embeddings = True  # a constant, as are the next two
     n_group = topk_group = 1  # `choose_experts` can limit the choice to some groups of experts
 
     @classmethod
     def from_dict(cls, config: dict, names: Collection[str] = ()) -> Config:
-        """Reads the dict of a config.json, as releases have it or transformers 5 writes it.
+        """Reads the dict of a config.json, as releases have it or transformers 5 writes it. The names of the
+        checkpoint's tensors tell whether experts are packed: quantized ones are not, and have one of two names.
 
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
@@ -150,6 +152,9 @@ class Config:
         given = read_heads(cls, given | {"prefix": "model.language_model." if is_nested else "model."})
         if text.get("hidden_size_per_layer_input", 0) is None:
             given["hidden_size_per_layer_input"] = 0
+        down_proj = given["prefix"] + "layers.0.{}.down_proj.weight"
+        each = (module for module in ("experts.{}", "moe.experts.{}") if down_proj.format(module).format(0) in names)
+        given["experts_module"] = next(each, "experts")
         layers, shared = given["num_hidden_layers"], given.get("num_kv_shared_layers", 0)
         default = [KINDS[(i + 1) % 6 == 0] for i in range(layers)]
         types = read_list(text, "layer_types", KINDS, default, layers)[: layers - 1] + KINDS[1:]  # the last sees all
@@ -266,12 +271,14 @@ def weights_of(config: Config) -> dict:
         if not kind.is_shared:
             weights["k_norm"] = norm("self_attn.k_norm", H)
         if config.enable_moe_block:
-            experts, F = f"{module}.experts", config.moe_intermediate_size
+            experts, F = f"{module}.{config.experts_module}", config.moe_intermediate_size
             whole_lanes = {"multiple": 128}  # a released expert has 5.5 times as many columns; zeros fill the last
-            gate, up = (
-                Part({f"{experts}.gate_up_proj": 2 * F}, rows=(first, first + F), **whole_lanes) for first in (0, F)
+            gate, up, down = (
+                Part({f"{experts}.{name}": F}, **whole_lanes) for name in ("gate_proj", "up_proj", "down_proj")
             )
-            down = Part({f"{experts}.down_proj": F}, **whole_lanes)
+            if config.experts_module == "experts":
+                packed = {f"{experts}.gate_up_proj": 2 * F}
+                gate, up = (Part(packed, rows=(first, first + F), **whole_lanes) for first in (0, F))
             weights |= {
                 "post_mlp_norm": norm("post_feedforward_layernorm_1", D),
                 "experts_norm": norm("pre_feedforward_layernorm_2", D),

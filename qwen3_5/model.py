@@ -113,7 +113,7 @@ class Config:
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     prefix: str = "model."  # of the names of the checkpoint's tensors
-    experts_are_packed: bool = False  # one tensor holds those of a layer
+    packed_experts: tuple[str, ...] = ()  # modules there with one tensor for all experts; others have one for each
     has_extra_layer: bool = False  # in the checkpoint, for multi-token prediction
     uses_extra_layer: bool = False  # to draft tokens: then it is among the weights
 
@@ -122,7 +122,7 @@ class Config:
     @classmethod
     def from_dict(cls, config: dict, names: Collection[str] = ()) -> Config:
         """Reads the dict of a config.json, as transformers 5 writes it. The names of the checkpoint's tensors tell
-        whether experts are packed, and whether there is a layer of multi-token prediction.
+        which experts are packed, and whether there is a layer of multi-token prediction.
 
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
@@ -146,14 +146,16 @@ class Config:
         if kind == "qwen3_next":
             defaults |= {"num_experts": 512, "num_experts_per_tok": 10}
         tied = {"tie_word_embeddings": config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))}
-        given = defaults | text | tied | {"model_type": kind, "prefix": None, "experts_are_packed": None}
+        given = defaults | text | tied | {"model_type": kind, "prefix": None, "packed_experts": None}
         given |= {"has_extra_layer": "mtp.fc.weight" in names, "uses_extra_layer": False}
         if not is_mixture:
             given |= {"num_experts": 0}
         given = read_heads(cls, given)
         if is_nested:
             given["prefix"] = "model.language_model."
-        given["experts_are_packed"] = any(name.endswith("mlp.experts.down_proj") for name in names)
+        given["packed_experts"] = tuple(
+            sorted(n.removesuffix(".down_proj") for n in names if n.endswith("experts.down_proj"))
+        )
         given["rope"] = read_rope(text, "head_dim", given["head_dim"], part=0.25)
         result = cls(**given)
         keys, values = result.linear_num_key_heads, result.linear_num_value_heads
@@ -241,8 +243,8 @@ def weights_of(config: Config) -> dict:
 
     def mlp_of(module, columns, experts=0):
         gate, up, down = (Part({f"{module}.{name}": columns}) for name in ("gate_proj", "up_proj", "down_proj"))
-        if experts and config.experts_are_packed:
-            module, F = module.removesuffix(".{}"), columns
+        if experts and (packed := module.removesuffix(".{}")) in config.packed_experts:
+            module, F = packed, columns
             gate, up = (Part({f"{module}.gate_up_proj": 2 * F}, rows=(first, first + F)) for first in (0, F))
             down = Part({f"{module}.down_proj": F})
         layout = {"experts": experts, "transposed": False}
@@ -1934,15 +1936,17 @@ CHUNK = 64  # tokens whose updates of a state become products
 
 
 def cached_recurrence(
-    qkv, taps, log_decay, beta, cache: StateCache, positions, *, places=None, batch=None, known: Array, R: int
+    qkv, taps, log_decay, beta, cache: StateCache, positions, *, places=None, batch=None, known=None, R: int
 ):
     """The delta rule on T tokens of each row, after those before: args and results as in `delta_net`.
 
-    Of the T tokens the first `known` int32 [B] belong to the row. What follows is drafts, which may go into the state
-    in the next step, or padding, which never does. A row that begins at position 0 begins with a state of zeros.
+    Of the T tokens the first `known` int32 [B] belong to the row, and all if it is None. What follows is drafts, which
+    may go into the state in the next step, or padding, which never does. A row that begins at position 0 begins with a
+    state of zeros.
     """
     old = cache if places is None else jax.tree.map(lambda x: x[places], cache)
     is_new = positions[:, 0] == 0
+    known = jnp.full(len(qkv), qkv.shape[1]) if known is None else known
     kept = jnp.zeros_like(known) if old.begin is None else jnp.where(is_new, 0, positions[:, 0] - old.begin[:, 0])
     arguments = qkv, taps, log_decay, beta, old, is_new, kept, known
     has_kernel = qkv.shape[1] <= FEW and cache.state.shape[2:] == (128, 128)

@@ -162,6 +162,17 @@ def as_transformers_4(config: dict) -> dict:
     return config
 
 
+def experts_apart(tensors):
+    """With a matrix for each expert, as what quantizes has them, in place of one tensor for all."""
+    for name in [name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+        module, kind = name.rsplit(".", 1)
+        for e, matrix in enumerate(tensors.pop(name)):
+            parts = matrix.chunk(2) if kind == "gate_up_proj" else (matrix,)
+            kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            tensors |= {f"{module}.{e}.{kind}.weight": part for kind, part in zip(kinds, parts, strict=True)}
+    return tensors
+
+
 def reference_logprobs(reference, prompt: list[int], generated: list[int]) -> np.ndarray:
     """Float32 log-probabilities [len(generated), vocab_size] of the reference class at each generated token."""
     import torch

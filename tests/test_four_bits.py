@@ -12,12 +12,29 @@ import numpy as np
 import pytest
 import test_experts
 import torch
-from helpers import ROOT, STRICT, assert_matches, decode, floats, import_folder, save_random
+from helpers import ROOT, STRICT, assert_matches, decode, experts_apart, floats, import_folder, save_random
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.torch import load_file, save_file
-from test_parity import deepseek, deepseek_3, llama, llama3, mixtral, mixtral_8, qwen3, qwen_2, random_prompts
+from test_deepseek import as_fp8
+from test_parity import (
+    deepseek,
+    deepseek_3,
+    gemma4,
+    gemma_4_moe,
+    gemma_4_small,
+    llama,
+    llama3,
+    mixtral,
+    mixtral_8,
+    qwen3,
+    qwen3_5,
+    qwen_2,
+    qwen_3_next,
+    qwen_35_moe,
+    random_prompts,
+)
 
 model = llama3.model
 
@@ -89,7 +106,7 @@ def save_in_4_bits(folder, reference, form, group, has_zeros, pattern, ordered=T
     Groups of an input that is not `ordered` are no neighbours."""
     random = np.random.default_rng(0)
     reference = save_random(folder, *reference)
-    tensors, parameters = load_file(folder / "model.safetensors"), dict(reference.named_parameters())
+    tensors, parameters = experts_apart(load_file(folder / "model.safetensors")), dict(reference.named_parameters())
     for name in [name for name in tensors if re.search(pattern, name)]:
         weight = tensors.pop(name).float()
         (O, C), groups = weight.shape, -(-weight.shape[1] // group)
@@ -160,6 +177,26 @@ RELEASES = {
     "awq of a mixture": (mixtral, mixtral_8, awq, 16, True, r"(self_attn\..|\.experts\.\d+\.w\d)", (1, 4, 1)),
     "gptq": (qwen3, qwen_2, gptq, 32, True, LINEAR, (1, 1, 2)),
     "gptq, version 2": (llama3, llama, gptq_2, 64, True, LINEAR, (1, 1, 1)),
+    "every matrix of a small Gemma 4 but the embeddings": (
+        gemma4,
+        gemma_4_small,
+        pack_quantized,
+        32,
+        False,
+        r"(_proj|_projection|_gate)\.weight$",
+        (1, 1, 2),
+    ),
+    "the experts of a Gemma 4": (gemma4, gemma_4_moe, pack_quantized, 32, False, r"\.experts\.\d", (1, 2, 2)),
+    "gptq, the experts of Qwen3.5": (qwen3_5, qwen_35_moe, gptq, 24, True, r"\.experts\.\d", (1, 2, 2)),
+    "all matrices of Qwen3-Next": (
+        qwen3_5,
+        qwen_3_next,
+        pack_quantized,
+        16,
+        True,
+        r"_proj(_qkvz)?\.weight$",
+        (1, 1, 2),
+    ),
 }
 
 
@@ -188,23 +225,41 @@ def test_kimi_k25(tmp_path):
     assert_matches(reference, prompts, decode(deepseek, tmp_path, prompts, (1, 2, 1), max_new_tokens=6))
 
 
-@pytest.mark.parametrize("shape", [(), (1,)])
-def test_fp8_with_one_scale(tmp_path, shape):
-    """A whole matrix has one scale, and activations have scales that are not used."""
-    _, *reference = llama()
+FP8 = {  # the rows and columns that share a scale, its shape if it is none of [rows, columns], where experts are
+    "one scale": (llama3, llama, (None, None), (), "", (1, 1, 2)),
+    "one scale in a list": (llama3, llama, (None, None), (1,), "", (1, 1, 1)),
+    "blocks of Qwen3.5": (qwen3_5, qwen_35_moe, (16, 16), None, "experts", (1, 2, 2)),
+    "blocks of Qwen3-Next": (qwen3_5, qwen_3_next, (16, 16), None, "experts", (1, 1, 2)),
+    "a scale for each row of Gemma 4": (gemma4, gemma_4_moe, (1, None), None, "moe.experts", (1, 2, 2)),
+    "blocks of a small Gemma 4": (gemma4, gemma_4_small, (16, 16), None, "", (1, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_fp8(tmp_path, name):
+    """All matrices but the embeddings, in blocks, by row or with one scale. The scales of activations are not used."""
+    folder, family, (rows, columns), shape, experts, mesh = FP8[name]
+    _, *reference = family()
     reference = save_random(tmp_path, *reference)
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name in [name for name in tensors if re.search(LINEAR, name)]:
-        scale = tensors[name].abs().max() / 448
-        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+    tensors, parameters = experts_apart(load_file(tmp_path / "model.safetensors")), dict(reference.named_parameters())
+    for name in [name for name in tensors if re.search(r"_proj(_qkvz|_qkv|_z)?\.weight$", name)]:
+        block = rows or len(tensors[name]), columns or len(tensors[name][0])
+        matrix, scale, exact = as_fp8(tensors.pop(name).float(), block)
         with torch.no_grad():
-            reference.get_parameter(name).copy_(tensors[name].float() * scale)
-        tensors |= {f"{name}_scale": scale.reshape(shape), f"{name.removesuffix('weight')}input_scale": torch.ones(1)}
+            dense_parameter(parameters, name).copy_(exact)
+        name, kind = name.replace("experts", experts), "" if columns is None else "_inv"
+        scale = scale if shape is None else scale.reshape(shape)
+        tensors |= {
+            name: matrix,
+            f"{name}_scale{kind}": scale,
+            f"{name.removesuffix('weight')}input_scale": torch.ones(1),
+        }
     save_file(tensors, tmp_path / "model.safetensors")
     raw = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "fp8"}}))
+    quantization = {"quant_method": "fp8"} | ({"weight_block_size": [rows, columns]} if columns else {})
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": quantization}))
     prompts = random_prompts(23, 3)
-    assert_matches(reference, prompts, decode(llama3, tmp_path, prompts, (1, 1, 2), max_new_tokens=6))
+    assert_matches(reference, prompts, decode(folder, tmp_path, prompts, mesh, max_new_tokens=6))
 
 
 @pytest.mark.parametrize("form", [gptq, pack_quantized])

@@ -13,6 +13,7 @@ from helpers import (
     STRICT,
     assert_matches,
     decode,
+    experts_apart,
     floats,
     qwen_extra_layer_tensors,
     random_extra_layer,
@@ -217,6 +218,21 @@ def test_released_form_converted(released, tmp_path):
     converted = decode(qwen3_5, tmp_path / "int8", prompts, **options)
     loaded = decode(qwen3_5, path, prompts, quantize="int8", **options)
     assert [token.id for token in converted[0]] == [token.id for token in loaded[0]]
+
+
+def test_experts_in_two_forms(released, tmp_path):
+    """Quantized releases have a matrix for each expert, and the layer of multi-token prediction as it was."""
+    path, reference = released
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(path / "model.safetensors")
+    extra = {name: tensors.pop(name) for name in list(tensors) if name.startswith("mtp.")}
+    assert "mtp.layers.0.mlp.experts.gate_up_proj" in extra
+    tensors = {name: x.contiguous() for name, x in experts_apart(tensors).items()}
+    save_file(tensors | extra, tmp_path / "model.safetensors")
+    prompts = random_prompts(30)
+    rows = decode(qwen3_5, tmp_path, prompts, (1, 2, 1), max_new_tokens=8, draft="mtp")
+    assert_matches(reference, prompts, rows)
 
 
 def test_no_drift(tmp_path):
