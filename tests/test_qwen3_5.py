@@ -1,5 +1,6 @@
 """What qwen3_5/ alone has: states in the place of caches, and the forms of its releases."""
 
+import dataclasses
 import json
 import re
 from functools import partial
@@ -24,6 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.torch import load_file, save_file
 from test_parity import qwen3_5, qwen_35, qwen_35_moe, random_prompts
+from transformers import AutoConfig
 
 model = qwen3_5.model
 
@@ -174,6 +176,20 @@ def test_places(T=6):
     for x, row, before in zip(new[:2], rows[:2], cache[:2], strict=True):
         np.testing.assert_allclose(x[places], row, rtol=1e-5, atol=1e-4)
         np.testing.assert_array_equal(x[jnp.array([0, 3])], before[jnp.array([0, 3])])
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "qwen3_5" / "configs").glob("*.json")), ids=lambda file: file.stem)
+def test_a_released_configuration(file):
+    """Is what transformers' class reads, and has as many weights as the model's name says."""
+    raw = json.loads(file.read_text())
+    config, reference = model.Config.from_dict(raw), AutoConfig.for_model(**raw)
+    reference = getattr(reference, "text_config", reference)
+    for field in dataclasses.fields(config):
+        if hasattr(reference, field.name) and field.name not in ("intermediate_size", "num_experts"):
+            wanted = getattr(reference, field.name)
+            assert getattr(config, field.name) == (tuple(wanted) if isinstance(wanted, list) else wanted), field.name
+    count = sum(np.prod(s) for w in jax.tree.leaves(model.weights_of(config)) for s in w.tensors().values())
+    assert count / 1e9 == pytest.approx(float(re.search(r"-([\d.]+)b", file.stem)[1]), rel=0.07)
 
 
 @pytest.fixture(scope="module")
