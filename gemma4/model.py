@@ -1,15 +1,16 @@
 """Gemma 4 inference in JAX: the whole model in one file.
 
 It covers the text of `Gemma4ForConditionalGeneration` and `Gemma4UnifiedForConditionalGeneration` of transformers, and
-their `ForCausalLM`: the dense models, the one with experts, and the small ones with per-layer embeddings. What sees and
-hears is left out on purpose. The file has three parts. "The model" is what makes this a Gemma 4: its configuration, its
-weights, its layers. "Running it" is the rest in plain JAX: sharding, decoding, attention over the cache, int8. "Fast on
-each machine" is the appendix: kernels, and what compilers need to be told. The last two consist of blocks that other
-models have too, with options that not every model uses. The file needs only jax and numpy.
+their `ForCausalLM`: the dense models, the one with experts, and the small ones with per-layer embeddings. Images and
+sound are left out on purpose. The file has three parts. "The model" is what makes this a Gemma 4: its configuration,
+its weights, its layers. "Running it" is the rest in plain JAX: sharding, decoding, attention over the cache, int8.
+"Fast on each machine" is the appendix: kernels, and what compilers need to be told. The last two consist of blocks that
+other models have too, with options that not every model uses. The file needs only jax and numpy.
 
-Differs from gemma in: `Kind`, since layers that see all tokens have other heads than those with a window, and the last
-layers can attend to keys and values of earlier ones; `attention`, which has a norm of values; norms, which multiply by
-their weight; `feed_forward`, which can have experts beside the MLP; `add_per_layer_input`; a factor after each layer.
+Differs from gemma in: `Kind`, since layers that see all tokens have other heads than those with a window, their keys
+can be the values too, and the last layers can attend to keys and values of earlier ones; `attention`, which has a norm
+of values; the rope of layers that see all tokens, which turns a quarter of each head; norms, which multiply by their
+weight; `feed_forward`, which can have experts beside the MLP; `add_per_layer_input`; a factor after each layer.
 
     config = Config.from_dict(json.loads(Path("config.json").read_text()))
     mesh = make_mesh(tp=jax.device_count())
@@ -32,8 +33,8 @@ et al. 2019, "Megatron-LM"), embeddings and head by vocab_size. All device code 
 exchange nothing except in the collectives that the code spells out. A decode step has one `psum` in the embedding, two
 in each layer (in `summed`; three with experts), and two `all_gather` for the next token; per-layer embeddings add a
 `psum` and an `all_gather`. In prefill the devices along ep divide the tokens of the residual stream (see
-`divide_tokens`). If ep x tp exceeds the kv heads of a layer, R devices share each, and each caches every R-th token for
-it. They exchange queries and outputs (see `exchange`).
+`divide_tokens`). If ep x tp exceeds the kv heads of a layer, R devices share each, and a device caches every R-th token
+of it. They exchange queries and outputs (see `exchange`).
 
 Dimension letters, in shapes and einsums. Under shard_map B, N, K, G, F, E and V are the sizes on one device.
 
@@ -42,7 +43,7 @@ Dimension letters, in shapes and einsums. Under shard_map B, N, K, G, F, E and V
     S  cache slots of a row      K  kv heads of a layer       X  devices that share a layer, ep x tp
     C  any contracted dimension  G  query heads per kv head   R  devices that share a kv head
     O  any output dimension      H  head_dim of a layer       E  num_experts
-    L  num_hidden_layers         P  hidden_size_per_layer_input
+    L  num_hidden_layers         I  hidden_size_per_layer_input
 
 Dtypes. Weights, residual stream and cache are bfloat16 by default; `weights_of` and `cache_layout` name the exceptions.
 Matrices that devices split, and the cache, can be int8 with float32 scales; matrices can be in 4 bits too (see "Int4").
@@ -77,22 +78,24 @@ MODEL_AXES = ("ep", "tp")  # the axes of the mesh whose devices share a layer
 # =====================================================================================================================
 
 
-KINDS = ("sliding_attention", "full_attention")
+LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
 class Kind(NamedTuple):
     """What sets the attention of a layer apart."""
 
     mask: Mask
+    rope: Rope
     head_dim: int
     num_key_value_heads: int
-    keys_are_values: bool  # values are keys before norm and rope
+    keys_are_values: bool  # there is no v_proj: what k_proj gives, before k_norm and rope, is the values too
     is_shared: bool  # it attends to the keys and values of an earlier layer, and has none of its own
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The values of config.json that inference needs, under config.json's own names, and facts of the checkpoint.
+    """The values of config.json that inference needs, under config.json's own names but for the two ropes, and how the
+    checkpoint names tensors.
 
     config.json may nest them in `text_config`.
     """
@@ -101,17 +104,17 @@ class Config:
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int  # of layers with a window, as head_dim is
+    num_key_value_heads: int  # in layers with a window, and so is head_dim
     head_dim: int = 256
-    num_global_key_value_heads: int = 0  # of layers that see all tokens; from_dict sets this and the next four
+    num_global_key_value_heads: int = 0  # in layers that see all tokens; from_dict sets this and the next four
     global_head_dim: int = 512
     rope: Rope | None = None
     local_rope: Rope | None = None  # that of layers with a window
-    layer_types: tuple[str, ...] = ()  # for each layer one of KINDS
+    layer_types: tuple[str, ...] = ()  # for each layer one of LAYER_TYPES
     sliding_window: int = 512
     attention_k_eq_v: bool = False  # in layers that see all tokens, values are keys before their norm
     num_kv_shared_layers: int = 0  # so many layers, the last ones, have no keys and values of their own
-    use_double_wide_mlp: bool = False  # in those layers
+    use_double_wide_mlp: bool = False  # in those layers, that is
     vocab_size: int = 262144
     vocab_size_per_layer_input: int = 262144
     hidden_size_per_layer_input: int = 256  # 0: there are no per-layer embeddings
@@ -122,10 +125,10 @@ class Config:
     final_logit_softcapping: float = 0.0  # 0: none
     rms_norm_eps: float = 1e-6
     prefix: str = "model."  # of the names of the checkpoint's tensors
-    experts_module: str = "experts"  # there, in a layer: one tensor for all experts or, with a {}, one for each
+    experts_module: str = "experts"  # in a layer's; with a {}, for an expert's number, each has tensors of its own
 
     tie_word_embeddings = True  # a constant, as are the next two
-    n_group = topk_group = 1  # `choose_experts` can limit the choice to some groups of experts
+    n_group = topk_group = 1  # choose_experts can limit the choice to some groups of experts; here all are one
 
     @classmethod
     def from_dict(cls, config: dict, names: Collection[str] = ()) -> Config:
@@ -136,7 +139,7 @@ class Config:
         """
         models = "gemma4", "gemma4_unified", "gemma4_text", "gemma4_unified_text"
         check_supported(model_type=(config.get("model_type"), models))
-        is_nested, is_unified = config["model_type"] in models[:2], config["model_type"] in models[1::2]
+        is_nested, is_unified = not config["model_type"].endswith("_text"), "unified" in config["model_type"]
         text = config.get("text_config") if is_nested else config
         if not isinstance(text, dict):
             raise InputError(f"config.json: text_config must be a table, not {text!r:.40}")
@@ -146,18 +149,19 @@ class Config:
             tie_word_embeddings=(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True)), (True,)),
             use_bidirectional_attention=(text.get("use_bidirectional_attention"), (None, "vision")),
         )
-        # What only one class of transformers has, and the defaults in which they differ.
+        # The unified class of transformers has neither, whatever config.json says, and another default of the window.
         own = {"hidden_size_per_layer_input": 0, "enable_moe_block": False} if is_unified else {}
         given = {"sliding_window": 1024 if is_unified else 512, "head_dim": cls.head_dim} | text | own
         given = read_heads(cls, given | {"prefix": "model.language_model." if is_nested else "model."})
         if text.get("hidden_size_per_layer_input", 0) is None:
             given["hidden_size_per_layer_input"] = 0
-        down_proj = given["prefix"] + "layers.0.{}.down_proj.weight"
-        each = (module for module in ("experts.{}", "moe.experts.{}") if down_proj.format(module).format(0) in names)
+        name = given["prefix"] + "layers.0.{}.down_proj.weight"
+        each = (module for module in ("experts.{}", "moe.experts.{}") if name.format(module.format(0)) in names)
         given["experts_module"] = next(each, "experts")
         layers, shared = given["num_hidden_layers"], given.get("num_kv_shared_layers", 0)
-        default = [KINDS[(i + 1) % 6 == 0] for i in range(layers)]
-        types = read_list(text, "layer_types", KINDS, default, layers)[: layers - 1] + KINDS[1:]  # the last sees all
+        default = [LAYER_TYPES[(i + 1) % 6 == 0] for i in range(layers)]
+        types = read_list(text, "layer_types", LAYER_TYPES, default, layers)
+        types = *types[: layers - 1], "full_attention"  # as in transformers, the last sees all
         if set(types[: max(layers - shared, 0)]) != set(types):
             what = "leaves no layer whose keys and values another of its kind could share"
             raise InputError(f"config.json: num_kv_shared_layers {shared} {what}")
@@ -167,7 +171,9 @@ class Config:
         result = cls(**given, layer_types=types)
         if result.enable_moe_block:
             read_fields(cls, given, needed=("num_experts", "top_k_experts", "moe_intermediate_size"))
-            check_routing(result, result.num_experts)
+            if result.top_k_experts > result.num_experts:
+                what = f"top_k_experts {result.top_k_experts} exceeds num_experts {result.num_experts}"
+                raise InputError(f"config.json: {what}")
         return result
 
     @property
@@ -178,31 +184,36 @@ class Config:
     def kind(self, layer: int) -> Kind:
         """What sets a layer's attention apart."""
         is_shared = layer >= self.num_hidden_layers - self.num_kv_shared_layers
-        if self.layer_types[layer] == "full_attention":
-            return Kind(Mask(), self.global_head_dim, self.num_global_key_value_heads, self.attention_k_eq_v, is_shared)
-        return Kind(Mask(self.sliding_window), self.head_dim, self.num_key_value_heads, False, is_shared)
+        if self.layer_types[layer] == "sliding_attention":
+            mask = Mask(self.sliding_window)
+            return Kind(mask, self.local_rope, self.head_dim, self.num_key_value_heads, False, is_shared)
+        heads = self.global_head_dim, self.num_global_key_value_heads
+        return Kind(Mask(), self.rope, *heads, self.attention_k_eq_v, is_shared)
 
     def mask(self, layer: int) -> Mask:
         """Which tokens a token attends to in a layer."""
         return self.kind(layer).mask
 
     def source(self, layer: int) -> int:
-        """The layer whose keys and values a layer attends to: its own or, if it has none, the last one of its kind."""
+        """The layer whose keys and values a layer attends to: its own or, if it has none, those of the last
+        layer of its type that has them."""
         own = range(min(layer + 1, self.num_hidden_layers - self.num_kv_shared_layers))
         return max(i for i in own if self.layer_types[i] == self.layer_types[layer])
 
 
 def read_global_heads(config: dict, types: tuple[str, ...]) -> dict:
-    """What config.json says of the heads of layers that see all tokens, under the names of those with a window.
-    Releases have names of their own for it, and transformers 5 a table of what is different in which layer."""
+    """What config.json says of the heads of layers that see all tokens, as head_dim and num_key_value_heads. Releases
+    have names of their own for it, and transformers 5 a table of what is different in which layer."""
     table = config.get("per_layer_config")
-    if table is None:
+    if table is None:  # as in transformers, the number of heads counts only if keys are values
         K = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
         heads = {"head_dim": config.get("global_head_dim", 512), "num_key_value_heads": K}
         return {name: value for name, value in heads.items() if value is not None}
     if not isinstance(table, dict):
         raise InputError(f"config.json: per_layer_config must be a table, not {table!r:.40}")
-    table = {int(name) if name.isdecimal() else name: heads for name, heads in table.items()}  # "04", for example
+    table = {
+        int(name) if name.isdecimal() else name: heads for name, heads in table.items()
+    }  # transformers writes "04"
     full = [i for i, kind in enumerate(types) if kind == "full_attention"]
     heads = table.get(full[0], {})
     is_uniform = isinstance(heads, dict) and table == ({i: heads for i in full} if heads else {})
@@ -220,7 +231,7 @@ def ropes_by_kind(config: dict, head_dim: int, global_head_dim: int) -> tuple[Ro
     }
     if not isinstance(tables, dict):
         raise InputError(f"config.json: rope_parameters must be a table, not {tables!r:.40}")
-    local, full = ({"rope_parameters": tables.get(kind)} for kind in KINDS)
+    local, full = ({"rope_parameters": tables.get(kind)} for kind in LAYER_TYPES)
     return read_rope(local, "head_dim", head_dim), read_rope(full, "global_head_dim", global_head_dim)
 
 
@@ -232,12 +243,13 @@ def weights_of(config: Config) -> dict:
     and v_proj, as far as a layer has them, so that they are one product: a device holds its query heads, then its key
     heads, then its value heads. `gate_up` joins gate_proj and up_proj likewise. The embedding is the head too. Experts
     are split over ep, and each like an MLP over tp. The router, which every device needs, is whole on each, and so are
-    norms and the two small matrices of per-layer embeddings: to split those would cost another psum in each layer.
+    norms and the two small matrices of per-layer embeddings: to split those would cost another psum in each layer. The
+    table of per-layer embeddings is split by its rows, as the embedding is.
     Norms in layers are float32, so that no step converts them. "Declaring weights" explains Part, by_output, by_input
     and whole.
     """
     D, E, N = config.hidden_size, config.num_experts, config.num_attention_heads
-    L, P = config.num_hidden_layers, config.hidden_size_per_layer_input
+    L, I = config.num_hidden_layers, config.hidden_size_per_layer_input
     float32_vector = partial(whole, dtype="float32")
 
     def layer(i):
@@ -253,12 +265,12 @@ def weights_of(config: Config) -> dict:
         k, v = (
             Part({f"{attention}.{name}": K * H}, units=K, groups=K, replicated=True) for name in ("k_proj", "v_proj")
         )
-        of_keys = [] if kind.is_shared else [k] if kind.keys_are_values else [k, v]
+        own = [] if kind.is_shared else [k] if kind.keys_are_values else [k, v]
         F = config.intermediate_size * (2 if kind.is_shared and config.use_double_wide_mlp else 1)
         gate, up, down = (Part({f"{module}.mlp.{name}": F}) for name in ("gate_proj", "up_proj", "down_proj"))
         weights = {
             "attention_norm": norm("input_layernorm", D),
-            "qkv": by_output(D, q, *of_keys),
+            "qkv": by_output(D, q, *own),
             "q_norm": norm("self_attn.q_norm", H),
             "o": by_input(D, o),
             "post_attention_norm": norm("post_attention_layernorm", D),
@@ -272,7 +284,7 @@ def weights_of(config: Config) -> dict:
             weights["k_norm"] = norm("self_attn.k_norm", H)
         if config.enable_moe_block:
             experts, F = f"{module}.{config.experts_module}", config.moe_intermediate_size
-            whole_lanes = {"multiple": 128}  # a released expert has 5.5 times as many columns; zeros fill the last
+            whole_lanes = {"multiple": 128}  # a TPU's: the 704 columns of a released expert get zeros up to 768
             gate, up, down = (
                 Part({f"{experts}.{name}": F}, **whole_lanes) for name in ("gate_proj", "up_proj", "down_proj")
             )
@@ -289,10 +301,10 @@ def weights_of(config: Config) -> dict:
                 "experts_down": by_input(D, down, experts=E, transposed=False),
                 "post_experts_norm": norm("post_feedforward_layernorm_2", D),
             }
-        if P:
+        if I:
             weights |= {
-                "per_layer_gate": whole(f"{module}.per_layer_input_gate.weight", P, D),
-                "per_layer_projection": whole(f"{module}.per_layer_projection.weight", D, P),
+                "per_layer_gate": whole(f"{module}.per_layer_input_gate.weight", I, D),
+                "per_layer_projection": whole(f"{module}.per_layer_projection.weight", D, I),
                 "post_per_layer_norm": norm("post_per_layer_input_norm", D),
             }
         return weights
@@ -302,18 +314,18 @@ def weights_of(config: Config) -> dict:
         "layers": [layer(i) for i in range(L)],
         "norm": whole(f"{config.prefix}norm.weight", D),  # its dtype is that of the residual stream
     }
-    if P:
+    if I:
         table, model_projection = (
             Part({f"{config.prefix}{name}": rows})
             for name, rows in (
                 ("embed_tokens_per_layer", config.vocab_size_per_layer_input),
-                ("per_layer_model_projection", L * P),
+                ("per_layer_model_projection", L * I),
             )
         )
         weights |= {
-            "per_layer_embedding": by_output(L * P, table),
+            "per_layer_embedding": by_output(L * I, table),
             "per_layer_model_projection": by_output(D, model_projection),
-            "per_layer_norm": float32_vector(f"{config.prefix}per_layer_projection_norm.weight", P),
+            "per_layer_norm": float32_vector(f"{config.prefix}per_layer_projection_norm.weight", I),
         }
     return weights
 
@@ -334,33 +346,32 @@ def left_out(name: str, config: Config) -> str | None:
     return "of a layer that shares keys and values" if name.startswith(unused) else None
 
 
-UNIT = np.float32(1)  # the weight of a norm that has none
-
-
 @jax.named_scope("attention")  # the name in a profiler's trace
 def attention(x, w: dict, cache: LayerCache, positions: Array, attend, config: Config, kind: Kind, turn, shared):
     """The first half of a layer, on the residual stream x, [1, B T, D] or a share (see divide_tokens), at positions
     [B, T]: norm, attention, another norm, residual. Returns the new x, the new cache, and keys and values.
 
     A layer without keys and values of its own takes those that an earlier one returned, `shared`, and that one's cache.
-    It stores them there again, which changes nothing. `turn` is the layer's cos_and_sin of the positions.
+    It stores them there again, which changes nothing, so that `attend` needs no case for it. `turn` is the layer's
+    cos_and_sin of the positions.
 
-    `attend(q, k, v, cache, positions, mask, R=R)` is cached_attention; `step` binds its other arguments. q
-    [B, T, N, H] is normed, and so not scaled; k and v are float32 [B, T, K, H]. It returns the attention output
-    [B, T, N H], and this layer's cache with k and v stored.
+    `attend(q, k, v, cache, positions, mask, R=R)` is cached_attention; `step` binds its other arguments, and an R for
+    which each layer has its own. q [B, T, N, H] is normed, and so not scaled; k and v are float32 [B, T, K, H]. It
+    returns the attention output [B, T, N H], and this layer's cache with k and v stored.
     """
-    eps, rope = config.rms_norm_eps, config.local_rope if kind.mask.window else config.rope
+    eps, rope = config.rms_norm_eps, kind.rope
     h = all_tokens(rms_norm(x, w["attention_norm"], eps)).reshape(*positions.shape, -1)
     heads = linear(h, w["qkv"]).reshape(*positions.shape, -1, kind.head_dim)
     if kind.is_shared:
         q = turned(rms_norm(heads, w["q_norm"], eps), *turn, rope)
     else:
         K = cache.k.shape[1]
-        N = heads.shape[2] - (K if kind.keys_are_values else 2 * K)
-        heads = jnp.concatenate([heads[:, :, : N + K], heads[:, :, -K:]], axis=2)  # keys again, if they are values
-        number = jnp.arange(N + 2 * K)[:, None]
-        scale = jnp.where(number < N, w["q_norm"], jnp.where(number < N + K, w["k_norm"], 1))
-        heads = rms_norm(heads, scale, eps)  # of each head; all together, for fewer kernels
+        if kind.keys_are_values:
+            heads = jnp.concatenate([heads, heads[:, :, -K:]], axis=2)
+        N = heads.shape[2] - 2 * K
+        head = jnp.arange(N + 2 * K)[:, None]
+        weight = jnp.where(head < N, w["q_norm"], jnp.where(head < N + K, w["k_norm"], 1))
+        heads = rms_norm(heads, weight, eps)  # of each head; all together, for fewer kernels
         q, k = jnp.split(turned(heads[:, :, : N + K], *turn, rope), [N], axis=2)
         shared = k, heads[:, :, N + K :]
     R = sharers(kind.num_key_value_heads, jax.lax.axis_size(MODEL_AXES))
@@ -371,17 +382,18 @@ def attention(x, w: dict, cache: LayerCache, positions: Array, attend, config: C
 
 @jax.named_scope("mlp")
 def feed_forward(x: Array, w: dict, config: Config) -> Array:
-    """The second half of a layer, on x as above: norm, an MLP and maybe the experts that a router chooses, another
-    norm, residual. MLP, experts and router each have a norm of their own, of the same x."""
+    """The second half of a layer, on x as above: norm, an MLP, another norm, residual. With experts, which a router
+    chooses, it is norm(norm(MLP) + norm(experts)), and MLP, router and experts each have a norm of their own of x."""
     eps = config.rms_norm_eps
     if "router" in w:
-        h = all_tokens(rms_norm(x, UNIT, eps))
+        # One norm for all three, without a weight. In bfloat16 it is rounded once more than in the reference.
+        h = all_tokens(rms_norm(x, np.float32(1), eps))
         for_mlp, for_router, for_experts = (
             (h * w[name]).astype(x.dtype).reshape(-1, h.shape[-1])
             for name in ("mlp_norm", "router_norm", "experts_norm")
         )
         ids, scores = route(linear(for_router, w["router"]) * config.hidden_size**-0.5, config)
-        # Its own scale of each: a sum of one number, since XLA for TPUs would look it up in a loop.
+        # Times w["expert_scale"][ids], as a sum of which one term is not 0: XLA for TPUs would look it up in a loop.
         is_chosen = ids[:, :, None] == jnp.arange(config.num_experts)
         scores = scores * jnp.sum(jnp.where(is_chosen, w["expert_scale"], 0), axis=-1)
         routed = experts(for_experts, ids, scores, w["experts_gate_up"], w["experts_down"], activation)
@@ -401,10 +413,11 @@ def geglu(x: Array, gate_up: Format, down: Format) -> Array:
 
 
 def route(logits: Array, config: Config) -> tuple[Array, Array]:
-    """The experts of each token, int32 [B, k], and the weights of their outputs, float32 [B, k], from the router's
-    float32 logits [B, E]: the k most probable, by a softmax over all. B counts tokens here, and E all experts."""
+    """The experts of each token, int32 [B, k], and the weights of their outputs, float32 [B, k], before the experts'
+    own scales, from the router's float32 logits [B, E]: the k most probable, by a softmax over all. B counts tokens
+    here, and E all experts."""
     scores = jax.nn.softmax(logits)
-    return choose_experts(scores, scores, best=1, config=config)  # `best` is of a group, and there are no groups
+    return choose_experts(scores, scores, best=1, config=config)  # `best` ranks groups, and there is one
 
 
 def weighed(scores: Array, config: Config) -> Array:
@@ -419,13 +432,13 @@ def activation(gate: Array, up: Array, score: Array) -> Array:
 
 
 def per_layer_inputs(tokens: Array, x: Array, weights: dict, config: Config) -> Array:
-    """What each layer gets of tokens [B, T] with embeddings x [B, T, D], besides x: [B, T, L, P] in x's dtype. It is
-    the mean of a row of another embedding and of a projection of x, which is normed, times sqrt(2)."""
+    """What each layer gets of tokens [B, T] with embeddings x [B, T, D], besides x: [B, T, L, I] in x's dtype. It is
+    (sqrt(I) row + norm(projection of x)) / sqrt(2), with the token's row of a second embedding."""
     shape = config.num_hidden_layers, config.hidden_size_per_layer_input
     columns = math.prod(shape)
     looked_up = rows_of_tokens(tokens, weights["per_layer_embedding"], columns, x.dtype)
     # Each device computes some columns and needs all of them; the last ones may be padding.
-    projected = linear(x, weights["per_layer_model_projection"]) * config.hidden_size**-0.5
+    projected = linear(x, weights["per_layer_model_projection"]) * config.hidden_size**-0.5  # the norm's eps counts
     projected = jax.lax.all_gather(projected.astype(x.dtype), MODEL_AXES, axis=2, tiled=True)[..., :columns]
     looked_up, projected = (y.reshape(*tokens.shape, *shape).astype(jnp.float32) for y in (looked_up, projected))
     projected = rms_norm(projected, weights["per_layer_norm"], config.rms_norm_eps)
@@ -433,11 +446,11 @@ def per_layer_inputs(tokens: Array, x: Array, weights: dict, config: Config) -> 
 
 
 @jax.named_scope("per_layer_input")
-def add_per_layer_input(x: Array, w: dict, given: Array, config: Config) -> Array:
-    """What follows the second half of a layer with per-layer embeddings: x gates the layer's own input, `given`, P for
+def add_per_layer_input(x: Array, w: dict, layer_input: Array, config: Config) -> Array:
+    """What follows the second half of a layer with per-layer embeddings: x gates the layer's own input, I numbers for
     each token of x, and a projection of that is normed and added to x."""
     gate = jax.nn.gelu(linear(x, w["per_layer_gate"]), approximate=True)
-    out = linear((gate * given).astype(x.dtype), w["per_layer_projection"]).astype(x.dtype)
+    out = linear((gate * layer_input).astype(x.dtype), w["per_layer_projection"]).astype(x.dtype)
     return x + rms_norm(out, w["post_per_layer_norm"], config.rms_norm_eps)
 
 
@@ -447,28 +460,32 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCac
     It is a Python loop, not a jax.lax.scan over stacked weights: the compiler can then fetch the next layer's weights
     ahead, and copies neither weights nor cache. The inner jit has JAX trace `layer` once for each kind of layer.
 
-    Layers without keys and values of their own leave nothing for later tokens. So they take of a prompt only the last
-    tokens that are known, since the next one follows them; the hidden states of the others are zeros then.
+    Layers without keys and values of their own store nothing that later tokens need. So of a prompt they compute only
+    the last few tokens of each row, the very last of which the next token follows. The hidden states returned of the
+    others are zeros.
     """
 
     @partial(jax.jit, static_argnames="kind")
-    def layer(x, w, layer_cache, positions, turn, shared, given, kind):
-        # XLA for TPUs would fetch weights too many layers ahead, since these differ in size, and have no room for those
-        # that are needed next.
+    def layer(x, w, layer_cache, positions, turn, shared, layer_input, kind):
+        # Without it, XLA for TPUs fetches weights of later layers, since sizes differ, and has no room for those that
+        # are needed next.
         x, w = jax.lax.optimization_barrier((x, w))
         x, layer_cache, shared = attention(x, w, layer_cache, positions, attend, config, kind, turn, shared)
         x = feed_forward(x, w, config)
-        if given is not None:
-            x = add_per_layer_input(x, w, divide_tokens(given), config)
+        if layer_input is not None:
+            x = add_per_layer_input(x, w, divide_tokens(layer_input), config)
         return (x * w["scalar"]).astype(x.dtype), layer_cache, shared
 
     def turns_of(positions):
-        # The barrier hides how they are computed: XLA for TPUs then fetches more weights ahead.
-        return jax.lax.optimization_barrier([cos_and_sin(positions, rope) for rope in (config.rope, config.local_rope)])
+        # Hides how the angles are computed: otherwise XLA for TPUs does not fetch weights while it computes them.
+        turns = {rope: cos_and_sin(positions, rope) for rope in (config.rope, config.local_rope)}
+        return dict(zip(turns, jax.lax.optimization_barrier([*turns.values()]), strict=True))
 
-    (B, T), rows, turns = tokens.shape, jnp.arange(len(tokens))[:, None], turns_of(positions)
-    R, known, kept = cache_sharers(config, jax.lax.axis_size(MODEL_AXES)), attend.keywords.get("known"), None
-    few = ceil_div(2 * FEW, R) * R  # more than FEW, which would be those of a step of decoding
+    (B, T), turns = tokens.shape, turns_of(positions)
+    known = attend.keywords.get("known")  # of `step`: how many of a row's T tokens are there; None: all are asked for
+    R = cache_sharers(config, jax.lax.axis_size(MODEL_AXES))
+    few = ceil_div(2 * FEW, R) * R  # more than FEW, which would be a decode step, and a multiple as in piece_lengths
+    rows, last = jnp.arange(B)[:, None], None
     x = embed(tokens, weights, config)
     x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)  # in bfloat16 the factor is rounded, as in the reference
     inputs = per_layer_inputs(tokens, x, weights, config) if config.hidden_size_per_layer_input else None
@@ -476,16 +493,16 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCac
     cache, shared = list(cache), {}  # the caller's list stays as it is
     for i, w in enumerate(weights["layers"]):
         kind, source = config.kind(i), config.source(i)
-        if kind.is_shared and kept is None and few < T and known is not None:
-            kept = jnp.clip(known - few, 0, T - few)[:, None] + jnp.arange(few)
-            everything = all_tokens(x).reshape(B, T, -1), positions, inputs, shared
-            x, positions, inputs, shared = jax.tree.map(lambda y: y[rows, kept], everything)
+        if kind.is_shared and last is None and few < T and known is not None:
+            last = jnp.clip(known - few, 0, T - few)[:, None] + jnp.arange(few)
+            of_tokens = all_tokens(x).reshape(B, T, -1), positions, inputs, shared
+            x, positions, inputs, shared = jax.tree.map(lambda y: y[rows, last], of_tokens)
             x, turns = divide_tokens(x), turns_of(positions)
-        turn, given = turns[kind.mask.window is not None], None if inputs is None else inputs[:, :, i]
-        of_layer = cache[source], positions, turn, shared.get(source), given
+        layer_input = None if inputs is None else inputs[:, :, i]
+        of_layer = cache[source], positions, turns[kind.rope], shared.get(source), layer_input
         x, cache[source], shared[source] = layer(x, w, *of_layer, kind=kind)
     x = all_tokens(x).reshape(B, -1, config.hidden_size)
-    return x if kept is None else jnp.zeros((B, T, x.shape[2]), x.dtype).at[rows, kept].set(x), cache
+    return x if last is None else jnp.zeros((B, T, x.shape[2]), x.dtype).at[rows, last].set(x), cache
 
 
 @jax.named_scope("head")
@@ -1891,9 +1908,10 @@ def abstract_cache(
     config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, quantize: str | None = None, drafts=0
 ):
     """The KV cache as a list of jax.ShapeDtypeStructs, a LayerCache for each layer that has keys and values of its own,
-    for rows of `max_seq_len` tokens, rounded up. A layer with a window holds no more than that and a piece of prefill:
-    it is a ring then. Dtype and width are as cache_layout has them, the format is FORMATS[quantize]. (States need room
-    for `drafts`; a KV cache has it.)"""
+    for rows of `max_seq_len` tokens, rounded up. Config.source says which of them a layer takes. A layer with a window
+    holds its window and a piece of prefill, so that a piece overwrites nothing that its tokens see; where that is less
+    than all, it is a ring. Dtype and width are as cache_layout has them, the format is FORMATS[quantize]. (States need
+    room for `drafts`; a KV cache has it.)"""
     X, sharding = model_shards(mesh), NamedSharding(mesh, CACHE_SPEC)
 
     def layer_cache(kind):
@@ -1909,12 +1927,13 @@ def abstract_cache(
 
 
 def cache_sharers(config: Config, shards: int) -> int:
-    """The least multiple of R, the devices that share a kv head, of all layers. `shards` devices share a layer."""
+    """The least common multiple of the layers' R: a piece of prefill has a multiple of it. `shards` devices share a
+    layer."""
     return math.lcm(*(sharers(config.kind(i).num_key_value_heads, shards) for i in range(config.num_hidden_layers)))
 
 
 def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> int:
-    """How many tokens of a row each layer's cache has room for."""
+    """How many tokens of a row fit into every layer's cache."""
     return min(sharers(config.kind(i).num_key_value_heads, shards) * layer.k.shape[2] for i, layer in enumerate(cache))
 
 
@@ -1922,10 +1941,9 @@ def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Conf
     """Bytes of the cache that a decode step has to read, on all devices, for rows of these lengths."""
     read = 0.0
     for i in range(config.num_hidden_layers):
-        layer, kind = cache[config.source(i)], config.kind(i)
+        layer_cache, kind = cache[config.source(i)], config.kind(i)
         tokens = sum(min(length, kind.mask.window or length) for length in lengths)
-        batch, heads, slots, _ = layer.k.shape
-        read += stored_bytes(layer) * tokens / (batch * heads * slots / kind.num_key_value_heads)
+        read += stored_bytes(layer_cache) / math.prod(layer_cache.k.shape[:3]) * kind.num_key_value_heads * tokens
     return read
 
 

@@ -39,7 +39,7 @@ def test_a_released_configuration_is_read_as_transformers_reads_it(name, written
     assert config.final_logit_softcapping == (reference.final_logit_softcapping or 0)
     for i, (of_layer, sharing) in enumerate(zip(reference.per_layer_config, reference.kv_sharing_modes, strict=True)):
         kind, type_ = config.kind(i), reference.layer_types[i]
-        table, rope = reference.rope_parameters[type_], config.local_rope if kind.mask.window else config.rope
+        table, rope = reference.rope_parameters[type_], kind.rope
         assert kind.mask.window == (reference.sliding_window if type_ == "sliding_attention" else None)
         assert (kind.head_dim, kind.num_key_value_heads) == (of_layer.head_dim, of_layer.num_key_value_heads)
         assert kind.is_shared == (sharing == "reuse")
@@ -140,7 +140,7 @@ DIFFERS = "per_layer_config must give all full_attention layers the same"
         ("gemma-4-31b", {"per_layer_config": {"59": {"head_dim": 512}}}, DIFFERS),
         ("gemma-4-31b", {"rope_parameters": {"full_attention": {"rope_type": "ntk"}}}, "rope_type 'ntk'"),
         ("gemma-4-26b-a4b", {"top_k_experts": None}, "top_k_experts is missing"),
-        ("gemma-4-26b-a4b", {"top_k_experts": 129}, "num_experts_per_tok 129 exceeds the 128 experts"),
+        ("gemma-4-26b-a4b", {"top_k_experts": 129}, "top_k_experts 129 exceeds num_experts 128"),
     ],
 )
 def test_refused(name, changes, words):
