@@ -159,7 +159,7 @@ def lower_program(model, config, mesh, args, T: int, b: int | None):
     rows = model.Rows(history, *[array(batch)] * 3, seeds)
     places = array(b * mesh.shape["dp"]) if b else None
     options = {"T": T, "draft": args.draft, "drafts": args.tokens - 1}
-    options |= {"config": config, "mesh": mesh, "sampling": model.Sampling()}
+    options |= {"config": config, "mesh": mesh, "sampling": model.Sampling(), "stop_tokens": (1, 2)}
     return model.step.lower(weights, cache, rows, places, **options), weights, cache
 
 

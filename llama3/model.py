@@ -675,7 +675,7 @@ def look_up(rows: Rows, cache: list[LayerCache], drafts: int, *_) -> tuple[Array
 
 
 DRAFTS = {"lookup": look_up}  # sources of drafts, called at the end of a step
-STATIC = "T", "draft", "drafts", "config", "mesh", "sampling"
+STATIC = "T", "draft", "drafts", "config", "mesh", "sampling", "stop_tokens"
 
 
 # XLA for CPUs uses half of a vector register of AVX-512 unless it is told. Other compilers do not look at it.
@@ -695,6 +695,7 @@ def step(
     config: Config,
     mesh: Mesh,
     sampling: Sampling,
+    stop_tokens: tuple[int, ...] = (),
 ):
     """Takes T tokens of every row, from the first that the cache lacks: a piece of prompts or, with T up to FEW, a step
     of decoding.
@@ -702,8 +703,8 @@ def step(
     Such a step takes all rows. It chooses a token after the last one that is known, and after each of T - 1 drafts: the
     guesses that stand behind it in `history`. It accepts drafts as long as they equal the chosen tokens (Leviathan et
     al. 2023, "speculative decoding"; greedy or sampled, the tokens are those of steps of one). A row that still reads
-    its prompt only advances by T, and one at its limit stands still. Nothing is ever taken back: what the cache holds
-    beyond `filled` is overwritten before a token could see it.
+    its prompt only advances by T. One at its limit stands still, and the choice of a stop token sets the limit. Nothing
+    is ever taken back: what the cache holds beyond `filled` is overwritten before a token could see it.
 
     A longer T, a multiple of the devices that share a row's cache, verifies nothing. It is for the rows at `places`
     int32 [b], counted on each device of dp; a place that stands there twice is computed twice. By default it takes all
@@ -735,10 +736,14 @@ def step(
             y.reshape(newest.shape) for y in next_token(logits, newest.reshape(-1), of_choices, sampling)
         )
         guesses = jnp.take_along_axis(history, newest[:, 1:], axis=1, mode="clip")
-        kept = jnp.sum(jnp.cumprod(chosen[:, :verified] == guesses, axis=1), axis=1, dtype=jnp.int32)
+        stops = jnp.isin(chosen, np.array(stop_tokens, np.int32))
+        goes_on = (chosen[:, :verified] == guesses) & ~stops[:, :verified]
+        kept = jnp.sum(jnp.cumprod(goes_on, axis=1), axis=1, dtype=jnp.int32)
         filled = jnp.minimum(jnp.minimum(filled + T, lengths + kept), limits - 1)
-        last = jnp.take_along_axis(chosen, jnp.clip(filled - lengths, 0, verified)[:, None], axis=1)
+        of_last = jnp.clip(filled - lengths, 0, verified)[:, None]
+        last, is_stop = (jnp.take_along_axis(x, of_last, axis=1) for x in (chosen, stops))
         is_last = (jnp.arange(history.shape[1]) == filled[:, None]) & (filled >= lengths)[:, None]
+        limits = jnp.where(is_stop[:, 0] & (filled >= lengths), filled + 1, limits)
         lengths = jnp.maximum(lengths, filled + 1)
         some = Rows(jnp.where(is_last, last, history), filled, lengths, limits, seeds)
         if draft:
@@ -858,7 +863,8 @@ def generate(
 
     A prompt that begins like the row before it in its place is read from where they differ, so what all prompts begin
     with is read once for each place. `kept`, a dict that is empty at first, takes the places to the next call: so a
-    conversation reads only what is new. It is right too after a call that was broken off.
+    conversation reads only what is new. It is right too after a call that was broken off. A state does not go back:
+    where layers have states, this holds for a prompt that begins with all that its place has seen.
 
     The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
     reads them LOOKAHEAD steps later.
@@ -908,12 +914,12 @@ def generate(
 
         def shared(p):
             """How many tokens at the beginning of `prompt` the cache has. One at least is left, to compute what
-            follows. A ring, with fewer slots than were stored, has forgotten what it needs if too much came after. A
-            state does not go back at all, nor does the host know how many drafts went into it."""
+            follows. A ring, with fewer slots than were stored, has forgotten what it needs if too much came after, and
+            a state does not go back at all."""
             most = max(min(len(prompt), known[p], host.filled[p] + 1) - 1, 0)
             n = np.argmin(np.append(host.history[p, :most] == prompt[:most], False))
             if has_states:
-                return n if n == host.filled[p] and not draft else 0
+                return n if n == host.filled[p] else 0
             return n if stored[p] <= ring or stored[p] - n <= PREFILL_PIECE else 0
 
         is_new, free = np.zeros(batch, bool), np.flatnonzero(numbers[:count] < 0).tolist()
@@ -966,12 +972,13 @@ def generate(
 
     def compiled(T, b):
         """The program of steps of T tokens, of b rows on each device of dp."""
-        if (key := (T, b, draft, drafts, sampling)) not in programs:
+        if (key := (T, b, draft, drafts, sampling, stop_tokens)) not in programs:
             jax.block_until_ready(state)
             tick(("prefill_s" if in_flight[-1][0] else "decode_s") if in_flight else None)
             progress("compiling decoding" if T <= FEW else "compiling prefill", 0, 1)
             taken = None if T <= FEW else on_mesh(np.zeros(b * dp, np.int32))
-            options = {"config": config, "mesh": mesh, "sampling": sampling, "draft": draft, "drafts": drafts}
+            options = {"config": config, "mesh": mesh, "draft": draft, "drafts": drafts}
+            options |= {"sampling": sampling, "stop_tokens": stop_tokens}
             programs[key] = step.lower(weights, cache, state, taken, T=T, **options).compile()
             multihost_utils.sync_global_devices("compiled")  # the clock should not count others' compilation
             tick("compile_s")
@@ -985,10 +992,12 @@ def generate(
         prompt_tokens = np.minimum(unread(), T)[np.unique(of_step)].sum()
         most = np.minimum(host.filled + (1 + drafts) * len(in_flight), host.limits - 1)  # that the steps before it fill
         stored[of_step] = np.maximum(stored, most + T)[of_step]
-        host.filled[of_step] = np.minimum(host.filled + T, np.minimum(host.lengths, host.limits - 1))[of_step]
-        host.lengths[of_step] = np.maximum(host.lengths, host.filled + 1)[of_step]
+        filled = np.minimum(host.filled + T, np.minimum(host.lengths, host.limits - 1))[of_step]
         arguments = None if T <= FEW else on_mesh(taken.astype(np.int32).reshape(-1))
+        host.filled[of_step] = 0  # if this is broken off, nothing is known of these places
         cache, state, result = program(weights, cache, state, arguments)
+        host.filled[of_step] = filled
+        host.lengths[of_step] = np.maximum(host.lengths, host.filled + 1)[of_step]
         jax.tree.map(lambda x: x.copy_to_host_async(), result)
         in_flight.append((prompt_tokens, of_step, numbers[of_step], result))
 
@@ -1010,7 +1019,8 @@ def generate(
                 is_last = known[p] == host.limits[p]
                 reason = "stop" if token in stop_tokens else "length" if is_last else None
                 new.append(Token(int(row), token, logprob, reason))
-                numbers[p] = -1 if reason else row
+                if reason:  # the place stands still on the device too
+                    numbers[p], host.filled[p], host.lengths[p], host.limits[p] = -1, known[p] - 1, known[p], known[p]
         stats["prefill_tokens"] += int(prompt_tokens)
         if not prompt_tokens:
             stats["decode_steps"] += 1
@@ -1054,6 +1064,8 @@ def generate(
         tokens = 1 + stats["drafts"] / max(stats["busy_row_steps"], 1)
         stats["step_bytes"] = step_bytes(weights, cache, mean_lengths, config, tokens)
     finally:
+        if has_states and drafts and in_flight:  # how many drafts these steps put into the states is not known
+            host.filled[numbers >= 0] = 0
         kept |= {"cache": cache, "past": (host.history, host.filled, known, stored), "programs": programs}
 
 

@@ -9,8 +9,9 @@ told. The last two consist of blocks that other models have too, with options th
 only jax and numpy.
 
 Differs from qwen3 in: `delta_net`, which stands in the place of attention in three of four layers, and keeps a state
-instead of keys and values; `attention`, whose outputs have a gate; norms, which multiply by 1 + weight;
-`feed_forward`, whose experts stand beside a shared one; `Config`, which may be nested.
+instead of keys and values; `attention`, whose outputs have a gate, and whose heads turn by a quarter; norms, which
+multiply by 1 + weight; `feed_forward`, whose experts stand beside a shared one; `predict`, an extra layer that drafts;
+config.json, which may be nested.
 
     config = Config.from_dict(json.loads(Path("config.json").read_text()))
     mesh = make_mesh(tp=jax.device_count())
@@ -151,6 +152,8 @@ class Config:
         if not is_mixture:
             given |= {"num_experts": 0}
         given = read_heads(cls, given)
+        if not is_mixture and not given.get("intermediate_size"):
+            raise InputError("config.json: intermediate_size is missing")
         if is_nested:
             given["prefix"] = "model.language_model."
         given["packed_experts"] = tuple(
@@ -183,8 +186,9 @@ def weights_of(config: Config) -> dict:
     the gates of its query heads, which q_proj has beside each of them. `qkvz` joins the projections of a layer with a
     state likewise, and `gate_up` gate_proj and up_proj. Experts are split over ep, and each like an MLP over tp. The
     router, which every device needs, is whole on each, and so are the norms. Norms in layers are float32, so that no
-    step converts them, and so is what decides how fast a state decays. Norms but that of the delta rule are stored less
-    one. "Declaring weights" explains Part, by_output, by_input, bias and whole.
+    step converts them, and so are the weights of the convolution and what decides how fast a state decays. All norms
+    but that of the delta rule are stored less one. "Declaring weights" explains Part, by_output, by_input, bias and
+    whole.
     """
     D, H, E = config.hidden_size, config.head_dim, config.num_experts
     N, K = config.num_attention_heads, config.num_key_value_heads
@@ -208,14 +212,14 @@ def weights_of(config: Config) -> dict:
         H, W = config.linear_key_head_dim, config.linear_value_head_dim
         channels = 2 * K * H + N * W
 
-        def heads(name, first, count, size, replicated=False, rows=None):
+        def heads(name, first, count, size, replicated=False, rows=None):  # from row `first` on, of a tensor of `rows`
             return Part({f"{module}.{name}": rows or count * size}, count, K, replicated, (first, first + count * size))
 
         def of_channels(name):  # those of queries, keys and values
             q, k = (heads(name, first, K, H, replicated=True, rows=channels) for first in (0, K * H))
             return q, k, heads(name, 2 * K * H, N, W, rows=channels)
 
-        def of_heads(name):
+        def number_a_head(name):
             return bias(heads(name, 0, N, 1), suffix="", dtype="float32")
 
         def of_key_heads(name, *sizes):  # each key head has rows of all of these, one after the other
@@ -235,8 +239,8 @@ def weights_of(config: Config) -> dict:
                 by_output(config.linear_conv_kernel_dim, *of_channels("conv1d")), dtype="float32"
             ),
             "gates": dataclasses.replace(by_output(D, *gates), dtype="float32"),
-            "A_log": of_heads("A_log"),
-            "dt_bias": of_heads("dt_bias"),
+            "A_log": number_a_head("A_log"),
+            "dt_bias": number_a_head("dt_bias"),
             "out_norm": whole(f"{module}.norm.weight", W, dtype="float32"),
             "o": by_input(D, heads("out_proj", 0, N, W)),
         }
@@ -306,8 +310,9 @@ def norm_plus_one(x: Array, weight: Array, eps: float) -> Array:
 
 @jax.named_scope("attention")  # the name in a profiler's trace
 def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, config: Config, mask: Mask):
-    """The first half of one layer in four, on the residual stream x, [1, B T, D] or a share (see divide_tokens), at
-    positions [B, T]: norm, attention with a gate for each number, residual. Returns the new x and the new cache.
+    """The first half of a layer with attention, on the residual stream x, [1, B T, D] or a share (see divide_tokens),
+    at positions [B, T]: norm, attention, a gate for each number of its output, residual. Returns the new x and the new
+    cache.
 
     `attend(q, k, v, cache, positions, mask)` is cached_attention; `step` binds its other arguments. q [B, T, N, H] is
     scaled already; k and v are float32 [B, T, K, H]. It returns the attention output [B, T, N H], and this layer's
@@ -334,25 +339,26 @@ def delta_net(x: Array, w: dict, cache: StateCache, positions: Array, recur, con
     """The first half of the other layers: norm, a gated delta rule (Yang, Kautz and Hatamizadeh 2024, "Gated Delta
     Networks"), a gated norm of each head, residual. Args and results as in `attention`.
 
-    `recur(qkv, taps, log_decay, beta, cache, positions)` is cached_recurrence; `step` binds its other arguments. From
-    qkv [B, T, M] it makes queries, keys and values by a short convolution over time, with weights taps [M, taps]. Each
-    token multiplies the state of a head by exp(log_decay), and writes its value for its key by a share of beta. Both
-    are float32 [B, T, N]. It returns what the queries read, float32 [B, T, N, W], and the new cache.
+    `recur(qkv, taps, log_decay, beta, cache, positions)` is cached_recurrence; `forward` binds its other arguments.
+    From qkv [B, T, M] it makes queries, keys and values by a short convolution over time, with weights taps [M, taps].
+    Each token first multiplies the state of a head by exp(log_decay), then moves what the state holds for the token's
+    key towards its value, by the share beta. log_decay and beta are float32 [B, T, N]. It returns what the queries
+    read, float32 [B, T, N, W], and the new cache.
     """
     h = all_tokens(norm_plus_one(x, w["mixer_norm"], config.rms_norm_eps)).reshape(*positions.shape, -1)
-    qkv, z = jnp.split(linear(h, w["qkvz"]), [len(w["taps"].values)], axis=-1)
-    beta, step_size = jnp.split(linear(h.astype(jnp.float32), w["gates"]), 2, axis=-1)
-    log_decay = -jnp.exp(w["A_log"]) * jax.nn.softplus(step_size + w["dt_bias"])
     taps = w["taps"].values
-    out, cache = recur(qkv.astype(x.dtype), taps, log_decay, jax.nn.sigmoid(beta), cache, positions)
+    qkv, z = jnp.split(linear(h, w["qkvz"]), [len(taps)], axis=-1)
+    b, a = jnp.split(linear(h.astype(jnp.float32), w["gates"]), 2, axis=-1)
+    log_decay = -jnp.exp(w["A_log"]) * jax.nn.softplus(a + w["dt_bias"])  # as in Gu and Dao 2023, "Mamba"
+    out, cache = recur(qkv.astype(x.dtype), taps, log_decay, jax.nn.sigmoid(b), cache, positions)
     out = rms_norm(out, w["out_norm"], config.rms_norm_eps) * jax.nn.silu(z.reshape(out.shape))
     return x + summed(linear(out.astype(x.dtype).reshape(*positions.shape, -1), w["o"]), x), cache
 
 
 @jax.named_scope("mlp")
 def feed_forward(x: Array, w: dict, config: Config) -> Array:
-    """The second half of a layer, on x as above: norm, an MLP, or the experts that the router chooses beside a shared
-    one, which has a gate for each token, residual."""
+    """The second half of a layer, on x as above: norm, an MLP or experts, residual. Beside the experts that the router
+    chooses stands a shared one, whose output has a gate for each token."""
     h = all_tokens(norm_plus_one(x, w["mlp_norm"], config.rms_norm_eps))
     if "router" in w:
         tokens = h.reshape(-1, h.shape[-1])
@@ -395,11 +401,11 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list, attend,
     It is a Python loop, not a jax.lax.scan over stacked weights: the compiler can then fetch the next layer's weights
     ahead, and copies neither weights nor cache. The inner jit has JAX trace `layer` once for each kind of layer.
     """
-    recur = partial(cached_recurrence, **attend.keywords)
+    recur = partial(cached_recurrence, **attend.keywords)  # with what `step` binds
 
     @partial(jax.jit, static_argnums=3)
     def layer(x, w, layer_cache, mask):
-        if mask:
+        if mask is not None:
             x, layer_cache = attention(x, w, layer_cache, positions, attend, config, mask)
         else:
             x, layer_cache = delta_net(x, w, layer_cache, positions, recur, config)
@@ -414,10 +420,10 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list, attend,
 
 @jax.named_scope("extra_layer")
 def predict(weights: dict, x: Array, norm: Array, tokens: Array, positions: Array, cache, attend, config: Config):
-    """The extra layer, of multi-token prediction (DeepSeek-AI 2024, "DeepSeek-V3"), which has attention. It takes the
-    hidden states x [B, T, D] at positions [B, T], the weight of their norm, and the token that follows each, tokens
-    [B, T]. It returns hidden states [B, T, D], not yet normed, from which the output head predicts the token after that
-    one, and its new cache."""
+    """The extra layer, of multi-token prediction (DeepSeek-AI 2024, "DeepSeek-V3"), which has attention. From hidden
+    states x [B, T, D] at positions [B, T] and the token that follows each, tokens [B, T], it makes hidden states
+    [B, T, D], not yet normed, of which the model's head predicts the token after that one. `norm` is the weight of the
+    norm behind x: the model's or, if x is of this layer itself, its own. It returns its new cache, too."""
     w, eps = weights["extra"], config.rms_norm_eps
     embedded = norm_plus_one(embed(tokens, weights, config), w["embedding_norm"], eps)
     both = jnp.concatenate([embedded, norm_plus_one(norm_plus_one(x, norm, eps), w["hidden_norm"], eps)], axis=-1)
@@ -893,7 +899,7 @@ def look_up(rows: Rows, cache: list[LayerCache], drafts: int, *_) -> tuple[Array
 
 
 DRAFTS = {"lookup": look_up}  # sources of drafts, called at the end of a step
-STATIC = "T", "draft", "drafts", "config", "mesh", "sampling"
+STATIC = "T", "draft", "drafts", "config", "mesh", "sampling", "stop_tokens"
 
 
 # XLA for CPUs uses half of a vector register of AVX-512 unless it is told. Other compilers do not look at it.
@@ -913,6 +919,7 @@ def step(
     config: Config,
     mesh: Mesh,
     sampling: Sampling,
+    stop_tokens: tuple[int, ...] = (),
 ):
     """Takes T tokens of every row, from the first that the cache lacks: a piece of prompts or, with T up to FEW, a step
     of decoding.
@@ -920,8 +927,8 @@ def step(
     Such a step takes all rows. It chooses a token after the last one that is known, and after each of T - 1 drafts: the
     guesses that stand behind it in `history`. It accepts drafts as long as they equal the chosen tokens (Leviathan et
     al. 2023, "speculative decoding"; greedy or sampled, the tokens are those of steps of one). A row that still reads
-    its prompt only advances by T, and one at its limit stands still. Nothing is ever taken back: what the cache holds
-    beyond `filled` is overwritten before a token could see it.
+    its prompt only advances by T. One at its limit stands still, and the choice of a stop token sets the limit. Nothing
+    is ever taken back: what the cache holds beyond `filled` is overwritten before a token could see it.
 
     A longer T, a multiple of the devices that share a row's cache, verifies nothing. It is for the rows at `places`
     int32 [b], counted on each device of dp; a place that stands there twice is computed twice. By default it takes all
@@ -953,10 +960,14 @@ def step(
             y.reshape(newest.shape) for y in next_token(logits, newest.reshape(-1), of_choices, sampling)
         )
         guesses = jnp.take_along_axis(history, newest[:, 1:], axis=1, mode="clip")
-        kept = jnp.sum(jnp.cumprod(chosen[:, :verified] == guesses, axis=1), axis=1, dtype=jnp.int32)
+        stops = jnp.isin(chosen, np.array(stop_tokens, np.int32))
+        goes_on = (chosen[:, :verified] == guesses) & ~stops[:, :verified]
+        kept = jnp.sum(jnp.cumprod(goes_on, axis=1), axis=1, dtype=jnp.int32)
         filled = jnp.minimum(jnp.minimum(filled + T, lengths + kept), limits - 1)
-        last = jnp.take_along_axis(chosen, jnp.clip(filled - lengths, 0, verified)[:, None], axis=1)
+        of_last = jnp.clip(filled - lengths, 0, verified)[:, None]
+        last, is_stop = (jnp.take_along_axis(x, of_last, axis=1) for x in (chosen, stops))
         is_last = (jnp.arange(history.shape[1]) == filled[:, None]) & (filled >= lengths)[:, None]
+        limits = jnp.where(is_stop[:, 0] & (filled >= lengths), filled + 1, limits)
         lengths = jnp.maximum(lengths, filled + 1)
         some = Rows(jnp.where(is_last, last, history), filled, lengths, limits, seeds)
         if draft:
@@ -1076,7 +1087,8 @@ def generate(
 
     A prompt that begins like the row before it in its place is read from where they differ, so what all prompts begin
     with is read once for each place. `kept`, a dict that is empty at first, takes the places to the next call: so a
-    conversation reads only what is new. It is right too after a call that was broken off.
+    conversation reads only what is new. It is right too after a call that was broken off. A state does not go back:
+    where layers have states, this holds for a prompt that begins with all that its place has seen.
 
     The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
     reads them LOOKAHEAD steps later.
@@ -1126,12 +1138,12 @@ def generate(
 
         def shared(p):
             """How many tokens at the beginning of `prompt` the cache has. One at least is left, to compute what
-            follows. A ring, with fewer slots than were stored, has forgotten what it needs if too much came after. A
-            state does not go back at all, nor does the host know how many drafts went into it."""
+            follows. A ring, with fewer slots than were stored, has forgotten what it needs if too much came after, and
+            a state does not go back at all."""
             most = max(min(len(prompt), known[p], host.filled[p] + 1) - 1, 0)
             n = np.argmin(np.append(host.history[p, :most] == prompt[:most], False))
             if has_states:
-                return n if n == host.filled[p] and not draft else 0
+                return n if n == host.filled[p] else 0
             return n if stored[p] <= ring or stored[p] - n <= PREFILL_PIECE else 0
 
         is_new, free = np.zeros(batch, bool), np.flatnonzero(numbers[:count] < 0).tolist()
@@ -1184,12 +1196,13 @@ def generate(
 
     def compiled(T, b):
         """The program of steps of T tokens, of b rows on each device of dp."""
-        if (key := (T, b, draft, drafts, sampling)) not in programs:
+        if (key := (T, b, draft, drafts, sampling, stop_tokens)) not in programs:
             jax.block_until_ready(state)
             tick(("prefill_s" if in_flight[-1][0] else "decode_s") if in_flight else None)
             progress("compiling decoding" if T <= FEW else "compiling prefill", 0, 1)
             taken = None if T <= FEW else on_mesh(np.zeros(b * dp, np.int32))
-            options = {"config": config, "mesh": mesh, "sampling": sampling, "draft": draft, "drafts": drafts}
+            options = {"config": config, "mesh": mesh, "draft": draft, "drafts": drafts}
+            options |= {"sampling": sampling, "stop_tokens": stop_tokens}
             programs[key] = step.lower(weights, cache, state, taken, T=T, **options).compile()
             multihost_utils.sync_global_devices("compiled")  # the clock should not count others' compilation
             tick("compile_s")
@@ -1203,10 +1216,12 @@ def generate(
         prompt_tokens = np.minimum(unread(), T)[np.unique(of_step)].sum()
         most = np.minimum(host.filled + (1 + drafts) * len(in_flight), host.limits - 1)  # that the steps before it fill
         stored[of_step] = np.maximum(stored, most + T)[of_step]
-        host.filled[of_step] = np.minimum(host.filled + T, np.minimum(host.lengths, host.limits - 1))[of_step]
-        host.lengths[of_step] = np.maximum(host.lengths, host.filled + 1)[of_step]
+        filled = np.minimum(host.filled + T, np.minimum(host.lengths, host.limits - 1))[of_step]
         arguments = None if T <= FEW else on_mesh(taken.astype(np.int32).reshape(-1))
+        host.filled[of_step] = 0  # if this is broken off, nothing is known of these places
         cache, state, result = program(weights, cache, state, arguments)
+        host.filled[of_step] = filled
+        host.lengths[of_step] = np.maximum(host.lengths, host.filled + 1)[of_step]
         jax.tree.map(lambda x: x.copy_to_host_async(), result)
         in_flight.append((prompt_tokens, of_step, numbers[of_step], result))
 
@@ -1228,7 +1243,8 @@ def generate(
                 is_last = known[p] == host.limits[p]
                 reason = "stop" if token in stop_tokens else "length" if is_last else None
                 new.append(Token(int(row), token, logprob, reason))
-                numbers[p] = -1 if reason else row
+                if reason:  # the place stands still on the device too
+                    numbers[p], host.filled[p], host.lengths[p], host.limits[p] = -1, known[p] - 1, known[p], known[p]
         stats["prefill_tokens"] += int(prompt_tokens)
         if not prompt_tokens:
             stats["decode_steps"] += 1
@@ -1272,6 +1288,8 @@ def generate(
         tokens = 1 + stats["drafts"] / max(stats["busy_row_steps"], 1)
         stats["step_bytes"] = step_bytes(weights, cache, mean_lengths, config, tokens)
     finally:
+        if has_states and drafts and in_flight:  # how many drafts these steps put into the states is not known
+            host.filled[numbers >= 0] = 0
         kept |= {"cache": cache, "past": (host.history, host.filled, known, stored), "programs": programs}
 
 
@@ -1863,11 +1881,13 @@ def cached_attention(
 
 class StateCache(NamedTuple):
     """What a layer of the delta rule remembers of a row, however long that is: `state` float32 [B, N, H, W] and, of the
-    last tokens, what goes into the convolution: `inputs` [B, 1, taps - 1, M], in the residual stream's dtype.
+    last tokens, what goes into the convolution: `inputs` [B, 1, taps - 1, M], in the residual stream's dtype. The 1 is
+    the number of devices that share a layer, in the whole array.
 
-    A state does not go back. So with P drafts a step, it is that before the drafts of the last step, of which the next
-    step knows how many were kept. Their inputs stand behind the others, [B, 1, taps - 1 + P, M]. `gates` float32
-    [B, N, 2, P] has their log_decay and beta, and `begin` int32 [B, 1] the position of the first.
+    No token can be taken out of a state. So drafts enter it a step late: `state` is that before the P drafts of the
+    last step, and the next step, which knows how many of them were accepted, adds those first. For that, their inputs
+    stand behind the others, [B, 1, taps - 1 + P, M], `gates` float32 [B, N, 2, P] has their log_decay and beta, and
+    `begin` int32 [B, 1] the position of the first.
     """
 
     state: Array
@@ -1880,27 +1900,26 @@ def abstract_cache(
     config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, quantize: str | None = None, drafts=0
 ):
     """The cache as a list of jax.ShapeDtypeStructs: a LayerCache, for rows of `max_seq_len` tokens, rounded up, or a
-    StateCache, for so many drafts a step. Dtype and width of keys and values are as cache_layout has them, their format
-    is FORMATS[quantize]."""
+    StateCache, for steps that verify `drafts` drafts. Dtype and width of keys and values are as cache_layout has them,
+    their format is FORMATS[quantize]."""
     X, sharding = model_shards(mesh), NamedSharding(mesh, CACHE_SPEC)
     slots = cache_slots(ceil_div(max_seq_len, cache_sharers(config, X)))
-    width, of_heads = cache_layout(config.head_dim, dtype, mesh)
+    width, of_sides = cache_layout(config.head_dim, dtype, mesh)
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     if config.model_type == "qwen3_next" and keys < X:
         what = f"ep x tp = {X} exceeds linear_num_key_heads {keys}, and Qwen3-Next's key heads cannot be shared"
         raise InputError(f"{what}; raise --dp")
     K = ceil_div(keys, X)  # of a device
-    N = K * ceil_div(values // keys, sharers(keys, X))
+    N = K * ceil_div(values // keys, sharers(keys, X))  # devices that share a key head divide its value heads
     H, W = config.linear_key_head_dim, config.linear_value_head_dim
     state = jax.ShapeDtypeStruct((batch, X * N, H, W), jnp.float32)
     inputs = jax.ShapeDtypeStruct((batch, X, config.linear_conv_kernel_dim - 1 + drafts, 2 * K * H + N * W), dtype)
-    states = StateCache(state, inputs)
-    if drafts:
-        gates = jax.ShapeDtypeStruct((batch, X * N, 2, drafts), jnp.float32)
-        states = StateCache(state, inputs, gates, jax.ShapeDtypeStruct((batch, X), jnp.int32))
+    gates, begin = ((batch, X * N, 2, drafts), jnp.float32), ((batch, X), jnp.int32)
+    of_drafts = [jax.ShapeDtypeStruct(*x) for x in (gates, begin)] if drafts else []
+    states = StateCache(state, inputs, *of_drafts)
     shape = batch, X * ceil_div(config.num_key_value_heads, X), slots, width
-    side = FORMATS[quantize].declare(shape, of_heads)
-    layers = [LayerCache(side, side) if config.mask(i) else states for i in range(config.num_hidden_layers)]
+    side = FORMATS[quantize].declare(shape, of_sides)
+    layers = [states if config.mask(i) is None else LayerCache(side, side) for i in range(config.num_hidden_layers)]
     layers += [LayerCache(side, side)] * config.uses_extra_layer
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), layers)
 
@@ -1911,7 +1930,7 @@ def cache_sharers(config: Config, shards: int) -> int:
 
 
 def tokens_held(cache: list, config: Config, shards: int) -> float:
-    """How many tokens of a row each layer's cache has room for. A state has no limit."""
+    """How many tokens of a row fit into every layer's cache. A state has no limit."""
     slots = (layer.k.shape[2] for layer in cache if isinstance(layer, LayerCache))
     return cache_sharers(config, shards) * min(slots, default=math.inf)
 
@@ -1938,11 +1957,12 @@ CHUNK = 64  # tokens whose updates of a state become products
 def cached_recurrence(
     qkv, taps, log_decay, beta, cache: StateCache, positions, *, places=None, batch=None, known=None, R: int
 ):
-    """The delta rule on T tokens of each row, after those before: args and results as in `delta_net`.
+    """The delta rule on T tokens of each row, from the state of those before: args and results as in `delta_net`;
+    places as in `step`. (`batch` and `R` are for cached_attention.)
 
-    Of the T tokens the first `known` int32 [B] belong to the row, and all if it is None. What follows is drafts, which
-    may go into the state in the next step, or padding, which never does. A row that begins at position 0 begins with a
-    state of zeros.
+    Of the T tokens the first `known` int32 [B] belong to the row, and all if it is None. What follows is drafts, of
+    which the next step adds those that were accepted, or padding, which no state ever sees. A row that begins at
+    position 0 begins with a state of zeros.
     """
     old = cache if places is None else jax.tree.map(lambda x: x[places], cache)
     is_new = positions[:, 0] == 0
@@ -1957,36 +1977,37 @@ def cached_recurrence(
 
 
 def recurrence(qkv, taps, log_decay, beta, old: StateCache, is_new, kept, known) -> tuple[Array, StateCache]:
-    """cached_recurrence of the rows of a cache. is_new bool [B] says which begin, kept int32 [B] how many drafts of the
-    last step go into the state. `begin` of the result is that of `old`."""
+    """cached_recurrence of the rows of a cache. is_new bool [B] says which rows begin, kept int32 [B] how many drafts
+    of the last step were accepted. `begin` of the result is that of `old`."""
     T, count, drafts = qkv.shape[1], taps.shape[1] - 1, 0
-    state, before = jnp.where(is_new[:, None, None, None], 0, old.state), old.inputs[:, 0]
-    before = jnp.where(is_new[:, None, None], 0, before)
-    if old.gates is not None:
+    state = jnp.where(is_new[:, None, None, None], 0, old.state)
+    before = jnp.where(is_new[:, None, None], 0, old.inputs[:, 0])  # what the convolution looks back at, and drafts
+    if old.gates is not None:  # the accepted drafts come first
         drafts = old.gates.shape[-1]
         gates = old.gates.transpose(2, 0, 3, 1)  # [2, B, P, N]
-        _, state = token_by_token(*heads_of(before, taps, state), *gates, state, kept)
-        before = few_from(before, kept, count)
+        _, state = token_by_token(*heads_of(before, taps, state.shape), *gates, state, kept)
+        before = window_of(before, kept, count)
     inputs = jnp.concatenate([before, qkv], axis=1)  # [B, taps - 1 + T, M]
     rule = token_by_token if T <= FEW else chunk_by_chunk
-    out, state = rule(*heads_of(inputs, taps, state), log_decay, beta, state, known)
-    new = old._replace(state=state, inputs=few_from(inputs, known, count + drafts)[:, None])
+    out, state = rule(*heads_of(inputs, taps, state.shape), log_decay, beta, state, known)
+    new = old._replace(state=state, inputs=window_of(inputs, known, count + drafts)[:, None])
     if drafts:
-        gates = few_from(jnp.stack([log_decay, beta], axis=-1), known, drafts)
+        gates = window_of(jnp.stack([log_decay, beta], axis=-1), known, drafts)
         new = new._replace(gates=gates.transpose(0, 2, 3, 1))
     return out, new
 
 
-def few_from(x: Array, first: Array, count: int) -> Array:
-    """x[b, first[b] : first[b] + count] of each row of x [B, T, ..], and zeros behind its end."""
+def window_of(x: Array, first: Array, count: int) -> Array:
+    """x[b, first[b] : first[b] + count] of each row of x [B, T, ..], and zeros beyond its end."""
     x = jnp.pad(x, ((0, 0), (0, count), *[(0, 0)] * (x.ndim - 2)))
     return jnp.take_along_axis(x, (first[:, None] + jnp.arange(count)).reshape(-1, count, *[1] * (x.ndim - 2)), axis=1)
 
 
-def heads_of(inputs: Array, taps: Array, state: Array) -> tuple[Array, Array, Array]:
-    """q and k [B, T, N, H], v [B, T, N, W], float32, from inputs [B, taps - 1 + T, M], by a convolution over time. Each
-    key head stands there for each of its value heads."""
-    (B, N, H, W), count = state.shape, taps.shape[1]
+def heads_of(inputs: Array, taps: Array, shape: tuple[int, ...]) -> tuple[Array, Array, Array]:
+    """q and k [B, T, N, H], v [B, T, N, W], float32, of T tokens, for a state of shape [B, N, H, W]. A convolution over
+    time, whose last tap is for the token itself, and silu make them from inputs [B, taps - 1 + T, M]. Queries and keys
+    have unit length, the queries times H^-0.5; those of a key head stand there once for each of its value heads."""
+    (B, N, H, W), count = shape, taps.shape[1]
     T, M = inputs.shape[1] - count + 1, inputs.shape[2]
     qkv = jax.nn.silu(sum(inputs[:, i : i + T].astype(jnp.float32) * taps[:, i] for i in range(count)))
     q, k, v = jnp.split(qkv, [(M - N * W) // 2, M - N * W], axis=-1)
@@ -1996,7 +2017,7 @@ def heads_of(inputs: Array, taps: Array, state: Array) -> tuple[Array, Array, Ar
 
 
 def unit_length(x: Array) -> Array:
-    """x over its length along the last dimension."""
+    """x over its length along the last dimension, or almost: zeros stay zeros."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
@@ -2006,7 +2027,8 @@ def token_by_token(q, k, v, log_decay, beta, state, known) -> tuple[Array, Array
 
         S <- exp(log_decay) S;   S <- S + beta k (v - S^T k)^T;   out = S^T q.
 
-    Returns out [B, T, N, W], and the state after the first `known` tokens of each row.
+    S is the transpose of that in the paper (see delta_net), whose alpha is exp(log_decay). Returns out [B, T, N, W],
+    and the state after the first `known` tokens of each row.
     """
     out, after = [], state
     for t in range(q.shape[1]):
@@ -2019,15 +2041,18 @@ def token_by_token(q, k, v, log_decay, beta, state, known) -> tuple[Array, Array
 
 
 def chunk_by_chunk(q, k, v, log_decay, beta, state, known) -> tuple[Array, Array]:
-    """token_by_token for many tokens, of which those beyond `known` give no outputs: as products of the matrices of a
-    chunk (Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length").
+    """token_by_token for many tokens, as products of the matrices of a chunk (Yang et al. 2024, "Parallelizing Linear
+    Transformers with the Delta Rule over Sequence Length", and for the decay the paper of delta_net). Outputs beyond
+    `known` mean nothing.
 
     Let c be the sum of log_decay up to a token, within its chunk, and S the state before the chunk. What token i writes
     for its key, u_i, depends on what the tokens before it wrote:
 
         u_i = beta_i (v_i - exp(c_i) S^T k_i - sum_{j < i} exp(c_i - c_j) (k_i . k_j) u_j),
 
-    a triangular system, solved for all chunks at once but for S. Then, chunk after chunk,
+    a triangular system: (1 + A) u = beta v - (beta exp(c) k) S, with A_ij = beta_i exp(c_i - c_j) (k_i . k_j), j < i.
+    `wanted` and `expected` are the inverse of 1 + A times beta v, and times beta exp(c) k: neither needs S, so all
+    chunks have theirs at once. Then, chunk after chunk, u = wanted - expected S, and
 
         out_i = exp(c_i) S^T q_i + sum_{j <= i} exp(c_i - c_j) (q_i . k_j) u_j,
         S <- exp(c_last) S + sum_j exp(c_last - c_j) k_j u_j^T.
@@ -2041,31 +2066,31 @@ def chunk_by_chunk(q, k, v, log_decay, beta, state, known) -> tuple[Array, Array
         return jnp.moveaxis(x.reshape(len(x), -1, C, *x.shape[2:]), (1, 3), (0, 2))
 
     q, k, v, log_decay, beta = map(chunks, (q, k, v, log_decay, beta[..., None]))
-    total = jnp.cumsum(log_decay, axis=-1)
-    is_before = jnp.tril(jnp.ones((C, C), bool))  # or the same token
-    decay = jnp.exp(jnp.where(is_before, total[..., :, None] - total[..., None, :], -jnp.inf))
+    c = jnp.cumsum(log_decay, axis=-1)
+    is_not_after = jnp.tril(jnp.ones((C, C), bool))
+    decay = jnp.exp(jnp.where(is_not_after, c[..., :, None] - c[..., None, :], -jnp.inf))
     scores = einsum("xbnih,xbnjh->xbnij", q, k) * decay
     system = jnp.tril(einsum("xbnih,xbnjh->xbnij", k * beta, k) * decay, -1)
     inverse = inverse_of_unit_triangle(system)
-    since, until = jnp.exp(total)[..., None], jnp.exp(total[..., -1:] - total)[..., None]  # the begin, the end
+    from_begin, to_end = jnp.exp(c)[..., None], jnp.exp(c[..., -1:] - c)[..., None]  # of the chunk
     wanted = einsum("xbnij,xbnjw->xbniw", inverse, v * beta)
-    expected = einsum("xbnij,xbnjh->xbnih", inverse, k * beta * since)
+    expected = einsum("xbnij,xbnjh->xbnih", inverse, k * beta * from_begin)
 
     def chunk(state, x):
-        q, k, wanted, expected, scores, decay = x
+        q, k, wanted, expected, scores, whole_decay = x
         u = wanted - einsum("bnih,bnhw->bniw", expected, state)
         out = einsum("bnih,bnhw->bniw", q, state) + einsum("bnij,bnjw->bniw", scores, u)
-        return state * decay + einsum("bnjh,bnjw->bnhw", k, u), out
+        return state * whole_decay + einsum("bnjh,bnjw->bnhw", k, u), out
 
-    chunked = q * since, k * until, wanted, expected, scores, since[..., -1:, :]
+    chunked = q * from_begin, k * to_end, wanted, expected, scores, from_begin[..., -1:, :]
     state, out = jax.lax.scan(chunk, state, chunked)
     return jnp.moveaxis(out, (0, 2), (1, 3)).reshape(B, -1, N, W)[:, :T], state
 
 
 def inverse_of_unit_triangle(x: Array) -> Array:
-    """The inverse of 1 + x for x [.., C, C] that is zero on and above the diagonal, C a power of two: float32. The
+    """The inverse of 1 + x for x float32 [.., C, C] that is zero on and above the diagonal, C a power of two. The
     inverse of [[a, 0], [x, b]] is [[a', 0], [-b' x a', b']], with the inverses a' of a and b' of b. So blocks along the
-    diagonal double, and what is below them is masked rather than cut out: products stay large."""
+    diagonal double. Each doubling takes whole C x C products with a mask: many small ones would be slower."""
     C, size = x.shape[-1], 1
     row, column = np.indices((C, C))
     inverse = jnp.broadcast_to(jnp.eye(C), x.shape)
@@ -3526,8 +3551,8 @@ def attention_kernel(
 
 def delta_kernel(qkv, taps, log_decay, beta, old: StateCache, is_new, kept, known, interpret=False):
     """recurrence of up to FEW tokens as a Pallas kernel for TPUs, with heads of 128 numbers: it reads and writes each
-    state once, in place. A grid step is a row of the batch. Vectors are rows of one sublane; those that multiply the
-    rows of a state, queries and keys, are turned to columns together."""
+    state once, in place. A grid step is a row of the batch. A vector is a row [1, 128]; queries and keys, which
+    multiply each column of a state, are transposed to columns, all at once."""
     (B, T, M), N, count = qkv.shape, old.state.shape[1], taps.shape[1] - 1
     K, P = (M // 128 - N) // 2, 0 if old.gates is None else old.gates.shape[-1]
     counts = jnp.stack([is_new.astype(jnp.int32), kept, known], axis=1).ravel()
@@ -3536,11 +3561,12 @@ def delta_kernel(qkv, taps, log_decay, beta, old: StateCache, is_new, kept, know
     def kernel(counts, qkv, taps, gates, old, out, new, rows):
         is_new, kept, known = (counts[3 * pl.program_id(0) + i] for i in range(3))
 
-        def one_of(vectors, place):  # place is a traced number; zeros if it is behind the last
+        def one_of(vectors, place):  # vectors[place] for a traced number, and zeros beyond the last
             return sum(jnp.where(place == i, vector, 0) for i, vector in enumerate(vectors))
 
         def split(vectors):
-            """Queries and keys of a token as columns [128, 2 K], and values, rows [1, 128] of `count` + 1 vectors."""
+            """From the inputs of a token and of the `count` before it, rows [1, M]: its queries and keys as columns
+            [128, 2 K], and its values, N rows [1, 128]."""
             x = jax.nn.silu(sum(vector * taps[i : i + 1] for i, vector in enumerate(vectors)))
             heads = [x[:, 128 * i : 128 * i + 128] for i in range(2 * K + N)]
             for i in range(2 * K):
@@ -3582,12 +3608,12 @@ def delta_kernel(qkv, taps, log_decay, beta, old: StateCache, is_new, kept, know
     def of_row(x):
         return pl.BlockSpec((1, *x.shape[1:]), lambda b, *_: (b, *[0] * (x.ndim - 1)))
 
-    new = jax.ShapeDtypeStruct((B, T, N, 128), jnp.float32)
+    out = jax.ShapeDtypeStruct((B, T, N, 128), jnp.float32)
     old, begin = old._replace(begin=None), old.begin
     taps = taps.T
     out, new = pl.pallas_call(
         kernel,
-        out_shape=(new, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), old)),
+        out_shape=(out, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), old)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(B,),
@@ -3597,7 +3623,7 @@ def delta_kernel(qkv, taps, log_decay, beta, old: StateCache, is_new, kept, know
                 of_row(gates),
                 jax.tree.map(of_row, old),
             ],
-            out_specs=(of_row(new), jax.tree.map(of_row, old)),
+            out_specs=(of_row(out), jax.tree.map(of_row, old)),
             scratch_shapes=[pltpu.VMEM((ceil_div(2 * K, 8) * 8, 128), jnp.float32)],
         ),
         input_output_aliases={4 + i: 1 + i for i in range(len(jax.tree.leaves(old)))},

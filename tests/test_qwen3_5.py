@@ -273,17 +273,36 @@ def test_rows_take_the_places_of_others(tmp_path, monkeypatch):
         assert [token.id for token in others] == ids[: ids.index(stop) + 1 if stop in ids else None]
 
 
-def test_a_conversation_goes_on(tmp_path):
-    """A prompt that begins with what the states have seen, and one that goes back: neither depends on what was kept."""
+@pytest.mark.parametrize("draft", [None, "lookup"])
+def test_a_conversation_goes_on(tmp_path, draft):
+    """A prompt that begins with all that the states have seen, after an answer that ended at its limit, with a stop
+    token or broken off, and one that goes back: none depends on what was kept, and the first two read what is new."""
     _, *reference = qwen_35()
     save_random(tmp_path, *reference)
-    (prompt,), more = random_prompts(50), random_prompts(10, 7)
-    kept = {}
-    first = decode(qwen3_5, tmp_path, [prompt], max_new_tokens=9, max_seq_len=128, kept=kept)[0]
-    for ids in ([*prompt, *(token.id for token in first), *more[0]], [*prompt[:30], *more[1]]):
-        again = decode(qwen3_5, tmp_path, [ids], max_new_tokens=9, max_seq_len=128, kept=kept)
-        fresh = decode(qwen3_5, tmp_path, [ids], max_new_tokens=9, max_seq_len=128)
-        assert [token.id for token in again[0]] == [token.id for token in fresh[0]]
+    checkpoint = qwen3_5.convert.open_checkpoint(tmp_path)
+    mesh = model.make_mesh(devices=jax.devices()[:1])
+    weights = qwen3_5.convert.load(checkpoint, mesh, "float32")
+    kept, read, tokens = {}, [], random_prompts(50)[0]
+    options = {"max_new_tokens": 9, "max_seq_len": 200, "draft": draft}
+    everything = decode(qwen3_5, tmp_path, [tokens], max_new_tokens=9)[0]
+    stop = next(token.id for n, token in enumerate(everything) if n > 3)
+    for n, stop_tokens in enumerate([(stop,), (), (), ()]):
+        stats = {}
+        of_call = options | {"stop_tokens": stop_tokens, "stats": stats}
+        steps = model.generate(weights, [tokens], checkpoint.config, mesh, kept=kept, **of_call)
+        row = [token for step in steps for token in step]
+        fresh = decode(qwen3_5, tmp_path, [tokens], stop_tokens=stop_tokens, max_new_tokens=9, max_seq_len=200)[0]
+        assert [token.id for token in row] == [token.id for token in fresh]
+        assert row[-1].finish_reason == ("stop" if stop_tokens else "length")
+        read.append(stats["prefill_tokens"])
+        tokens += [*(token.id for token in row), *random_prompts(10 + n)[0]]
+        if n == 1:
+            steps = model.generate(weights, [tokens], checkpoint.config, mesh, kept=kept, **of_call)
+            next(steps), steps.close()
+        if n == 2:
+            tokens = tokens[:70]
+    assert read[:2] == [50, 11], read
+    assert read[3] == 70, read
 
 
 def test_what_is_refused(released):
@@ -293,6 +312,8 @@ def test_what_is_refused(released):
         ({"linear_num_key_heads": 3}, "linear_num_key_heads 3 does not divide linear_num_value_heads 4"),
         ({"attn_output_gate": False}, "attn_output_gate False"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+        ({"model_type": "qwen3_5_text", "intermediate_size": None}, "intermediate_size is missing"),
     ]:
+        text = raw["text_config"] | changes
         with pytest.raises(model.InputError, match=words):
-            model.Config.from_dict(raw | {"text_config": raw["text_config"] | changes})
+            model.Config.from_dict(text if "model_type" in changes else raw | {"text_config": text})
