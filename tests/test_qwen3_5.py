@@ -28,6 +28,7 @@ from test_parity import qwen3_5, qwen_35, qwen_35_moe, random_prompts
 from transformers import AutoConfig
 
 model = qwen3_5.model
+TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}  # compile faster than four
 
 
 def random_tokens(B, T, N=3, H=16, W=24, decay=0.3, seed=0):
@@ -137,7 +138,7 @@ def test_the_kernel_compiles_for_tpus(topology, K, N, T, drafts):
     assert not re.findall(rf"f32\[{B},{N},128,128\]\S* (?:copy|fusion)\(", text)
 
 
-@pytest.mark.parametrize(("draft_tokens", "mesh"), [(1, (1, 1, 1)), (3, (1, 2, 2)), (7, (2, 1, 2))])
+@pytest.mark.parametrize(("draft_tokens", "mesh"), [(1, (1, 2, 2)), (7, (2, 1, 2))])
 def test_drafts_change_no_token(tmp_path, monkeypatch, draft_tokens, mesh):
     """Of rows that repeat themselves, so that some drafts are kept and others fail; more prompts than rows."""
     monkeypatch.setattr(model, "PREFILL_PIECE", 64)
@@ -262,7 +263,7 @@ def test_no_drift(tmp_path):
 def test_rows_take_the_places_of_others(tmp_path, monkeypatch):
     """More prompts than rows, which end at different times: the tokens are those of each row alone."""
     monkeypatch.setattr(model, "PREFILL_PIECE", 64)
-    _, *reference = qwen_35_moe()
+    _, *reference = qwen_35_moe(**TWO_LAYERS)
     save_random(tmp_path, *reference)
     prompts = random_prompts(150, 9, 40, 70, 2)
     alone = [decode(qwen3_5, tmp_path, [prompt], max_new_tokens=20)[0] for prompt in prompts]
@@ -277,7 +278,7 @@ def test_rows_take_the_places_of_others(tmp_path, monkeypatch):
 def test_a_conversation_goes_on(tmp_path, draft):
     """A prompt that begins with all that the states have seen, after an answer that ended at its limit, with a stop
     token or broken off, and one that goes back: none depends on what was kept, and the first two read what is new."""
-    _, *reference = qwen_35()
+    _, *reference = qwen_35(**TWO_LAYERS)
     save_random(tmp_path, *reference)
     checkpoint = qwen3_5.convert.open_checkpoint(tmp_path)
     mesh = model.make_mesh(devices=jax.devices()[:1])
