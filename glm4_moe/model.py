@@ -538,8 +538,9 @@ class Part:
     The rows form `units` of equal size that are never cut, such as heads (0: each row is one). Units form `groups`,
     such as the query heads of one kv head. A device holds whole groups. If R devices share a group, its units are
     divided among them; a `replicated` part is copied to each. The last devices may get fewer groups or units, or none,
-    and have zeros for them. `rows` (start, stop) limits the part to these rows. `within` (start, stop) takes these rows
-    of each unit. The units of a device are rounded up to a multiple of `multiple`, with zeros.
+    and have zeros for them. `rows` (start, stop) limits the part to these rows. `of_group` (start, stop) makes units of
+    these rows of each group alone, and `within` (start, stop) takes these rows of each unit. The units of a device are
+    rounded up to a multiple of `multiple`, with zeros.
     """
 
     tensors: dict[str, int]
@@ -547,6 +548,7 @@ class Part:
     groups: int = 1
     replicated: bool = False
     rows: tuple[int, int] | None = None
+    of_group: tuple[int, int] | None = None
     within: tuple[int, int] | None = None
     multiple: int = 1
 
@@ -554,7 +556,8 @@ class Part:
         """The first row to take, the number of units, and the rows of one."""
         first, last = self.rows or (0, sum(self.tensors.values()))
         units = self.units or last - first
-        return first, units, (last - first) // units
+        start, stop = self.of_group or (0, (last - first) // self.groups)
+        return first + start, units, (stop - start) * self.groups // units
 
     def assigned_units(self, shard: int, shards: int) -> tuple[int, int, int]:
         """The units of device `shard` of `shards`: the first, the one after the last, and how many it has room for."""
@@ -573,8 +576,12 @@ class Part:
 
     def row_slices(self, shard: int, shards: int) -> Iterator[tuple[str, slice]]:
         """The rows of device `shard` of `shards` in order, as slices of tensors by name."""
-        (first, last, _), (begin, _, rows) = self.assigned_units(shard, shards), self.layout()
+        (first, last, _), (begin, units, rows) = self.assigned_units(shard, shards), self.layout()
         runs, step = [(begin + rows * first, begin + rows * last)], 1
+        if self.of_group:
+            of_one, pitch = units // self.groups, sum(self.tensors.values()) // self.groups  # units and rows of a group
+            firsts = [begin + i // of_one * pitch + i % of_one * rows for i in range(first, last)]
+            runs = [(i, i + rows) for i in firsts]
         if self.within:
             start, stop = self.within
             runs = [(begin + rows * i + start, begin + rows * i + stop) for i in range(first, last)]

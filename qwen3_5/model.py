@@ -222,14 +222,16 @@ def weights_of(config: Config) -> dict:
         def number_a_head(name):
             return bias(heads(name, 0, N, 1), suffix="", dtype="float32")
 
-        def of_key_heads(name, *sizes):  # each key head has rows of all of these, one after the other
-            firsts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-            rows = {f"{module}.{name}": K * sum(sizes)}
-            return [Part(rows, K, K, within=within) for within in itertools.pairwise(firsts)]
+        def of_key_heads(name, *kinds):  # each key head has the rows of all kinds: heads, their size, replicated or not
+            ends = list(itertools.accumulate(count * size for count, size, _ in kinds))
+            rows = {f"{module}.{name}": K * ends[-1]}
+            for (count, size, replicated), end in zip(kinds, ends, strict=True):
+                yield Part(rows, K * count, K, replicated, of_group=(end - count * size, end))
 
         if config.model_type == "qwen3_next":
-            qkvz = of_key_heads("in_proj_qkvz", H, H, N // K * W, N // K * W)
-            gates = of_key_heads("in_proj_ba", N // K, N // K)
+            of_keys, of_values, of_numbers = (1, H, True), (N // K, W, False), (N // K, 1, False)
+            qkvz = of_key_heads("in_proj_qkvz", of_keys, of_keys, of_values, of_values)
+            gates = of_key_heads("in_proj_ba", of_numbers, of_numbers)
         else:
             qkvz = *of_channels("in_proj_qkv"), heads("in_proj_z", 0, N, W)
             gates = heads("in_proj_b", 0, N, 1), heads("in_proj_a", 0, N, 1)
@@ -663,8 +665,9 @@ class Part:
     The rows form `units` of equal size that are never cut, such as heads (0: each row is one). Units form `groups`,
     such as the query heads of one kv head. A device holds whole groups. If R devices share a group, its units are
     divided among them; a `replicated` part is copied to each. The last devices may get fewer groups or units, or none,
-    and have zeros for them. `rows` (start, stop) limits the part to these rows. `within` (start, stop) takes these rows
-    of each unit. The units of a device are rounded up to a multiple of `multiple`, with zeros.
+    and have zeros for them. `rows` (start, stop) limits the part to these rows. `of_group` (start, stop) makes units of
+    these rows of each group alone, and `within` (start, stop) takes these rows of each unit. The units of a device are
+    rounded up to a multiple of `multiple`, with zeros.
     """
 
     tensors: dict[str, int]
@@ -672,6 +675,7 @@ class Part:
     groups: int = 1
     replicated: bool = False
     rows: tuple[int, int] | None = None
+    of_group: tuple[int, int] | None = None
     within: tuple[int, int] | None = None
     multiple: int = 1
 
@@ -679,7 +683,8 @@ class Part:
         """The first row to take, the number of units, and the rows of one."""
         first, last = self.rows or (0, sum(self.tensors.values()))
         units = self.units or last - first
-        return first, units, (last - first) // units
+        start, stop = self.of_group or (0, (last - first) // self.groups)
+        return first + start, units, (stop - start) * self.groups // units
 
     def assigned_units(self, shard: int, shards: int) -> tuple[int, int, int]:
         """The units of device `shard` of `shards`: the first, the one after the last, and how many it has room for."""
@@ -698,8 +703,12 @@ class Part:
 
     def row_slices(self, shard: int, shards: int) -> Iterator[tuple[str, slice]]:
         """The rows of device `shard` of `shards` in order, as slices of tensors by name."""
-        (first, last, _), (begin, _, rows) = self.assigned_units(shard, shards), self.layout()
+        (first, last, _), (begin, units, rows) = self.assigned_units(shard, shards), self.layout()
         runs, step = [(begin + rows * first, begin + rows * last)], 1
+        if self.of_group:
+            of_one, pitch = units // self.groups, sum(self.tensors.values()) // self.groups  # units and rows of a group
+            firsts = [begin + i // of_one * pitch + i % of_one * rows for i in range(first, last)]
+            runs = [(i, i + rows) for i in firsts]
         if self.within:
             start, stop = self.within
             runs = [(begin + rows * i + start, begin + rows * i + stop) for i in range(first, last)]
@@ -1906,9 +1915,6 @@ def abstract_cache(
     slots = cache_slots(ceil_div(max_seq_len, cache_sharers(config, X)))
     width, of_sides = cache_layout(config.head_dim, dtype, mesh)
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
-    if config.model_type == "qwen3_next" and keys < X:
-        what = f"ep x tp = {X} exceeds linear_num_key_heads {keys}, and Qwen3-Next's key heads cannot be shared"
-        raise InputError(f"{what}; raise --dp")
     K = ceil_div(keys, X)  # of a device
     N = K * ceil_div(values // keys, sharers(keys, X))  # devices that share a key head divide its value heads
     H, W = config.linear_key_head_dim, config.linear_value_head_dim

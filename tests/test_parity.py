@@ -561,7 +561,7 @@ OTHER_MESHES = {  # meshes that replace (2, 2, 2): tp beyond the kv heads or div
     "qwen3.5, nested": [(1, 1, 8), (2, 1, 4)],
     "qwen3.5, tied, biases, other layers, a key head to each value head, long convolution, large eps": [(1, 1, 8)],
     "qwen3.5 moe": [(1, 1, 1), (2, 2, 2)],
-    "qwen3 next": [(2, 1, 2)],
+    "qwen3 next": [(2, 1, 2), (1, 1, 8)],
     "qwen3 next, tied, a key head to each value head": [(1, 2, 2)],
     "mixtral": [(1, 1, 1), (2, 2, 2)],
     "mixtral, tied, window, three of four experts, wide heads, one kv head, large eps": [(1, 2, 4)],
