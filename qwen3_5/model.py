@@ -407,6 +407,10 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list, attend,
 
     @partial(jax.jit, static_argnums=3)
     def layer(x, w, layer_cache, mask):
+        if positions.shape[1] <= FEW and not config.num_experts:
+            # Without it, XLA for TPUs fetches weights of later layers, since sizes differ, and has no room for those
+            # that are needed next. With experts or a prompt it would cost 3 %.
+            x, w = jax.lax.optimization_barrier((x, w))
         if mask is not None:
             x, layer_cache = attention(x, w, layer_cache, positions, attend, config, mask)
         else:
