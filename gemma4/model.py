@@ -114,7 +114,7 @@ class Config:
     sliding_window: int = 512
     attention_k_eq_v: bool = False  # in layers that see all tokens, values are keys before their norm
     num_kv_shared_layers: int = 0  # so many layers, the last ones, have no keys and values of their own
-    use_double_wide_mlp: bool = False  # in those layers, that is
+    use_double_wide_mlp: bool = False  # the MLP of those layers is twice as wide
     vocab_size: int = 262144
     vocab_size_per_layer_input: int = 262144
     hidden_size_per_layer_input: int = 256  # 0: there are no per-layer embeddings
@@ -125,7 +125,7 @@ class Config:
     final_logit_softcapping: float = 0.0  # 0: none
     rms_norm_eps: float = 1e-6
     prefix: str = "model."  # of the names of the checkpoint's tensors
-    experts_module: str = "experts"  # in a layer's; with a {}, for an expert's number, each has tensors of its own
+    experts_module: str = "experts"  # of a layer; with {}, an expert's number, each expert has its own tensors
 
     tie_word_embeddings = True  # a constant, as are the next two
     n_group = topk_group = 1  # choose_experts can limit the choice to some groups of experts; here all are one
