@@ -1202,35 +1202,31 @@ def step_bytes(
 # Rotary embedding
 
 
-YARN_OPTIONS = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor")
-ROPE_PARAMETERS = {  # of each rope_type: what config.json must say, and what it may say
-    "default": ((), ()),
-    "linear": (("factor",), ("mscale_all_dim",)),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
-    "yarn": (("factor", "original_max_position_embeddings"), YARN_OPTIONS),
-    "proportional": ((), ("factor", "partial_rotary_factor")),
-}
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """How the first `dim` numbers of a head turn. All but the first two fields are config.json's."""
+    """How the first `dim` of the `size` numbers of a head turn (Su et al. 2021, "RoFormer"). All fields but the first
+    two are config.json's."""
 
-    dim: int
+    size: int
     interleaved: bool  # the pairs are (x[2i], x[2i + 1]), and not (x[i], x[i + dim / 2])
-    rope_type: str
     rope_theta: float
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    low_freq_factor: float = 0.0
-    high_freq_factor: float = 0.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    attention_factor: float = 0.0
-    partial_rotary_factor: float = 1.0  # of "proportional"; otherwise dim has it
+    partial_rotary_factor: float
+
+    scale = 1.0  # the factor of what turns
+    dim = property(lambda self: int(self.size * self.partial_rotary_factor))
+
+    def wavelengths(self) -> np.ndarray:
+        """float32 [dim / 2]: over how many positions each pair turns by 1."""
+        exponents = np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim)
+        return (np.float64(self.rope_theta) ** exponents).astype(np.float32)
+
+    def frequencies(self) -> np.ndarray:
+        """float32 [dim / 2]: the angle by which each pair turns per position. In each class the rounding is that of
+        transformers: at large positions the last digit of a frequency matters."""
+        return 1 / self.wavelengths()
+
+
+ROPES = {"default": Rope}  # of each rope_type that this model can have: the blocks below add theirs
 
 
 def read_rope(
@@ -1246,82 +1242,24 @@ def read_rope(
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values()):
         raise InputError(f"config.json: the rope parameters must be one table for all layers, not {table!r:.40}")
-    top_level = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    given = {"rope_theta": rope_theta, "partial_rotary_factor": part or 1}
-    given |= {name: value for place in (top_level, table) for name, value in place.items() if value is not None}
     key = "original_max_position_embeddings"
-    given[key] = config.get(key) or given.get(key) or config.get("max_position_embeddings")
-    kind, share = given.get("rope_type", given.get("type", "default")), given["partial_rotary_factor"]
-    check_supported(rope_type=(kind, tuple(ROPE_PARAMETERS)))
-    if part is None and kind != "proportional":
+    places = (  # the later ones win
+        {"rope_theta": rope_theta, "partial_rotary_factor": part or 1, key: config.get("max_position_embeddings")},
+        {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")},
+        table,
+        {key: config.get(key), "size": size, "interleaved": interleaved},
+    )
+    given = {name: value for place in places for name, value in place.items() if value is not None}
+    kind = given.get("rope_type", given.get("type", "default"))
+    check_supported(rope_type=(kind, tuple(ROPES)))
+    rope = ROPES[kind](**read_fields(ROPES[kind], given))
+    share = rope.partial_rotary_factor
+    if part is None and rope.dim != size:
         check_supported(partial_rotary_factor=(share, (1,)))
-    dim = int(size * share) if is_valid(share, float) else 0
-    if dim % 2 or not 0 < dim <= size:
-        share_of = f"partial_rotary_factor {share!r:.40} of " if share != 1 else ""
+    if rope.dim % 2 or not rope.dim or share > 1:
+        share_of = f"partial_rotary_factor {share} of " if share != 1 else ""
         raise InputError(f"config.json: {share_of}{field} {size} must be even: rotary embedding turns pairs")
-    needed, optional = ROPE_PARAMETERS[kind]
-    given = {name: given.get(name) for name in ("rope_theta", *needed, *optional)}
-    given |= {"dim": size if kind == "proportional" else dim, "interleaved": interleaved, "rope_type": kind}
-    rope = Rope(**read_fields(Rope, given, needed))
-    if kind == "llama3" and rope.low_freq_factor > rope.high_freq_factor:
-        raise InputError("config.json: low_freq_factor must not be above high_freq_factor")
-    if kind == "yarn" and rope.rope_theta <= 1:
-        raise InputError(f"config.json: rope_theta {rope.rope_theta} must exceed 1: yarn divides by its logarithm")
     return rope
-
-
-def rope_frequencies(rope: Rope) -> np.ndarray:
-    """float32 [dim / 2]: the angle by which each pair turns per position (Su et al. 2021, "RoFormer").
-
-    "linear" divides all frequencies by `factor`. "llama3" divides those that make fewer than `low_freq_factor` turns
-    over the original context, keeps those that make more than `high_freq_factor`, and interpolates between. "yarn"
-    (Peng et al. 2023) does the same between `beta_slow` and `beta_fast` turns, along the number of the pair.
-    "proportional" is "linear" for the first pairs, and the others stand still. The rounding is that of transformers: at
-    large positions the last digit of a frequency matters.
-    """
-    exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
-    wavelengths = (np.float64(rope.rope_theta) ** exponents).astype(np.float32)
-    frequencies = 1 / wavelengths
-    if rope.rope_type in ("linear", "proportional"):
-        frequencies = frequencies / np.float32(rope.factor)
-    if rope.rope_type == "proportional":
-        frequencies[int(rope.partial_rotary_factor * rope.dim) // 2 :] = 0
-    if rope.rope_type == "llama3":
-        turns = rope.original_max_position_embeddings / (np.float32(2 * np.pi) / frequencies)
-        span = max(rope.high_freq_factor - rope.low_freq_factor, 1e-30)  # not 0
-        kept = np.clip((turns - rope.low_freq_factor) / span, 0, 1)
-        frequencies = (1 - kept) * frequencies / rope.factor + kept * frequencies
-    if rope.rope_type == "yarn":
-
-        def pair_that_turns(times):
-            wavelength = rope.original_max_position_embeddings / (times * 2 * math.pi)
-            return rope.dim * math.log(wavelength) / (2 * math.log(rope.rope_theta))
-
-        first, last = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
-        if rope.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, rope.dim - 1)
-        last += 0.001 if first == last else 0
-        pairs = np.arange(rope.dim // 2, dtype=np.float32)
-        kept = 1 - np.clip((pairs - np.float32(first)) / np.float32(last - first), 0, 1)
-        frequencies = 1 / (np.float32(rope.factor) * wavelengths) * (1 - kept) + frequencies * kept
-    return frequencies.astype(np.float32)
-
-
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """Yarn's factor of queries and of keys for a context `factor` times as long. Scores get its square."""
-    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
-
-
-def rope_scale(rope: Rope) -> float:
-    """The factor of what turns, with yarn. As in transformers, attention_factor wins over the two mscales."""
-    if rope.rope_type != "yarn":
-        return 1.0
-    if rope.attention_factor:
-        return rope.attention_factor
-    if rope.mscale and rope.mscale_all_dim:
-        return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
-    return yarn_mscale(rope.factor, 1)
 
 
 def rotate(x: Array, positions: Array, rope: Rope) -> Array:
@@ -1330,9 +1268,9 @@ def rotate(x: Array, positions: Array, rope: Rope) -> Array:
 
 
 def cos_and_sin(positions: Array, rope: Rope) -> tuple[Array, Array]:
-    """Of positions [B, T] times frequencies, times rope_scale: float32 [B, T, 1, dim / 2] each."""
-    angles = positions[:, :, None, None].astype(jnp.float32) * rope_frequencies(rope)
-    return rope_scale(rope) * jnp.cos(angles), rope_scale(rope) * jnp.sin(angles)
+    """Of positions [B, T] times frequencies, times the rope's scale: float32 [B, T, 1, dim / 2] each."""
+    angles = positions[:, :, None, None].astype(jnp.float32) * rope.frequencies()
+    return rope.scale * jnp.cos(angles), rope.scale * jnp.sin(angles)
 
 
 def turned(x: Array, cos: Array, sin: Array, rope: Rope) -> Array:
@@ -1341,6 +1279,105 @@ def turned(x: Array, cos: Array, sin: Array, rope: Rope) -> Array:
     x1, x2 = (x[..., 0::2], x[..., 1::2]) if rope.interleaved else jnp.split(x, 2, axis=-1)
     # Pairs are not interleaved again: queries and keys are permuted alike, and their dot products stay the same.
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], axis=-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Linear rope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearRope(Rope):
+    """All frequencies are divided by `factor`, for a context so many times as long."""
+
+    factor: float
+    mscale_all_dim: float = 0.0  # yarn's, and with latent attention that of any type with a factor
+
+    def frequencies(self) -> np.ndarray:
+        return super().frequencies() / np.float32(self.factor)
+
+
+ROPES["linear"] = LinearRope
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Llama 3's rope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Rope(LinearRope):
+    """Only frequencies that make fewer than `low_freq_factor` turns over the original context are divided by `factor`.
+    Those that make more than `high_freq_factor` stay, and between the two it interpolates."""
+
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self):
+        if self.low_freq_factor > self.high_freq_factor:
+            raise InputError("config.json: low_freq_factor must not be above high_freq_factor")
+
+    def frequencies(self) -> np.ndarray:
+        frequencies = 1 / self.wavelengths()
+        turns = self.original_max_position_embeddings / (np.float32(2 * np.pi) / frequencies)
+        span = max(self.high_freq_factor - self.low_freq_factor, 1e-30)  # not 0
+        kept = np.clip((turns - self.low_freq_factor) / span, 0, 1)
+        return (1 - kept) * frequencies / self.factor + kept * frequencies
+
+
+ROPES["llama3"] = Llama3Rope
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Yarn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnRope(LinearRope):
+    """As Llama 3's, between `beta_slow` and `beta_fast` turns, but it interpolates along the number of the pair (Peng
+    et al. 2023, "YaRN"). It also scales what turns."""
+
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float = 0.0
+    attention_factor: float = 0.0
+
+    def __post_init__(self):
+        if self.rope_theta <= 1:
+            raise InputError(f"config.json: rope_theta {self.rope_theta} must exceed 1: yarn divides by its logarithm")
+
+    def frequencies(self) -> np.ndarray:
+        def pair_that_turns(times):
+            wavelength = self.original_max_position_embeddings / (times * 2 * math.pi)
+            return self.dim * math.log(wavelength) / (2 * math.log(self.rope_theta))
+
+        first, last = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, self.dim - 1)
+        last += 0.001 if first == last else 0
+        pairs = np.arange(self.dim // 2, dtype=np.float32)
+        kept = 1 - np.clip((pairs - np.float32(first)) / np.float32(last - first), 0, 1)
+        wavelengths = self.wavelengths()
+        return 1 / (np.float32(self.factor) * wavelengths) * (1 - kept) + 1 / wavelengths * kept
+
+    @property
+    def scale(self) -> float:
+        """As in transformers, attention_factor wins over the two mscales."""
+        if self.attention_factor:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
+        return yarn_mscale(self.factor, 1)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """Yarn's factor of queries and of keys for a context `factor` times as long. Scores get its square."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+ROPES["yarn"] = YarnRope
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ def test_a_released_configuration_is_read_as_transformers_reads_it(name, written
         kind = reference.layer_types[i] if hasattr(reference, "layer_types") else "full_attention"
         table, rope = tables.get(kind, tables), config.local_rope if config.has_window(i) else config.rope
         assert config.mask(i).window == (reference.sliding_window if kind == "sliding_attention" else None)
-        assert (rope.rope_type, rope.rope_theta) == (table["rope_type"], table["rope_theta"])
-        assert rope.factor == table.get("factor", 1)
+        assert (type(rope), rope.rope_theta) == (model.ROPES[table["rope_type"]], table["rope_theta"])
+        assert getattr(rope, "factor", 1) == table.get("factor", 1)
 
 
 def test_layers_with_a_window_cache_no_more():

@@ -173,4 +173,4 @@ def test_what_config_json_may_not_say(changes, words):
 def test_a_table_without_yarn():
     _, _, config = oss()
     read = gpt_oss.model.Config.from_dict(config.to_dict() | {"rope_parameters": {"rope_theta": 1e4}})
-    assert read.rope.rope_type == "default" and read.rope.rope_theta == 1e4
+    assert type(read.rope) is gpt_oss.model.Rope and read.rope.rope_theta == 1e4
