@@ -568,7 +568,7 @@ class Inputs(NamedTuple):
 
 def read_inputs(args) -> Inputs:
     """Reads and checks everything but the weights, so that mistakes are reported before the long wait."""
-    folder = find_checkpoint(args.model_path or str(DEMO))
+    folder = find_checkpoint(args.model_path or str(DEMO), extra_layer=args.draft == "mtp")
     prompts = [] if args.chat else read_prompts(args)
     checkpoint = convert.open_checkpoint(folder, extra_layer=args.draft == "mtp")
     config = checkpoint.config

@@ -26,7 +26,7 @@ import shlex
 import sys
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -49,18 +49,21 @@ NUMPY = {  # by safetensors' name
 }  # fmt: skip
 FLOATS = ("BF16", "F32", "F16")
 DTYPES = {name: np.dtype(name) for name in ("bfloat16", "float32", "float16")}  # of numbers that no format rounds
-METHODS = ("fp8", "compressed-tensors", "mxfp4", "awq", "gptq")  # which config.json may name
+METHODS = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "mxfp4", "awq", "gptq")  # which config.json may name
 OURS = {  # config.json's quantization_config of what convert writes
     "int8": {"quant_method": "int8_per_channel"}, "int4": {"quant_method": "int4_in_groups", "group_size": 32},
 }  # fmt: skip
-SCALES_OF_ACTIVATIONS = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
+SCALES_OF_ACTIVATIONS = (  # and of the cache
+    ".input_scale", ".input_scale_ub", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale",
+)  # fmt: skip
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
 SMALL = 2**22  # loading checks weights with fewer numbers than this for NaN: norms, routers
 READERS = 4  # threads that read; with one, copying and page faults take longer than a fast disk
+INDEX = "model.safetensors.index.json"  # says which file has which tensor
 COPIED = (  # by convert, and read from the hub: the tokenizer's files, and the stop tokens
     "tokenizer*", "tiktoken.model", "tekken.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
-    "merges.txt", "*.jinja", "generation_config.json",
+    "merges.txt", "*.jinja", "additional_chat_templates/*.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
 
 
@@ -98,8 +101,8 @@ class Stored(NamedTuple):
         return (array.swapaxes(-1, -2) if self.is_transposed else array)[index]
 
 
-class Fp8(NamedTuple):
-    """A matrix in FP8 (e4m3), times a scale for each block of so many rows and columns."""
+class Scaled(NamedTuple):
+    """A matrix in FP8 (e4m3), times a scale for each block of so many rows and columns; in int8, times one for all."""
 
     values: Stored
     scale: Stored
@@ -111,28 +114,33 @@ class Fp8(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
-    @classmethod
-    def collect(cls, folder: Path, found: dict, quantization: object) -> None:
-        """`x_scale_inv` has a scale for each block, `x_scale` one for each row, or one for all."""
-        block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
-        block = [128, 128] if block is None else block
+    @staticmethod
+    def collect(folder: Path, found: dict, quantization: object) -> None:
+        """`x_scale_inv` or `x_scale` has a scale for each block, for each row, or one for all."""
+        of_weights = groups_of(quantization)
+        given = [of_group.get(key) for of_group in of_weights for key in ("weight_block_size", "block_structure")]
+        block = next((sizes for sizes in given if sizes is not None), [128, 128])
         if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**31 for n in block)):
             raise InputError(f"{folder}: weight_block_size {block!r:.40} is not two numbers, of rows and columns")
-        for name in [name for name, tensor in found.items() if tensor.dtype == ml_dtypes.float8_e4m3fn]:
-            tensor, ending = found[name], "_scale_inv" if f"{name}_scale_inv" in found else "_scale"
-            scale = found.pop(name + ending, None)
-            if scale is None or len(tensor.shape) != 2:
-                what = "is in FP8 and no matrix with a weight_scale_inv or weight_scale"
-                raise InputError(f"{folder}: {name:.200} {what}")
-            sizes = block if ending == "_scale_inv" else [1, max(tensor.shape[1], 1)]
-            wanted = tuple(-(-size // n) for size, n in zip(tensor.shape, sizes, strict=True))
-            if ending == "_scale" and scale.shape in ((), (1,)):
-                sizes, wanted, scale = tensor.shape, (1, 1), scale._replace(shape=(1, 1))
-            if scale.shape != wanted or scale.dtype not in DTYPES.values():
-                asked = f"blocks of {block} ask" if ending == "_scale_inv" else "a scale a row asks"
-                has = f"{scale.dtype!s:.40} {list(scale.shape)}, and {asked} for float32 {list(wanted)}"
-                raise InputError(f"{folder}: {name:.200}{ending} has {has}")
-            found[name] = cls(tensor, scale, tuple(sizes))
+        for name in [name for name, tensor in found.items() if tensor.dtype in (ml_dtypes.float8_e4m3fn, np.int8)]:
+            values, ending = found[name], "_scale_inv" if f"{name}_scale_inv" in found else "_scale"
+            scale, (*rows, columns) = found.pop(name + ending, None), values.shape
+            if scale is None or (len(rows) != 1 and values.kind != "I8"):
+                raise InputError(f"{folder}: {name:.200} is in {values.kind} and no matrix with a {ending} beside it")
+            blocks = [-(-size // n) for size, n in zip(values.shape, block, strict=False)]
+            if scale.dtype not in DTYPES.values():
+                raise InputError(f"{folder}: {name:.200}{ending} has {scale.kind:.40}, and not a float's dtype")
+            if scale.shape in (tuple(rows), (*rows, 1)) and values.kind == "I8":
+                found[name] = Int8Rows(values, scale._replace(shape=tuple(rows)))
+            elif scale.shape in (tuple(rows), (*rows, 1)):
+                found[name] = Scaled(values, scale._replace(shape=(*rows, 1)), (1, max(columns, 1)))
+            elif math.prod(scale.shape) == 1 == len(rows):
+                found[name] = Scaled(values, scale._replace(shape=(1, 1)), values.shape)
+            elif scale.shape == tuple(blocks) and values.kind != "I8":
+                found[name] = Scaled(values, scale, tuple(block))
+            else:
+                wanted = f"{list(rows)} for rows" + f" or {blocks} for blocks of {block}" * (values.kind != "I8")
+                raise InputError(f"{folder}: {name:.200}{ending} has {list(scale.shape)}, not {wanted}")
 
     def read(self, *index: slice | int) -> np.ndarray:
         places = (*index, slice(None), slice(None))
@@ -142,7 +150,8 @@ class Fp8(NamedTuple):
 
 
 class Int8Rows(NamedTuple):
-    """A matrix that convert wrote: int8 `x` [.., O, C], and `x_scale` [.., O] for each row of it."""
+    """A matrix that convert wrote, or compressed-tensors' "int-quantized": int8 `x` [.., O, C], and `x_scale` [.., O]
+    for each row of it."""
 
     values: Stored
     scale: Stored
@@ -153,20 +162,9 @@ class Int8Rows(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
-    @classmethod
-    def collect(cls, folder: Path, found: dict, quantization: object) -> None:
-        for name in [name for name, tensor in found.items() if tensor.dtype == np.int8]:
-            values, scale = found[name], found.pop(f"{name}_scale", None)
-            if quantization not in OURS.values() or scale is None:
-                raise InputError(f"{folder}: {name:.200} is in int8, and {name:.200}_scale is missing")
-            if (scale.shape, scale.dtype) != (values.shape[:-1], np.float32):
-                has = f"{scale.dtype!s:.40} {list(scale.shape)}"
-                raise InputError(f"{folder}: {name:.200}_scale has {has}, not float32 {list(values.shape[:-1])}")
-            found[name] = cls(values, scale)
-
     def read(self, *index: slice | int) -> np.ndarray:
         rows = index[: len(self.shape) - 1]
-        return self.values.read(*index) * self.scale.read(*rows)[..., None]
+        return self.values.read(*index) * self.scale.read(*rows)[..., None].astype(np.float32)
 
     @staticmethod
     def outputs(name: str, shape: tuple[int, ...]) -> list[tuple]:
@@ -367,7 +365,7 @@ class Awq(InGroups):
             return
         if (version := quantization.get("version", "gemm")) not in ("gemm", "GEMM"):
             raise InputError(f"{folder}: AWQ's version {version!r:.40} is not supported, only gemm")
-        (size,) = settings_of(folder, quantization)[0]
+        size = settings_of(folder, quantization)[0][0]
         for name in [name.removesuffix(".qweight") for name in found if name.endswith(".qweight")]:
             words, zero, scale = (found.pop(f"{name}.{part}", None) for part in ("qweight", "qzeros", "scales"))
             columns, eighth = shape_of(folder, f"{name}.qweight", words)[:2]
@@ -377,10 +375,10 @@ class Awq(InGroups):
             expect(folder, f"{name}.scales", scale, FLOATS, (-(-columns // group), 8 * eighth))
             found[f"{name}.weight"] = cls((8 * eighth, columns), group, words, scale, zero)
 
-    def by_output(self, words: Stored, rows: slice, columns) -> np.ndarray:
-        """Some outputs of words [n, O / 8]: uint8 [rows, columns]."""
+    def by_output(self, words: Stored, rows: slice, columns, more: int = 0) -> np.ndarray:
+        """Some outputs of words [n, O / 8], to which `more` is added: uint8 [rows, columns]."""
         start, stop, _ = rows.indices(self.shape[0])
-        codes = nibbles(words.read(columns, slice(start // 8, -(-stop // 8))))
+        codes = nibbles(words.read(columns, slice(start // 8, -(-stop // 8))) + np.int32(more))
         codes = codes.reshape(len(codes), -1, 8)[..., self.order].reshape(len(codes), -1)
         return codes[:, start % 8 : stop - start // 8 * 8].T
 
@@ -394,20 +392,25 @@ class Awq(InGroups):
         return self.by_output(self.zero, rows, groups)
 
 
+@dataclasses.dataclass(frozen=True)
 class Gptq(Awq):
     """As GPTQ stores it: `qweight` int32 [C / 8, O], whose word has the codes of 8 inputs from the lowest bits on,
     `qzeros` [C / group, O / 8], `scales` [C / group, O], `g_idx` [C], the group of each input. Version 1 stores zeros
-    less one."""
+    less one: `less` is taken from each, or `words_less` from a whole word, where a zero of 0 borrows from the next."""
+
+    less: int = 0
+    words_less: int = 0
 
     order = np.arange(8)
-    less = 1
 
     @classmethod
     def collect(cls, folder: Path, found: dict, quantization: object) -> None:
         if not isinstance(quantization, dict) or quantization.get("quant_method") != "gptq":
             return
-        (size,) = settings_of(folder, quantization)[0]
-        form = GptqV2 if quantization.get("checkpoint_format") == "gptq_v2" else cls
+        size, version = settings_of(folder, quantization)[0][0], quantization.get("checkpoint_format") or "gptq"
+        if version not in ("gptq", "gptq_v2"):
+            raise InputError(f"{folder}: GPTQ's checkpoint_format {version!r:.40} is neither gptq nor gptq_v2")
+        unsettled = []
         for name in [name.removesuffix(".qweight") for name in found if name.endswith(".qweight")]:
             words, zero, scale, g_idx = (
                 found.pop(f"{name}.{part}", None) for part in ("qweight", "qzeros", "scales", "g_idx")
@@ -419,10 +422,17 @@ class Gptq(Awq):
             expect(folder, f"{name}.qzeros", zero, ("I32",), (-(-columns // group), -(-rows // 8)))
             expect(folder, f"{name}.scales", scale, FLOATS, (-(-columns // group), rows))
             places = None if g_idx is None else places_of(folder, f"{name}.g_idx", g_idx, columns, group)
-            found[f"{name}.weight"] = form((rows, columns), group, words, scale, zero, places)
+            tensor = cls((rows, columns), group, words, scale, zero, places)
+            first = set(tensor.zeros(groups=slice(0, 1)).flat) if quantization.get("sym") else set()
+            if first != {8}:  # a symmetric zero is 8, whatever checkpoint_format says
+                tensor = dataclasses.replace(tensor, less=int(version == "gptq" or first == {7}))
+            unsettled += [f"{name}.weight"] * tensor.less
+            found[f"{name}.weight"] = tensor
             bias = found.get(f"{name}.bias")
             if bias is not None and not bias.read().any():  # AutoGPTQ writes one for each matrix
                 found[f"{name}.bias"] = bias._replace(is_zero=True)
+        if is_less_by_words([found[name] for name in unsettled], quantization.get("meta")):
+            found |= {name: dataclasses.replace(found[name], less=0, words_less=0x11111111) for name in unsettled}
 
     def codes(self, rows=slice(None), columns=slice(None)):
         start, stop, _ = columns.indices(self.shape[1])
@@ -430,27 +440,56 @@ class Gptq(Awq):
         return codes[:, start % 8 : stop - start // 8 * 8]
 
     def zeros(self, rows=slice(None), groups=slice(None)):
-        return super().zeros(rows, groups) + np.uint8(self.less)
+        return self.by_output(self.zero, rows, groups, self.words_less) + np.uint8(self.less) & 15
 
 
-class GptqV2(Gptq):
-    """GPTQ's version 2, with the zeros themselves."""
+def is_less_by_words(tensors: list[Gptq], meta: object) -> bool:
+    """Whether version 1 took one from whole words, as GPTQModel does, and not from each zero, as AutoGPTQ does.
 
-    less = 0
+    If `meta` does not say, numbers do. The two readings differ behind a zero of 0. Where they agree, we count which
+    zeros stand beside groups of which mean code; where they differ, the reading wins that makes such pairs likely.
+    """
+    if isinstance(meta, dict) and "gptqmodel" in str(meta.get("quantizer")):
+        return True
+    seen, pairs = np.full((16, 16), 0.1), [np.zeros((3, 0), int)]
+    for tensor in tensors:
+        one, other = tensor.zeros(), dataclasses.replace(tensor, less=0, words_less=0x11111111).zeros()
+        words = np.unique(np.flatnonzero((one != other).any(axis=1)) // 8)[:64]  # of each tensor enough
+        rows = [row for word in words for row in range(8 * word, min(8 * word + 8, len(one)))]
+        if not rows:
+            continue
+        places = np.arange(tensor.shape[1]) // tensor.group if tensor.places is None else tensor.places
+        of_group = np.eye(one.shape[1], dtype=np.float32)[places]
+        means = np.rint(tensor.codes(rows).astype(np.float32) @ of_group / np.maximum(of_group.sum(0), 1)).astype(int)
+        one, other = one[rows], other[rows]
+        np.add.at(seen, (one[one == other], means[one == other]), 1)
+        pairs.append(np.stack([one, other, means])[:, one != other])
+    one, other, means = np.concatenate(pairs, axis=1)
+    evidence = np.log(seen[other, means] / seen[one, means]).sum()
+    if len(one) and abs(evidence) < 3:  # the other reading is likelier than 1 in 20
+        what = f"{len(one)} zeros of GPTQ can be read in two ways, and neither numbers nor `meta` tell which"
+        print(f"note: {what}; answers may be wrong", file=sys.stderr)
+    return evidence > 0
+
+
+def groups_of(quantization: object) -> list[dict]:
+    """What config.json says about weights: once, or for each of several groups of layers."""
+    quantization = quantization if isinstance(quantization, dict) else {}
+    groups = quantization.get("config_groups")
+    groups = [*groups.values()] if isinstance(groups, dict) else [{"weights": quantization}]
+    of_weights = [group.get("weights") for group in groups if isinstance(group, dict)]
+    return [weights for weights in of_weights if isinstance(weights, dict)]
 
 
 def settings_of(folder: Path, quantization: object) -> tuple[list[int], bool]:
-    """What config.json says about weights in groups: the sizes of groups that there are, -1 for whole rows, and whether
+    """What config.json says about weights in 4 bits: the sizes of groups that there are, -1 for whole rows, and whether
     they have zeros."""
-    quantization = quantization if isinstance(quantization, dict) else {}
-    groups = quantization.get("config_groups")
-    groups = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else [quantization]
-    if not groups or not all(isinstance(group, dict) for group in groups):
-        raise InputError(f"{folder}: quantization_config says nothing about weights")
-    for group in groups:
-        bits = [group[name] for name in ("num_bits", "bits", "w_bit") if name in group]
-        if bits not in ([], [4]):
-            raise InputError(f"{folder}: weights of {bits[0]!r:.40} bits are not supported, only of 4")
+    groups = groups_of(quantization)
+    bits = [next((group[name] for name in ("num_bits", "bits", "w_bit") if name in group), 4) for group in groups]
+    if 4 not in bits:
+        what = f"weights of {bits[0]!r:.40} bits are not supported, only of 4" if bits else "nothing about weights"
+        raise InputError(f"{folder}: quantization_config: {what}")
+    groups = [group for group, n in zip(groups, bits, strict=True) if n == 4]  # others may be in FP8
     sizes = [group.get("group_size", group.get("q_group_size")) for group in groups]
     sizes = [-1 if size is None else size for size in sizes]
     if not all(type(size) is int and (size == -1 or 16 <= size < 2**31) for size in sizes):
@@ -484,7 +523,7 @@ def places_of(folder: Path, name: str, g_idx: Stored, columns: int, group: int) 
     return places
 
 
-FORMS = (PackQuantized, Awq, Gptq, Fp8, Int8Rows, Mxfp4Blocks)
+FORMS = (PackQuantized, Awq, Gptq, Scaled, Mxfp4Blocks)
 WRITERS = {Int8: Int8Rows, model.FORMATS["int4"]: PackQuantized}  # the form in which convert writes a format
 
 
@@ -517,23 +556,57 @@ class Checkpoint(NamedTuple):
     left_out: dict[str, str]  # those it does not, with the reason
 
 
-def find_checkpoint(path: str) -> Path:
-    """The folder `path`, or the snapshot of the hub id `path`: downloaded, or found in the hub's cache folder."""
-    folder = Path(path)
+def find_checkpoint(path: str, extra_layer: bool = False) -> Path:
+    """The folder `path`, or the snapshot of the hub id `path`, org/name or org/name@revision: downloaded, but for files
+    with nothing that is needed, or found in the hub's cache folder. `extra_layer` is that of open_checkpoint."""
+    folder, hub_id = Path(path), re.fullmatch(r"((?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?:@([\w./-]+))?", path)
     if path and folder.is_dir():
         return folder
-    if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
+    if folder.exists() or not hub_id:
         raise InputError(f"{path}: no such folder; give a checkpoint folder or a hub id such as org/name")
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, errors, list_repo_files, snapshot_download
 
+    name, revision = hub_id.groups()
+    about = [*COPIED, "config.json", INDEX, "adapter_config.json", "quantize_config.json"]
     try:
-        folder = Path(snapshot_download(path, allow_patterns=[*COPIED, "config.json", "model*.safetensors*"]))
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=about))
+        for files in (
+            needed_files(folder, extra_layer),
+            ["config.json", "model.safetensors"],
+        ):  # the index can be stale
+            snapshot_download(name, revision=folder.name, allow_patterns=files)
+            if all((folder / file).is_file() for file in files):
+                return folder
+        names = list_repo_files(name, revision=folder.name)  # raises an error if the hub does not answer
+    except InputError:
+        raise
+    except errors.GatedRepoError as error:
+        remedy = f"accept its license on {constants.ENDPOINT}/{name}, then log in (hf auth login, or HF_TOKEN)"
+        raise InputError(f"{path}: is gated; {remedy}") from error
     except Exception as error:  # from the network, the hub or the disk
-        raise InputError(f"{path}: no such folder, and the hub did not give it: {one_line(error)}") from error
-    if not any(folder.glob("model*.safetensors")):
-        command = f"hf download {path} --local-dir DIR && {unpickling('DIR')}"
-        raise InputError(f"{path}: has no safetensors. If it has pickled weights, this makes DIR of them: {command}")
-    return folder
+        raise InputError(f"{path}: no such folder, and not downloaded from the hub: {one_line(error)}") from error
+    raise InputError(f"{path}: has no safetensors with a config.json{something_else(folder, names)}")
+
+
+def needed_files(folder: Path, extra_layer: bool) -> list[str]:
+    """The files that an index names, less those that have only tensors which are left out."""
+    if not (folder / INDEX).is_file() or not (folder / "config.json").is_file():
+        return ["config.json", "model.safetensors"]
+    weight_map = weight_map_of(folder)
+    config = config_of(read_json(folder / "config.json"), weight_map, extra_layer)
+    return sorted({file for name, file in weight_map.items() if not model.left_out(name, config)})
+
+
+def something_else(folder: Path, names: Iterable[str]) -> str:
+    """What files of these names are that are no checkpoint, and what to do, as the rest of a message."""
+    if "adapter_config.json" in names:
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        return f": a PEFT adapter of {base!r:.200}; merge it into that model (peft's merge_and_unload) and save this"
+    if any(name.endswith(".gguf") for name in names):
+        return ": GGUF, which llama.cpp reads; give the safetensors that it was made from"
+    if any(re.search(r"\.(bin|pth?)$", name) for name in names):
+        return f"; pickled weights are never read, {unpickling(folder)} saves them as safetensors"
+    return ""
 
 
 def unpickling(folder: Path | str) -> str:
@@ -557,26 +630,44 @@ def read_json(path: Path) -> dict:
 def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
     """Reads config.json and the headers of all shards, and no tensor yet. Raises InputError for all that is wrong. A
     layer of multi-token prediction, where there is one, counts among the weights if `extra_layer` asks for it."""
-    if not (folder / "config.json").is_file():
-        raise InputError(f"{folder}: no config.json: no checkpoint, or a conversion to be run again until it finishes")
+    names = os.listdir(folder) if folder.is_dir() else []
+    if "config.json" not in names:
+        other = something_else(folder, names) or ": no checkpoint, or a conversion to be run again until it finishes"
+        raise InputError(f"{folder}: no config.json{other}")
     raw_config = read_json(folder / "config.json")
     text_config = raw_config.get("text_config")
     places = [raw_config, *[text_config] * isinstance(text_config, dict)]
-    names = "quantization_config", "compression_config"
-    quantization = next((place[name] for place in places for name in names if name in place), None)
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    unsupported = (
-        f"{folder}: quantization {method or quantization!r:.40} is not supported; give the unquantized checkpoint"
-    )
+    keys = "quantization_config", "compression_config", "quantization"  # the last is MLX's
+    quantization = next((place[key] for place in places for key in keys if key in place), None)
+    method = quantization.get("quant_method", "MLX") if isinstance(quantization, dict) and quantization else None
+    remedy = "give the unquantized checkpoint"
+    unsupported = f"{folder}: quantization {method or quantization!r:.40} is not supported; {remedy}"
     if quantization not in (None, *OURS.values()) and method not in METHODS:
         raise InputError(unsupported)
     Config.from_dict(raw_config)  # reports what is wrong with config.json before what is wrong with the tensors
-    found = stored_tensors(folder)
-    config = Config.from_dict(raw_config, [re.sub("(weight_packed|qweight)$", "weight", name) for name in found])
-    if extra_layer and getattr(config, "has_extra_layer", False):
-        config = dataclasses.replace(config, uses_extra_layer=True)
+    found, absent = stored_tensors(folder)
+    for name, tensor in found.items():
+        if name.endswith(("_scale", "_scale_inv")) and tensor.kind in ("F8_E4M3", "F8_E8M0", "U8"):
+            of_scale = found.get(re.sub("_scale(_inv)?$", "", name), tensor).kind
+            kind = "NVFP4" if tensor.kind == "F8_E4M3" else "MXFP8" if of_scale == "F8_E4M3" else "MXFP4"
+            raise InputError(f"{folder}: weights in {kind} ({name:.200} is {tensor.kind}) are not supported; {remedy}")
+        if name.endswith(".qweight") and quantization is None:
+            what = "weights in 4 bits, and config.json has no quantization_config"
+            remedy = "download config.json again"
+            if "quantize_config.json" in names:
+                what, remedy = "GPTQ of 2023", 'make quantize_config.json, with "quant_method": "gptq", config.json\'s'
+                remedy += " quantization_config"
+            raise InputError(f"{folder}: {what}; {remedy}")
+    with_absent = config_of(raw_config, [*found, *absent], False)
+    skipped = {name: model.left_out(name, with_absent) for name in absent}
+    for name in absent:
+        if not skipped[name]:
+            raise InputError(f"{folder / absent[name]}: missing; download the checkpoint again")
+    config = config_of(raw_config, found, extra_layer)
     for weight in jax.tree.leaves(weights_of(config)):
         found |= {name: found[name].transposed() for name in weight.tensors() if weight.transposed and name in found}
+        if weight.experts and not weight.is_packed():
+            unpack_experts(found, weight)
     for form in FORMS:
         form.collect(folder, found, quantization)
     try:
@@ -592,40 +683,74 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
         return dataclasses.replace(weight, format=formats.pop() if is_one else Plain)
 
     weights = jax.tree.map(as_stored, weights_of(config))
-    return Checkpoint(folder, config, raw_config, weights, tensors, left_out)
+    return Checkpoint(folder, config, raw_config, weights, tensors, skipped | left_out)
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """The tensors of all shards, by name."""
-    index = folder / "model.safetensors.index.json"
+def config_of(raw_config: dict, names: Iterable[str], extra_layer: bool) -> Config:
+    """The Config of a config.json and of the checkpoint's tensors."""
+    config = Config.from_dict(raw_config, [re.sub("(weight_packed|qweight)$", "weight", name) for name in names])
+    if extra_layer and getattr(config, "has_extra_layer", False):
+        config = dataclasses.replace(config, uses_extra_layer=True)
+    return config
+
+
+def unpack_experts(found: dict, weight: Weight) -> None:
+    """Finds each expert's matrices in the one tensor of all, [experts, output, input], that transformers 5 writes."""
+    parts = {name: rows for part in weight.parts for name, rows in part.tensors.items()}
+    module = next(iter(parts)).partition(".{}")[0]
+    name = f"{module}.{'gate_up_proj' if len(parts) > 1 else 'down_proj'}"
+    packed, first = found.get(name), 0
+    shape = (weight.experts, *weight.shape(sum(parts.values())))
+    if packed is None or packed.shape != shape:
+        return
+    row_bytes = packed.dtype.itemsize * shape[-1]
+    for e in range(weight.experts):
+        for part in parts:
+            of_part = weight.tensors()[weight.full_name(part, e)]
+            offset = packed.offset + first * row_bytes
+            found[weight.full_name(part, e)] = packed._replace(offset=offset, shape=of_part)
+            first += of_part[0]
+    del found[name]
+
+
+def weight_map_of(folder: Path) -> dict[str, str]:
+    """The file of each tensor: by the index, or model.safetensors. As in transformers, an index counts for nothing if
+    none of its files is there, and model.safetensors has all of its own tensors in the index."""
+    index, whole, weight_map = folder / INDEX, folder / "model.safetensors", None
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise InputError(f"{index}: has no weight_map from tensor to file")
-    elif (folder / "model.safetensors").is_file():
-        weight_map = dict.fromkeys(read_header(folder / "model.safetensors"), "model.safetensors")
-    else:
-        pickles = [*folder.glob("*.bin"), *folder.glob("*.pt*")]
-        remedy = f"; pickled weights are never read, {unpickling(folder)} saves them as safetensors" if pickles else ""
-        raise InputError(f"{folder}: neither model.safetensors nor model.safetensors.index.json{remedy}")
+        if not whole.is_file() or any((folder / file).is_file() for file in set(weight_map.values())):
+            return weight_map
+    if not whole.is_file():
+        other = something_else(folder, [file.name for file in folder.iterdir()])
+        raise InputError(f"{folder}: neither model.safetensors nor {INDEX}{other}")
+    of_whole = dict.fromkeys(read_header(whole), whole.name)
+    return of_whole if weight_map is None or of_whole.keys() <= weight_map.keys() else weight_map
+
+
+def stored_tensors(folder: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The tensors of all shards, by name, and the files of those whose shard is not there."""
+    weight_map = weight_map_of(folder)
     found: dict[str, Stored] = {}
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard:
-            raise InputError(f"{index}: the shard {shard!r:.200} is not a file of this folder")
-        for name, stored in read_header(folder / shard).items():
-            if name in found:
+            raise InputError(f"{folder / INDEX}: the shard {shard!r:.200} is not a file of this folder")
+        for name, stored in read_header(folder / shard).items() if (folder / shard).is_file() else ():
+            if name in found and name not in weight_map:
                 raise InputError(f"{folder}: {name:.200} is both in {found[name].file.name} and in {shard}")
-            found[name] = stored
+            if weight_map.get(name, shard) == shard:  # patched copies have a tensor twice
+                found[name] = stored
+    absent = {name: shard for name, shard in weight_map.items() if not (folder / shard).is_file()}
     for name, shard in weight_map.items():
-        if name not in found or found[name].file.name != shard:
+        if name not in found and name not in absent:
             raise InputError(f"{folder}: {shard} has no tensor {name:.200}, but the index says so; download it again")
-    return found
+    return found, absent
 
 
 def read_header(file: Path) -> dict[str, Stored]:
     """The tensors of a safetensors file, after safetensors itself has checked its header and size."""
-    if not file.is_file():
-        raise InputError(f"{file}: missing; download the checkpoint again")
     try:
         safe_open(file, framework="np")
     except SafetensorError as error:
@@ -663,7 +788,7 @@ def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict
         elif name not in expected and getattr(tensor, "is_zero", False):
             skipped[name] = "a bias of zeros"
         elif name not in expected and name.endswith(SCALES_OF_ACTIVATIONS):
-            skipped[name] = "for activations, which stay in the dtype of the model"
+            skipped[name] = "for activations and the cache, which stay in the dtype of the model"
         elif name not in expected:
             problems.append(f"{name:.200} is not a tensor of this model")
         elif tensor.shape != expected[name]:
@@ -678,8 +803,9 @@ def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict
         head, tied = found[name], found[embedding]
         compared = (np.array_equal(head.read(rows), tied.read(rows)) for rows in pieces(tied))
         if head.shape != tied.shape or head.dtype not in DTYPES.values() or not all(compared):
-            differs = f"{name} differs from {embedding}, to which config.json ties it"
-            raise InputError(f"{folder}: {differs}; set tie_word_embeddings to false")
+            is_choice = any(field.name == "tie_word_embeddings" for field in dataclasses.fields(config))
+            remedy = "set tie_word_embeddings to false" if is_choice else "a head of its own is not supported here"
+            raise InputError(f"{folder}: {name} differs from {embedding}, to which config.json ties it; {remedy}")
     return {name: found[name] for name in expected}, skipped
 
 
@@ -874,8 +1000,8 @@ def convert(source: Path, output: Path, dtype: str, quantize: str | None = None)
         for file, shard in shards.items():
             write_shard(output / file, metadata, shard, checkpoint.tensors, bar)
         found = [file for pattern in COPIED for file in sorted(source.glob(pattern)) if file.is_file()]
-        files = {file.name: file.read_bytes() for file in found}
-        files["model.safetensors.index.json"] = json.dumps(index, indent=2).encode()
+        files = {file.relative_to(source): file.read_bytes() for file in found}
+        files[INDEX] = json.dumps(index, indent=2).encode()
         files["config.json"] = json.dumps(config, indent=2).encode()  # last: without it nothing loads
         for name, content in files.items():
             with whole_file(output / name) as f:
@@ -918,6 +1044,8 @@ def print_left_out(checkpoint: Checkpoint) -> None:
     if jax.process_index() == 0:
         for reason, count in Counter(checkpoint.left_out.values()).items():
             print(f"left out {count} tensors of the checkpoint: {reason}", file=sys.stderr)
+        if '"input_activations": {' in json.dumps(checkpoint.raw_config):
+            print("left out: rounding of activations, which stay in the dtype of the model", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -948,6 +1076,7 @@ def claimed(output: Path, source: Path, first: str):
 def whole_file(path: Path):
     """Opens a file to write. It gets its name when all of it is on disk."""
     part = path.with_name(path.name + ".part")
+    part.parent.mkdir(exist_ok=True)
     with open(part, "wb") as f:
         yield f
         f.flush()
@@ -1071,7 +1200,7 @@ def main() -> None:
     if not args.output:
         raise InputError("--output is empty")
     find_devices()
-    convert(find_checkpoint(args.model_path), Path(args.output), args.dtype, args.quantize)
+    convert(find_checkpoint(args.model_path, extra_layer=True), Path(args.output), args.dtype, args.quantize)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,259 @@
+"""Checkpoints as people have them: quantized by other tools, patched, in pieces, half there, or something else.
+
+References are transformers' classes with the numbers that the files stand for.
+"""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_matches, decode, import_folder, save_random
+from safetensors.torch import load_file, save_file
+from test_deepseek import as_fp8
+from test_four_bits import LINEAR, RELEASES, config_of, gptq, nibbles_first, pack_quantized, save_in_4_bits
+from test_parity import llama, llama3, qwen3, qwen_2, qwen_3_moe, random_prompts
+
+PROMPTS = random_prompts(23, 3)
+
+
+def edit_config(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def matrices(tensors):
+    return [name for name in tensors if name.endswith("_proj.weight")]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GPTQ's zeros
+
+
+def save_gptq(folder, family, store, is_quantized, seed, **settings):
+    """A random model in GPTQ with groups of 16. In the first group of outputs 2 to 6 no weight is negative: zeros are
+    0. `store` packs zeros [groups, O]. Codes are those of the weights, or random. Returns the model of the numbers."""
+    random = np.random.default_rng(seed)
+    _, *reference = family()
+    reference = save_random(folder, *reference)
+    tensors, parameters = load_file(folder / "model.safetensors"), dict(reference.named_parameters())
+    for name in matrices(tensors):
+        weight = tensors.pop(name).float().numpy()
+        O, C = weight.shape
+        weight[2:7, :16] = np.abs(weight[2:7, :16])
+        groups = np.pad(weight, [(0, 0), (0, -C % 16)]).reshape(O, -1, 16)
+        low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
+        scale = ((high - low) / 15).astype(np.float16)
+        zero = np.rint(-low / scale.astype(np.float32)).astype(int)
+        if not is_quantized:
+            zero = random.integers(4, 12, zero.shape)
+            zero[2:7, 0] = 0
+        places = np.arange(C) // 16
+        codes = np.clip(np.rint(weight / scale.astype(np.float32)[:, places]) + zero[:, places], 0, 15).astype(int)
+        codes = codes if is_quantized else random.integers(0, 16, codes.shape)
+        numbers = (codes - zero[:, places]) * scale[:, places].astype(np.float64)
+        packed = gptq(name, codes, zero + 1, scale, places.astype(np.int32))  # of the zeros themselves
+        packed[name.replace("weight", "qzeros")] = store(zero.T)
+        for key, array in packed.items():
+            tensors.setdefault(key, torch.from_numpy(array))
+        with torch.no_grad():
+            parameters[name].copy_(torch.from_numpy(numbers))
+    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors")
+    edit_config(folder, quantization_config=config_of(gptq, 16, True) | settings)
+    return reference
+
+
+def by_zero(zero):
+    return nibbles_first((zero - 1) % 16)
+
+
+def by_word(zero):
+    return nibbles_first(zero) - np.int32(0x11111111)
+
+
+@pytest.mark.parametrize("store", [by_zero, by_word])
+@pytest.mark.parametrize(("family", "is_quantized"), [(llama, True), (qwen_2, False)])
+def test_gptq_zeros_of_0(tmp_path, store, family, is_quantized):
+    reference = save_gptq(tmp_path, family, store, is_quantized, seed=1)
+    assert_matches(reference, PROMPTS, decode(family()[0], tmp_path, PROMPTS, max_new_tokens=4))
+
+
+def test_gptq_says_who_wrote_it(tmp_path):
+    settings = {"meta": {"quantizer": ["optimum:1.24.0", "gptqmodel:1.4.1"]}}
+    save_gptq(tmp_path, llama, by_word, True, seed=2, **settings)
+    read = llama3.convert.open_checkpoint(tmp_path).tensors["model.layers.0.mlp.up_proj.weight"]
+    assert read.words_less and not read.less
+
+
+@pytest.mark.parametrize(("stored", "version"), [(8, "gptq"), (7, "gptq_v2"), (7, "gptq"), (8, None)])
+def test_gptq_zeros_that_are_all_alike(tmp_path, stored, version):
+    """A symmetric zero is 8; version 1 stores 7, whatever checkpoint_format says."""
+    _, *reference = llama()
+    reference = save_in_4_bits(tmp_path, reference, gptq, 32, False, LINEAR)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("qzeros")]:
+        tensors[name][:] = int(np.array(stored * 0x11111111, np.uint32).view(np.int32))
+    save_file(tensors, tmp_path / "model.safetensors")
+    quantization = config_of(gptq, 32, False) | {"sym": True, "checkpoint_format": version}
+    edit_config(tmp_path, quantization_config=quantization)
+    assert_matches(reference, PROMPTS, decode(llama3, tmp_path, PROMPTS, max_new_tokens=3))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# compressed-tensors
+
+
+def save_8_bits(folder, family, kind, shape_of_scale):
+    """Matrices in int8 by row, or in FP8 with blocks of 16 x 16 or one scale. Returns the model of the numbers."""
+    _, *reference = family()
+    reference = save_random(folder, *reference)
+    tensors, parameters = load_file(folder / "model.safetensors"), dict(reference.named_parameters())
+    for name in matrices(tensors):
+        weight = tensors.pop(name).float()
+        if kind == "int8":
+            scale = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
+            values = (weight / scale.float()).round().clamp(-127, 127).to(torch.int8)
+            exact = values.float() * scale.float()
+        else:
+            block = (16, 16) if shape_of_scale is None else tuple(weight.shape)
+            values, scale, exact = as_fp8(weight, block)
+            scale = scale if shape_of_scale is None else scale.reshape(shape_of_scale)
+        with torch.no_grad():
+            parameters[name].copy_(exact)
+        tensors |= {name: values, f"{name}_scale": scale, name.replace("weight", "input_scale"): torch.ones(1)}
+    tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
+    save_file(tensors, folder / "model.safetensors")
+    weights = {"num_bits": 8, "type": "int" if kind == "int8" else "float", "strategy": "channel"}
+    if kind == "fp8":
+        weights |= {"strategy": "tensor"} if shape_of_scale else {"strategy": "block", "block_structure": [16, 16]}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8}}}
+    edit_config(folder, quantization_config={"quant_method": "compressed-tensors", "config_groups": groups})
+    return reference
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("int8", None), ("fp8", None), ("fp8", (1, 1))])
+def test_8_bits(tmp_path, capfd, kind, shape):
+    reference = save_8_bits(tmp_path, qwen_2, kind, shape)
+    checkpoint = qwen3.convert.open_checkpoint(tmp_path)
+    is_held = checkpoint.weights["layers"][0]["o"].format is qwen3.model.Int8
+    assert is_held == (kind == "int8")
+    tolerance = 0.05 if is_held else 1e-3  # activations are rounded to int8 too on CPUs
+    rows = decode(qwen3, tmp_path, PROMPTS, (1, 1, 2), max_new_tokens=1)
+    assert_matches(reference, PROMPTS, rows, atol=tolerance)
+    assert capfd.readouterr().err.count("left out: rounding of activations") == 1
+
+
+def test_two_kinds_of_groups_in_one_file(tmp_path):
+    """The MLP in 4 bits, attention in FP8."""
+    folder, family, form, group, has_zeros, _, mesh = RELEASES["compressed-tensors"]
+    _, *reference = family()
+    reference = save_in_4_bits(tmp_path, reference, form, group, has_zeros, r"mlp\..*_proj\.weight$")
+    tensors, parameters = load_file(tmp_path / "model.safetensors"), dict(reference.named_parameters())
+    for name in matrices(tensors):
+        values, scale, exact = as_fp8(tensors.pop(name).float(), (1, parameters[name].shape[1]))
+        with torch.no_grad():
+            parameters[name].copy_(exact)
+        tensors |= {name: values, f"{name}_scale": scale}
+    save_file(tensors, tmp_path / "model.safetensors")
+    quantization = config_of(pack_quantized, group, has_zeros) | {"format": "mixed-precision"}
+    in_fp8 = {"targets": ["re:.*self_attn.*"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+    quantization["config_groups"] = {"group_0": in_fp8, "group_1": quantization["config_groups"]["group_0"]}
+    edit_config(tmp_path, quantization_config=quantization)
+    assert_matches(reference, PROMPTS, decode(folder, tmp_path, PROMPTS, mesh, max_new_tokens=4))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def save_index(folder, weight_map):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_packed_experts(tmp_path):
+    """As transformers 5 holds them; converted, too."""
+    folder, *reference = qwen_3_moe()
+    reference = save_random(tmp_path / "source", *reference)
+    tensors = {name: x.contiguous() for name, x in reference.state_dict().items()}
+    assert any(name.endswith("experts.gate_up_proj") for name in tensors)
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    assert_matches(reference, PROMPTS, decode(folder, tmp_path / "source", PROMPTS, (1, 2, 2), max_new_tokens=4))
+    folder.convert.convert(tmp_path / "source", tmp_path / "output", "float32")
+    assert_matches(reference, PROMPTS, decode(folder, tmp_path / "output", PROMPTS, max_new_tokens=2))
+
+
+def test_shards_and_their_index(tmp_path):
+    """A tensor in two shards, where the index says which counts; a stale index; a file that nobody needs."""
+    _, *reference = llama()
+    reference = save_random(tmp_path, *reference)
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = sorted(tensors)
+    # No file of the index is there.
+    save_index(tmp_path, {name: "model-00001-of-00002.safetensors" for name in [*names, "lm_head.weight"]})
+    assert_matches(reference, PROMPTS, decode(llama3, tmp_path, PROMPTS, max_new_tokens=2))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(llama3.model.InputError, match=r"model-00001-of-00002.safetensors: missing; download"):
+        llama3.convert.open_checkpoint(tmp_path)
+    # The second shard is a patch of the first.
+    damaged = tensors | {name: torch.full_like(tensors[name], 7.0) for name in names[::2]}
+    save_file(damaged, tmp_path / "a.safetensors")
+    save_file({name: tensors[name] for name in names[::2]}, tmp_path / "b.safetensors")
+    where = {name: "b.safetensors" if i % 2 == 0 else "a.safetensors" for i, name in enumerate(names)}
+    rotary = {"model.layers.0.self_attn.rotary_emb.inv_freq": "c.safetensors"}  # and this file is not there
+    save_index(tmp_path, where | rotary)
+    assert llama3.convert.open_checkpoint(tmp_path).left_out.keys() == rotary.keys()
+    assert_matches(reference, PROMPTS, decode(llama3, tmp_path, PROMPTS, max_new_tokens=2))
+    save_index(tmp_path, where | {"model.norm.weight": "c.safetensors"})
+    with pytest.raises(llama3.model.InputError, match=r"c.safetensors: missing; download"):
+        llama3.convert.open_checkpoint(tmp_path)
+
+
+def scales_in(kind, dtype):
+    def edit(folder):
+        tensors = load_file(folder / "model.safetensors")
+        name = "model.layers.0.mlp.up_proj.weight"
+        tensors[name] = tensors[name].to(dtype)
+        tensors[f"{name}_scale"] = torch.ones(8, 8).to(kind)
+        save_file(tensors, folder / "model.safetensors")
+        edit_config(folder, quantization_config={"quant_method": "modelopt"})
+
+    return edit
+
+
+def only(name, text="{}"):
+    def edit(folder):
+        for file in folder.iterdir():
+            file.unlink()
+        (folder / name).write_text(text)
+
+    return edit
+
+
+def without_settings(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.qweight"] = torch.ones(8, 8, dtype=torch.int32)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (only("adapter_config.json", '{"base_model_name_or_path": "org/base"}'), "a PEFT adapter of 'org/base'; merge"),
+        (only("model.Q4_K_M.gguf"), "GGUF, which llama.cpp reads; give the safetensors"),
+        (lambda folder: edit_config(folder, quantization={"group_size": 64, "bits": 4}), "quantization 'MLX' is not"),
+        (scales_in(torch.float8_e4m3fn, torch.uint8), "weights in NVFP4 .* give the unquantized checkpoint"),
+        (scales_in(torch.uint8, torch.float8_e4m3fn), "weights in MXFP8 .* give the unquantized checkpoint"),
+        (without_settings, "no quantization_config; download config.json again"),
+        (lambda folder: [without_settings(folder), (folder / "quantize_config.json").touch()], "GPTQ of 2023; make"),
+    ],
+)
+def test_something_else(tmp_path, edit, words):
+    shutil.copytree(llama3_demo(), tmp_path / "checkpoint")
+    edit(tmp_path / "checkpoint")
+    with pytest.raises(llama3.model.InputError, match=words):
+        llama3.convert.open_checkpoint(tmp_path / "checkpoint")
+
+
+def llama3_demo():
+    return import_folder("llama3").main.DEMO
