@@ -584,8 +584,12 @@ def find_checkpoint(path: str, extra_layer: bool = False) -> Path:
         remedy = f"accept its license on {constants.ENDPOINT}/{name}, then log in (hf auth login, or HF_TOKEN)"
         raise InputError(f"{path}: is gated; {remedy}") from error
     except Exception as error:  # from the network, the hub or the disk
-        raise InputError(f"{path}: no such folder, and not downloaded from the hub: {one_line(error)}") from error
-    raise InputError(f"{path}: has no safetensors with a config.json{something_else(folder, names)}")
+        why = f"the hub did not give it (not downloaded): {one_line(error)}"
+        raise InputError(f"{path}: no such folder, and {why}") from error
+    command = f"hf download {name} --local-dir DIR && {unpickling('DIR')}"
+    other = something_else(folder, [name for name in names if name.endswith(("adapter_config.json", ".gguf"))])
+    other = other or f". If it has pickled weights, this makes DIR of them: {command}"
+    raise InputError(f"{path}: has no safetensors with a config.json{other}")
 
 
 def needed_files(folder: Path, extra_layer: bool) -> list[str]:

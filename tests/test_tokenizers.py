@@ -434,6 +434,7 @@ def test_conversion_takes_the_tokenizer_along(tmp_path, name):
 
 def test_a_hub_id_without_safetensors(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: tmp_path)
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_, **__: ["config.json", "pytorch_model.bin"])
     with pytest.raises(llama3.model.InputError, match="hf download org/name --local-dir DIR && python3 -c"):
         llama3.convert.find_checkpoint("org/name")
 
