@@ -139,9 +139,10 @@ class Config:
             scoring_func=(config.get("scoring_func", scoring), (scoring,)),
             topk_method=(method, methods),
         )
+        defaults = {"q_lora_rank": 1536} | ({} if is_v2 else {"n_group": 8, "topk_group": 4, "norm_topk_prob": True})
         of_v2 = {"norm_topk_prob": False, "rope_interleave": True} if is_v2 else {}  # whatever config.json says
         ungrouped = {"n_group": 1, "topk_group": 1} if method == "greedy" else {}
-        given = read_fields(cls, config | {"scoring_func": scoring} | of_v2 | ungrouped)
+        given = read_fields(cls, defaults | config | {"scoring_func": scoring} | of_v2 | ungrouped)
         interleaved = given.get("rope_interleave", True)
         given["rope"] = read_rope(config, "qk_rope_head_dim", given["qk_rope_head_dim"], interleaved)
         given["prefix"] = "language_model." if is_nested else ""
@@ -1359,12 +1360,13 @@ ROPES = {"default": Rope}  # of each rope_type that this model can have: the blo
 
 
 def read_rope(
-    config: dict, field: str, size: int, interleaved: bool = False, rope_theta: float = 1e4, part: float | None = None
+    config: dict, field: str, size: int, interleaved=False, rope_theta: float | None = 1e4, part: float | None = None
 ) -> Rope:
     """The Rope of a config.json, whose `field` says that heads have `size` numbers. Its parameters stand in
     `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), or beside the other fields. As in
     transformers, the table wins, except for original_max_position_embeddings, which defaults to
-    max_position_embeddings. Heads turn whole, unless `part` is given: the default of partial_rotary_factor.
+    max_position_embeddings. `rope_theta` is the default, None if there is none. Heads turn whole, unless `part` is
+    given: the default of partial_rotary_factor.
 
     Raises InputError for a missing or impossible value and, by name, for what is not supported.
     """

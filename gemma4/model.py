@@ -105,13 +105,13 @@ class Config:
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int  # in layers with a window, and so is head_dim
-    head_dim: int = 256
+    head_dim: int
+    sliding_window: int
     num_global_key_value_heads: int = 0  # in layers that see all tokens; from_dict sets this and the next four
     global_head_dim: int = 512
     rope: Rope | None = None
     local_rope: Rope | None = None  # that of layers with a window
     layer_types: tuple[str, ...] = ()  # for each layer one of LAYER_TYPES
-    sliding_window: int = 512
     attention_k_eq_v: bool = False  # in layers that see all tokens, values are keys before their norm
     num_kv_shared_layers: int = 0  # so many layers, the last ones, have no keys and values of their own
     use_double_wide_mlp: bool = False  # the MLP of those layers is twice as wide
@@ -151,10 +151,8 @@ class Config:
         )
         # The unified class of transformers has neither, whatever config.json says, and another default of the window.
         own = {"hidden_size_per_layer_input": 0, "enable_moe_block": False} if is_unified else {}
-        given = {"sliding_window": 1024 if is_unified else 512, "head_dim": cls.head_dim} | text | own
+        given = {"sliding_window": 1024 if is_unified else 512, "head_dim": 256} | text | own
         given = read_heads(cls, given | {"prefix": "model.language_model." if is_nested else "model."})
-        if text.get("hidden_size_per_layer_input", 0) is None:
-            given["hidden_size_per_layer_input"] = 0
         name = given["prefix"] + "layers.0.{}.down_proj.weight"
         each = (module for module in ("experts.{}", "moe.experts.{}") if name.format(module.format(0)) in names)
         given["experts_module"] = next(each, "experts")
@@ -207,8 +205,8 @@ def read_global_heads(config: dict, types: tuple[str, ...]) -> dict:
     table = config.get("per_layer_config")
     if table is None:  # as in transformers, the number of heads counts only if keys are values
         K = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
-        heads = {"head_dim": config.get("global_head_dim", 512), "num_key_value_heads": K}
-        return {name: value for name, value in heads.items() if value is not None}
+        heads = {"head_dim": config.get("global_head_dim"), "num_key_value_heads": K}
+        return {"head_dim": 512} | {name: value for name, value in heads.items() if value is not None}
     if not isinstance(table, dict):
         raise InputError(f"config.json: per_layer_config must be a table, not {table!r:.40}")
     table = {
@@ -226,13 +224,14 @@ def read_global_heads(config: dict, types: tuple[str, ...]) -> dict:
 def ropes_by_kind(config: dict, head_dim: int, global_head_dim: int) -> tuple[Rope, Rope]:
     """The rope of layers with a window, and that of layers that see all tokens: a table for each kind of layer."""
     tables = config.get("rope_parameters") or {
-        "sliding_attention": {},
+        "sliding_attention": {"rope_theta": 1e4},
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     }
     if not isinstance(tables, dict):
         raise InputError(f"config.json: rope_parameters must be a table, not {tables!r:.40}")
+    read = partial(read_rope, rope_theta=None)  # as in transformers, each table has its own
     local, full = ({"rope_parameters": tables.get(kind)} for kind in LAYER_TYPES)
-    return read_rope(local, "head_dim", head_dim), read_rope(full, "global_head_dim", global_head_dim)
+    return read(local, "head_dim", head_dim), read(full, "global_head_dim", global_head_dim)
 
 
 def weights_of(config: Config) -> dict:
@@ -1464,12 +1463,13 @@ ROPES = {"default": Rope}  # of each rope_type that this model can have: the blo
 
 
 def read_rope(
-    config: dict, field: str, size: int, interleaved: bool = False, rope_theta: float = 1e4, part: float | None = None
+    config: dict, field: str, size: int, interleaved=False, rope_theta: float | None = 1e4, part: float | None = None
 ) -> Rope:
     """The Rope of a config.json, whose `field` says that heads have `size` numbers. Its parameters stand in
     `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), or beside the other fields. As in
     transformers, the table wins, except for original_max_position_embeddings, which defaults to
-    max_position_embeddings. Heads turn whole, unless `part` is given: the default of partial_rotary_factor.
+    max_position_embeddings. `rope_theta` is the default, None if there is none. Heads turn whole, unless `part` is
+    given: the default of partial_rotary_factor.
 
     Raises InputError for a missing or impossible value and, by name, for what is not supported.
     """

@@ -82,9 +82,9 @@ class Config:
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int = 0  # from_dict sets this and the next two
-    head_dim: int = 0
-    rope: Rope | None = None
+    num_key_value_heads: int
+    head_dim: int
+    rope: Rope | None = None  # from_dict sets it
     rms_norm_eps: float = 1.5625e-7
     tie_word_embeddings: bool = False
     attention_bias: bool = True  # of q, k and v alone
@@ -1172,12 +1172,13 @@ ROPES = {"default": Rope}  # of each rope_type that this model can have: the blo
 
 
 def read_rope(
-    config: dict, field: str, size: int, interleaved: bool = False, rope_theta: float = 1e4, part: float | None = None
+    config: dict, field: str, size: int, interleaved=False, rope_theta: float | None = 1e4, part: float | None = None
 ) -> Rope:
     """The Rope of a config.json, whose `field` says that heads have `size` numbers. Its parameters stand in
     `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), or beside the other fields. As in
     transformers, the table wins, except for original_max_position_embeddings, which defaults to
-    max_position_embeddings. Heads turn whole, unless `part` is given: the default of partial_rotary_factor.
+    max_position_embeddings. `rope_theta` is the default, None if there is none. Heads turn whole, unless `part` is
+    given: the default of partial_rotary_factor.
 
     Raises InputError for a missing or impossible value and, by name, for what is not supported.
     """

@@ -126,7 +126,7 @@ class Config:
             scoring_func=(config.get("scoring_func", "sigmoid"), ("sigmoid",)),
             topk_method=(config.get("topk_method", "noaux_tc"), ("noaux_tc",)),
         )
-        given = read_fields(cls, config)
+        given = read_fields(cls, {"q_lora_rank": 768} | config)
         interleaved = given.get("rope_interleave", True)
         given["rope"] = read_rope(config, "qk_rope_head_dim", given["qk_rope_head_dim"], interleaved)
         layers = given["num_hidden_layers"]
@@ -1333,12 +1333,13 @@ ROPES = {"default": Rope}  # of each rope_type that this model can have: the blo
 
 
 def read_rope(
-    config: dict, field: str, size: int, interleaved: bool = False, rope_theta: float = 1e4, part: float | None = None
+    config: dict, field: str, size: int, interleaved=False, rope_theta: float | None = 1e4, part: float | None = None
 ) -> Rope:
     """The Rope of a config.json, whose `field` says that heads have `size` numbers. Its parameters stand in
     `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), or beside the other fields. As in
     transformers, the table wins, except for original_max_position_embeddings, which defaults to
-    max_position_embeddings. Heads turn whole, unless `part` is given: the default of partial_rotary_factor.
+    max_position_embeddings. `rope_theta` is the default, None if there is none. Heads turn whole, unless `part` is
+    given: the default of partial_rotary_factor.
 
     Raises InputError for a missing or impossible value and, by name, for what is not supported.
     """

@@ -74,6 +74,11 @@ MODEL_AXES = ("ep", "tp")  # the axes of the mesh whose devices share a layer
 # =====================================================================================================================
 
 
+ROPE = {  # transformers' default, unless config.json has rope_scaling
+    "rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """The values of config.json that inference needs, under config.json's own names, and a fact of the checkpoint."""
@@ -86,9 +91,9 @@ class Config:
     num_local_experts: int
     num_experts_per_tok: int
     sliding_window: int
-    num_key_value_heads: int = 0  # from_dict sets this and the next two
-    head_dim: int = 0
-    rope: Rope | None = None
+    num_key_value_heads: int
+    head_dim: int
+    rope: Rope | None = None  # from_dict sets it
     layer_types: tuple[str, ...] = ()  # for each layer "sliding_attention" or "full_attention"
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
@@ -110,6 +115,8 @@ class Config:
             model_type=(config.get("model_type"), ("gpt_oss",)),
             is_causal=(config.get("is_causal", True), (True,)),
         )
+        if config.get("rope_parameters") is None:
+            config = config | {"rope_parameters": ROPE}
         given = read_heads(cls, config)
         given["rope"] = read_rope(config, "head_dim", given["head_dim"], rope_theta=150000.0)
         quantization = config.get("quantization_config")
@@ -1230,12 +1237,13 @@ ROPES = {"default": Rope}  # of each rope_type that this model can have: the blo
 
 
 def read_rope(
-    config: dict, field: str, size: int, interleaved: bool = False, rope_theta: float = 1e4, part: float | None = None
+    config: dict, field: str, size: int, interleaved=False, rope_theta: float | None = 1e4, part: float | None = None
 ) -> Rope:
     """The Rope of a config.json, whose `field` says that heads have `size` numbers. Its parameters stand in
     `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), or beside the other fields. As in
     transformers, the table wins, except for original_max_position_embeddings, which defaults to
-    max_position_embeddings. Heads turn whole, unless `part` is given: the default of partial_rotary_factor.
+    max_position_embeddings. `rope_theta` is the default, None if there is none. Heads turn whole, unless `part` is
+    given: the default of partial_rotary_factor.
 
     Raises InputError for a missing or impossible value and, by name, for what is not supported.
     """

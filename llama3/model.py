@@ -97,6 +97,10 @@ class Config:
             model_type=(config.get("model_type"), ("llama", "mistral")),
             hidden_act=(config.get("hidden_act", "silu"), ("silu", "swish")),
         )
+        if config["model_type"] == "mistral":  # which has a window unless config.json says null
+            config = {"num_key_value_heads": 8, "sliding_window": 4096} | config
+        else:
+            config = config | {"sliding_window": None}
         given = read_heads(cls, config)
         return cls(**given, rope=read_rope(config, "head_dim", given["head_dim"]))
 
@@ -1168,12 +1172,13 @@ ROPES = {"default": Rope}  # of each rope_type that this model can have: the blo
 
 
 def read_rope(
-    config: dict, field: str, size: int, interleaved: bool = False, rope_theta: float = 1e4, part: float | None = None
+    config: dict, field: str, size: int, interleaved=False, rope_theta: float | None = 1e4, part: float | None = None
 ) -> Rope:
     """The Rope of a config.json, whose `field` says that heads have `size` numbers. Its parameters stand in
     `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), or beside the other fields. As in
     transformers, the table wins, except for original_max_position_embeddings, which defaults to
-    max_position_embeddings. Heads turn whole, unless `part` is given: the default of partial_rotary_factor.
+    max_position_embeddings. `rope_theta` is the default, None if there is none. Heads turn whole, unless `part` is
+    given: the default of partial_rotary_factor.
 
     Raises InputError for a missing or impossible value and, by name, for what is not supported.
     """

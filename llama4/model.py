@@ -91,9 +91,9 @@ class Config:
     num_local_experts: int
     attention_chunk_size: int
     num_experts_per_tok: int
-    num_key_value_heads: int = 0  # from_dict sets this and the next two
-    head_dim: int = 0
-    rope: Rope | None = None
+    num_key_value_heads: int
+    head_dim: int
+    rope: Rope | None = None  # from_dict sets it
     interleave_moe_layer_step: int = 1
     no_rope_layer_interval: int = 4
     moe_layers: tuple[int, ...] = ()  # the layers with experts
@@ -124,9 +124,13 @@ class Config:
             model_type=(config.get("model_type"), ("llama4", "llama4_text")),
             hidden_act=(text.get("hidden_act", "silu"), ("silu", "swish")),
         )
-        # Released checkpoints have a number in place of a boolean, and an empty list for the usual layers.
-        text = text | {"attn_temperature_tuning": bool(text.get("attn_temperature_tuning", True))}
-        text = text | {"no_rope_layers": text.get("no_rope_layers") or None}
+        # Released checkpoints have a number in place of a boolean, and an empty list for the usual layers. What
+        # text_config says of tie_word_embeddings does not count.
+        text = text | {
+            "attn_temperature_tuning": text.get("attn_temperature_tuning") not in (False, 0),
+            "no_rope_layers": text.get("no_rope_layers") or None,
+            "tie_word_embeddings": config.get("tie_word_embeddings", False),
+        }
         given = read_heads(cls, text)
         given["rope"] = read_rope(text, "head_dim", given["head_dim"], interleaved=True, rope_theta=500000.0)
         # FP8 checkpoints, and those converted from them, have a tensor for each expert.
@@ -1267,12 +1271,13 @@ ROPES = {"default": Rope}  # of each rope_type that this model can have: the blo
 
 
 def read_rope(
-    config: dict, field: str, size: int, interleaved: bool = False, rope_theta: float = 1e4, part: float | None = None
+    config: dict, field: str, size: int, interleaved=False, rope_theta: float | None = 1e4, part: float | None = None
 ) -> Rope:
     """The Rope of a config.json, whose `field` says that heads have `size` numbers. Its parameters stand in
     `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), or beside the other fields. As in
     transformers, the table wins, except for original_max_position_embeddings, which defaults to
-    max_position_embeddings. Heads turn whole, unless `part` is given: the default of partial_rotary_factor.
+    max_position_embeddings. `rope_theta` is the default, None if there is none. Heads turn whole, unless `part` is
+    given: the default of partial_rotary_factor.
 
     Raises InputError for a missing or impossible value and, by name, for what is not supported.
     """

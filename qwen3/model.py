@@ -84,10 +84,10 @@ class Config:
     intermediate_size: int  # of a layer without experts
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int = 0  # from_dict sets this and the next two
-    head_dim: int = 0
+    num_key_value_heads: int
+    num_experts: int  # 0: all layers have an MLP
+    head_dim: int = 0  # from_dict sets this and the next one
     rope: Rope | None = None
-    num_experts: int = 0  # 0: all layers have an MLP
     num_experts_per_tok: int = 8
     moe_intermediate_size: int = 768  # of an expert
     norm_topk_prob: bool = False
@@ -115,15 +115,19 @@ class Config:
             is_causal=(config.get("is_causal", True), (True,)),
         )
         # In transformers all layers of a mixture have the window, or none. There are two names for its experts.
-        experts = config.get("num_local_experts", config.get("num_experts"))
+        experts = config.get("num_local_experts", config.get("num_experts", 128))
         of_mixtures = {"num_experts": experts, "max_window_layers": 0, "layer_types": None}
         config = config | (of_mixtures if config["model_type"] == "qwen3_moe" else {"num_experts": 0})
-        given = read_heads(cls, config)
+        if config["model_type"] == "qwen3" and config.get("head_dim") is None:
+            config["head_dim"] = 128
+        given = read_heads(cls, {"sliding_window": 4096} | config)
+        if not given.get("use_sliding_window"):
+            given["sliding_window"] = None
         given["rope"] = read_rope(config, "head_dim", given["head_dim"])
         result = cls(**given, mlp_only_layers=read_list(config, "mlp_only_layers", range(2**16), ()))
         if result.num_experts:
             check_routing(result, result.num_experts)
-        kinds = ("full_attention", "sliding_attention")[: 1 + result.use_sliding_window]
+        kinds = ("full_attention", "sliding_attention")[: 1 + (result.sliding_window is not None)]
         layers, first = result.num_hidden_layers, result.max_window_layers
         default = [kinds[-1] if i >= first else kinds[0] for i in range(layers)]
         return dataclasses.replace(result, layer_types=read_list(config, "layer_types", kinds, default, layers))
@@ -1235,12 +1239,13 @@ ROPES = {"default": Rope}  # of each rope_type that this model can have: the blo
 
 
 def read_rope(
-    config: dict, field: str, size: int, interleaved: bool = False, rope_theta: float = 1e4, part: float | None = None
+    config: dict, field: str, size: int, interleaved=False, rope_theta: float | None = 1e4, part: float | None = None
 ) -> Rope:
     """The Rope of a config.json, whose `field` says that heads have `size` numbers. Its parameters stand in
     `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), or beside the other fields. As in
     transformers, the table wins, except for original_max_position_embeddings, which defaults to
-    max_position_embeddings. Heads turn whole, unless `part` is given: the default of partial_rotary_factor.
+    max_position_embeddings. `rope_theta` is the default, None if there is none. Heads turn whole, unless `part` is
+    given: the default of partial_rotary_factor.
 
     Raises InputError for a missing or impossible value and, by name, for what is not supported.
     """

@@ -95,12 +95,12 @@ class Config:
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int = 0  # from_dict sets this and the next two
-    head_dim: int = 0
-    rope: Rope | None = None
+    num_key_value_heads: int
+    head_dim: int
+    num_experts: int  # 0: all layers have an MLP
+    num_experts_per_tok: int
+    rope: Rope | None = None  # from_dict sets it
     intermediate_size: int = 0  # without experts
-    num_experts: int = 0  # 0: all layers have an MLP
-    num_experts_per_tok: int = 8
     moe_intermediate_size: int = 512  # of an expert
     shared_expert_intermediate_size: int = 512
     linear_num_key_heads: int = 16
@@ -143,15 +143,13 @@ class Config:
             norm_topk_prob=(text.get("norm_topk_prob", True), (True,)),
         )
         is_mixture = kind != "qwen3_5_text"
-        defaults = {"head_dim": 256, "num_experts": 256}
+        defaults = {"head_dim": 256, "num_experts": 256, "num_experts_per_tok": 8}
         if kind == "qwen3_next":
             defaults |= {"num_experts": 512, "num_experts_per_tok": 10}
-        tied = {"tie_word_embeddings": config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))}
+        tied = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}  # of text_config it does not count
         given = defaults | text | tied | {"model_type": kind, "prefix": None, "packed_experts": None}
         given |= {"has_extra_layer": "mtp.fc.weight" in names, "uses_extra_layer": False}
-        if not is_mixture:
-            given |= {"num_experts": 0}
-        given = read_heads(cls, given)
+        given = read_heads(cls, given | ({"intermediate_size": None} if is_mixture else {"num_experts": 0}))
         if not is_mixture and not given.get("intermediate_size"):
             raise InputError("config.json: intermediate_size is missing")
         if is_nested:
@@ -1433,12 +1431,13 @@ ROPES = {"default": Rope}  # of each rope_type that this model can have: the blo
 
 
 def read_rope(
-    config: dict, field: str, size: int, interleaved: bool = False, rope_theta: float = 1e4, part: float | None = None
+    config: dict, field: str, size: int, interleaved=False, rope_theta: float | None = 1e4, part: float | None = None
 ) -> Rope:
     """The Rope of a config.json, whose `field` says that heads have `size` numbers. Its parameters stand in
     `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), or beside the other fields. As in
     transformers, the table wins, except for original_max_position_embeddings, which defaults to
-    max_position_embeddings. Heads turn whole, unless `part` is given: the default of partial_rotary_factor.
+    max_position_embeddings. `rope_theta` is the default, None if there is none. Heads turn whole, unless `part` is
+    given: the default of partial_rotary_factor.
 
     Raises InputError for a missing or impossible value and, by name, for what is not supported.
     """
