@@ -1,11 +1,11 @@
 """Llama 4 inference in JAX: the whole model in one file.
 
-It covers the text of `Llama4ForConditionalGeneration` and `Llama4ForCausalLM` of transformers: Scout (16 experts) and
-Maverick (128). The vision tower is left out on purpose. The file has three parts. "The model" is what makes this a
-Llama 4: its configuration, its weights, its layers. "Running it" is the rest in plain JAX: sharding, prefill and
-decoding, attention over the cache, int8. "Fast on each machine" is the appendix: kernels, and what compilers need to be
-told. The last two consist of blocks that other models have too, with options that not every model uses. The file needs
-only jax and numpy.
+It covers the text of `Llama4ForConditionalGeneration` and `Llama4ForCausalLM` of transformers: Scout (16 experts),
+Maverick (128) and Llama Guard 4 (none). The vision tower is left out on purpose. The file has three parts. "The model"
+is what makes this a Llama 4: its configuration, its weights, its layers. "Running it" is the rest in plain JAX:
+sharding, prefill and decoding, attention over the cache, int8. "Fast on each machine" is the appendix: kernels, and
+what compilers need to be told. The last two consist of blocks that other models have too, with options that not every
+model uses. The file needs only jax and numpy.
 
 Differs from llama3 in: `feed_forward`, which has experts in some layers; `attention`, which has rope and attends within
 chunks in some layers, and in the others scales queries by `attention_temperature`; `Config`, which says what each layer
@@ -89,11 +89,11 @@ class Config:
     num_attention_heads: int
     intermediate_size_mlp: int  # of a layer without experts
     num_local_experts: int
-    attention_chunk_size: int
     num_experts_per_tok: int
     num_key_value_heads: int
     head_dim: int
     rope: Rope | None = None  # from_dict sets it
+    attention_chunk_size: int | None = None  # None: no layer has chunks
     interleave_moe_layer_step: int = 1
     no_rope_layer_interval: int = 4
     moe_layers: tuple[int, ...] = ()  # the layers with experts
@@ -131,7 +131,9 @@ class Config:
             "no_rope_layers": text.get("no_rope_layers") or None,
             "tie_word_embeddings": config.get("tie_word_embeddings", False),
         }
-        given = read_heads(cls, text)
+        if text.get("moe_layers") == []:  # as in Llama Guard 4, whose counts of experts are 0
+            text |= dict.fromkeys(("interleave_moe_layer_step", "num_local_experts", "num_experts_per_tok"), 1)
+        given = read_heads(cls, {"attention_chunk_size": 8192} | text)
         given["rope"] = read_rope(text, "head_dim", given["head_dim"], interleaved=True, rope_theta=500000.0)
         # FP8 checkpoints, and those converted from them, have a tensor for each expert.
         is_packed = not any(".experts.0." in name for name in names)
@@ -142,8 +144,10 @@ class Config:
         moe_layers = read_list(text, "moe_layers", range(2**16), range(step - 1, layers, step))
         has_rope = [int((i + 1) % result.no_rope_layer_interval != 0) for i in range(layers)]
         has_rope = read_list(text, "no_rope_layers", (0, 1), has_rope, layers)
-        kinds = ("full_attention", "chunked_attention")
-        types = read_list(text, "layer_types", kinds, [kinds[i] for i in has_rope], layers)
+        kinds, has_chunks = ("full_attention", "chunked_attention"), result.attention_chunk_size is not None
+        types = read_list(text, "layer_types", kinds, [kinds[i and has_chunks] for i in has_rope], layers)
+        if kinds[1] in types and not has_chunks:
+            raise InputError("config.json: attention_chunk_size is missing")
         return dataclasses.replace(result, moe_layers=moe_layers, no_rope_layers=has_rope, layer_types=types)
 
     def mask(self, layer: int) -> Mask:

@@ -126,3 +126,30 @@ def test_chunks_of_any_length(tmp_path):
         reference = save_random(tmp_path / str(chunk), model_class, config)
         prompts = random_prompts(200, 36, 37, 38)
         assert_matches(reference, prompts, decode(llama4, tmp_path / str(chunk), prompts, max_new_tokens=8))
+
+
+@pytest.mark.parametrize(
+    ("options", "mesh"),
+    [
+        ({"interleave_moe_layer_step": 0, "num_local_experts": 0, "num_experts_per_tok": 0}, (1, 2, 2)),
+        ({"attention_chunk_size": None, "no_rope_layers": [1, 0, 1, 1], "attn_temperature_tuning": False}, (1, 1, 3)),
+    ],
+    ids=["as Llama Guard 4", "no chunks"],
+)
+def test_no_layer_has_experts(tmp_path, options, mesh):
+    """Without the list layer_types, than which releases are older."""
+
+    def rewrite(raw):
+        return raw | {"text_config": {name: x for name, x in raw["text_config"].items() if name != "layer_types"}}
+
+    _, model_class, config = llama_4_with_vision(moe_layers=[], **options)
+    reference = save_random(tmp_path, model_class, config, rewrite=rewrite)
+    assert not [
+        name for name in llama4.convert.open_checkpoint(tmp_path).tensors if "expert" in name or "router" in name
+    ]
+    prompts = random_prompts(200, 36, 5)
+    assert_matches(reference, prompts, decode(llama4, tmp_path, prompts, mesh, max_new_tokens=8))
+    llama4.convert.convert(tmp_path, tmp_path / "int8", "float32", "int8")
+    converted = decode(llama4, tmp_path / "int8", prompts, mesh, max_new_tokens=8)
+    loaded = decode(llama4, tmp_path, prompts, mesh, quantize="int8", max_new_tokens=8)
+    assert [[token.id for token in row] for row in converted] == [[token.id for token in row] for row in loaded]
