@@ -1,10 +1,11 @@
 """GPT-2 inference in JAX: the whole model in one file, and the simplest one of this repository.
 
 It covers `GPT2LMHeadModel` of transformers: GPT-2 from 124M to 1.5B parameters (Radford et al. 2019, "Language Models
-are Unsupervised Multitask Learners") and DistilGPT2. The file has three parts. "The model" is what makes this a GPT-2:
-its configuration, its weights, its layers. "Running it" is the rest in plain JAX: sharding, decoding, attention over
-the cache, int8. "Fast on each machine" is the appendix: kernels, and what compilers need to be told. The last two
-consist of blocks that other models have too, with options that not every model uses. The file needs only jax and numpy.
+are Unsupervised Multitask Learners"), DistilGPT2 and Cerebras-GPT. The file has three parts. "The model" is what makes
+this a GPT-2: its configuration, its weights, its layers. "Running it" is the rest in plain JAX: sharding, decoding,
+attention over the cache, int8. "Fast on each machine" is the appendix: kernels, and what compilers need to be told. The
+last two consist of blocks that other models have too, with options that not every model uses. The file needs only jax
+and numpy.
 
     config = Config.from_dict(json.loads(Path("config.json").read_text()))
     mesh = make_mesh(tp=jax.device_count())
@@ -66,6 +67,8 @@ class Config:
     n_head: int
     n_inner: int = 0  # from_dict sets it
     layer_norm_epsilon: float = 1e-5
+    activation_function: str = "gelu_new"  # the tanh form of gelu; "gelu" is the exact one
+    scale_attn_by_inverse_layer_idx: bool = False  # scores of layer i are divided by i + 1 too
     prefix: str = ""  # of all tensors' names: transformers writes "transformer.", OpenAI's releases have none
 
     tie_word_embeddings = True  # a constant
@@ -83,9 +86,8 @@ class Config:
         """
         check_supported(
             model_type=(config.get("model_type"), ("gpt2",)),
-            activation_function=(config.get("activation_function", "gelu_new"), ("gelu_new",)),
+            activation_function=(config.get("activation_function", "gelu_new"), ("gelu_new", "gelu")),
             scale_attn_weights=(config.get("scale_attn_weights", True), (True,)),
-            scale_attn_by_inverse_layer_idx=(config.get("scale_attn_by_inverse_layer_idx", False), (False,)),
             tie_word_embeddings=(config.get("tie_word_embeddings", True), (True,)),
         )
         prefix = "transformer." if any(name.startswith("transformer.") for name in names) else ""
@@ -161,9 +163,9 @@ def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
 
 
 @jax.named_scope("attention")  # the name in a profiler's trace
-def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, config: Config):
-    """The first half of a layer, on x [B T, D] at positions [B, T]: norm, attention, residual. Returns the new x and
-    the new cache.
+def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, config: Config, scale: Array):
+    """The first half of a layer, on x [B T, D] at positions [B, T]: norm, attention, residual. `scale` is the factor of
+    scores. Returns the new x and the new cache.
 
     `attend(q, k, v, cache, positions, mask)` is cached_attention; `step` binds its other arguments. q [B, T, N, H] is
     scaled already; k and v are float32 [B, T, N, H]. It returns the attention output [B, T, N H], and this layer's
@@ -171,7 +173,7 @@ def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, co
     """
     h = layer_norm(x, w["attention_norm"], w["attention_norm_bias"], config.layer_norm_epsilon)
     q, k, v = split_heads(linear(h, w["qkv"], w["qkv_bias"]).reshape(*positions.shape, -1), config)
-    q = (q * config.head_dim**-0.5).astype(x.dtype)  # scales the attention scores
+    q = (q * scale).astype(x.dtype)
     out, cache = attend(q, k, v, cache, positions, config.mask(layer=0))  # the same in all layers
     x = x + jax.lax.psum(linear(out.reshape(len(x), -1), w["o"]).astype(x.dtype), MODEL_AXES)
     return x + w["o_bias"], cache  # after the psum; otherwise it is added X times
@@ -179,9 +181,10 @@ def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, co
 
 @jax.named_scope("mlp")
 def feed_forward(x: Array, w: dict, config: Config) -> Array:
-    """The second half of a layer, on x [B T, D]: norm, MLP, residual. The activation is the tanh form of gelu."""
+    """The second half of a layer, on x [B T, D]: norm, MLP, residual."""
     h = layer_norm(x, w["mlp_norm"], w["mlp_norm_bias"], config.layer_norm_epsilon)
-    h = jax.nn.gelu(linear(h, w["up"], w["up_bias"]), approximate=True).astype(x.dtype)
+    h = linear(h, w["up"], w["up_bias"])
+    h = jax.nn.gelu(h, approximate=config.activation_function == "gelu_new").astype(x.dtype)
     return x + jax.lax.psum(linear(h, w["down"]).astype(x.dtype), MODEL_AXES) + w["down_bias"]
 
 
@@ -193,8 +196,8 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCac
     """
 
     @jax.jit
-    def layer(x, w, layer_cache):
-        x, layer_cache = attention(x, w, layer_cache, positions, attend, config)
+    def layer(x, w, layer_cache, scale):
+        x, layer_cache = attention(x, w, layer_cache, positions, attend, config, scale)
         return feed_forward(x, w, config), layer_cache
 
     x = embed(tokens, weights, config)
@@ -204,7 +207,8 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCac
     x = (x + linear(one_hot, weights["position_embedding"]).astype(x.dtype)).reshape(-1, config.n_embd)
     cache = list(cache)  # the caller's list stays as it is
     for i, w in enumerate(weights["layers"]):
-        x, cache[i] = layer(x, w, cache[i])
+        divisor = i + 1 if config.scale_attn_by_inverse_layer_idx else 1
+        x, cache[i] = layer(x, w, cache[i], config.head_dim**-0.5 / divisor)
     return x.reshape(*tokens.shape, -1), cache
 
 

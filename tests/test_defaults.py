@@ -16,6 +16,7 @@ VALUES = {  # of configuration classes' fields: nowhere the default, and the gro
     "vocab_size": 331, "hidden_size": 72, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 6,
     "num_key_value_heads": 3, "head_dim": 16, "rms_norm_eps": 0.1, "max_position_embeddings": 777, "mlp_bias": True,
     "n_embd": 72, "n_layer": 5, "n_head": 6, "n_inner": 101, "n_positions": 99, "layer_norm_epsilon": 0.1,
+    "activation_function": "gelu",
     "moe_intermediate_size": 24, "n_routed_experts": 16, "n_shared_experts": 3, "num_experts_per_tok": 5,
     "kv_lora_rank": 32, "q_lora_rank": 40, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20,
     "first_k_dense_replace": 2, "routed_scaling_factor": 3.5, "n_group": 4, "topk_group": 2, "sliding_window": 50,
@@ -30,7 +31,7 @@ VALUES = {  # of configuration classes' fields: nowhere the default, and the gro
 }  # fmt: skip
 SWITCHES = (  # the other way than they are by default
     "attention_bias", "norm_topk_prob", "rope_interleave", "use_qk_norm", "use_sliding_window",
-    "attn_temperature_tuning", "tie_word_embeddings",
+    "attn_temperature_tuning", "tie_word_embeddings", "scale_attn_by_inverse_layer_idx",
 )  # fmt: skip
 REFUSED = {  # what a folder does not have
     "deepseek": ("mlp_bias",), "gemma": ("attention_bias", "tie_word_embeddings"), "gpt2": ("tie_word_embeddings",),

@@ -36,6 +36,20 @@ def test_a_released_checkpoint(released, capsys):
     assert "left out 4 tensors of the checkpoint: the causal mask" in err and "left out 1 tensors" in err
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_function": "gelu"},
+        {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True, "n_layer": 4},
+    ],
+    ids=["Cerebras-GPT", "Stanford"],
+)
+def test_relatives(tmp_path, options):
+    reference = save_random(tmp_path, *gpt_2(**options)[1:])
+    prompts = random_prompts(70, 3)
+    assert_matches(reference, prompts, decode(gpt2, tmp_path, prompts, (1, 1, 2), max_new_tokens=5), atol=1e-4)
+
+
 @pytest.mark.parametrize("draft", [None, "lookup"])
 def test_all_positions(released, draft):
     """The last position, and drafts and pieces of prefill that reach beyond it."""
@@ -80,7 +94,7 @@ def test_converted(released, tmp_path, monkeypatch, quantize):
     [
         ({"activation_function": "relu"}, "activation_function 'relu' is not supported"),
         ({"scale_attn_weights": False}, "scale_attn_weights False"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
+        ({"scale_attn_by_inverse_layer_idx": 2}, "scale_attn_by_inverse_layer_idx cannot be 2"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings False"),
         ({"n_head": 7}, "n_head 7 does not divide n_embd 96"),
         ({"n_embd": None}, "n_embd is missing"),
