@@ -1,11 +1,11 @@
 """DeepSeek inference in JAX: the whole model in one file.
 
 It covers `DeepseekV3ForCausalLM` and `DeepseekV2ForCausalLM` of transformers: DeepSeek V2, V2-Lite, V3, V3.1 and R1,
-Moonlight, Kimi K2. Their layer of multi-token prediction is loaded to draft tokens alone. The file has three parts.
-"The model" is what makes this a DeepSeek: its configuration, its weights, its layers. "Running it" is the rest in plain
-JAX: sharding, decoding, attention over the cache, int8. "Fast on each machine" is the appendix: kernels, and what
-compilers need to be told. The last two consist of blocks that other models have too, with options that not every model
-uses. The file needs only jax and numpy.
+Moonlight, Kimi K2 to K2.7. Their layer of multi-token prediction is loaded to draft tokens alone. The file has three
+parts. "The model" is what makes this a DeepSeek: its configuration, its weights, its layers. "Running it" is the rest
+in plain JAX: sharding, decoding, attention over the cache, int8. "Fast on each machine" is the appendix: kernels, and
+what compilers need to be told. The last two consist of blocks that other models have too, with options that not every
+model uses. The file needs only jax and numpy.
 
 Differs from llama3 in: `attention` and the cache, which are latent; `feed_forward`, which has experts in all but the
 first layers, with `mlp`, `route`, `weighed` and `activation`; `softmax_scale`, which knows yarn; and `predict`, with
@@ -118,8 +118,8 @@ class Config:
 
     @classmethod
     def from_dict(cls, config: dict, names: Collection[str] = ()) -> Config:
-        """Reads the dict of a config.json, as transformers 4 or 5 writes it. Kimi K2.5 nests the text model's, which is
-        as Kimi K2's. The names of the checkpoint's tensors tell whether it has an extra layer.
+        """Reads the dict of a config.json, as transformers 4 or 5 writes it. From K2.5 on, Kimi nests the text model's,
+        which is as Kimi K2's. The names of the checkpoint's tensors tell whether it has an extra layer.
 
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """

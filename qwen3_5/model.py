@@ -1,12 +1,12 @@
 """Qwen3.5 inference in JAX: the whole model in one file.
 
 It covers `Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM` and `Qwen3NextForCausalLM` of transformers, and the text models
-of the releases that nest them beside a vision tower: Qwen3.5 from 0.8B to 27B, Qwen3.5-35B-A3B and larger mixtures,
-Qwen3-Next-80B-A3B and Qwen3-Coder-Next. The file has three parts. "The model" is what makes this a Qwen: its
-configuration, its weights, its layers. "Running it" is the rest in plain JAX: sharding, prefill and decoding, attention
-over the cache, the delta rule, int8. "Fast on each machine" is the appendix: kernels, and what compilers need to be
-told. The last two consist of blocks that other models have too, with options that not every model uses. The file needs
-only jax and numpy.
+of the releases that nest them beside a vision tower: Qwen3.5 from 0.8B to 27B, 35B-A3B and larger mixtures, Qwen3.6 and
+3.8 of the same sizes, Qwen3-Next-80B-A3B and Qwen3-Coder-Next. The file has three parts. "The model" is what makes this
+a Qwen: its configuration, its weights, its layers. "Running it" is the rest in plain JAX: sharding, prefill and
+decoding, attention over the cache, the delta rule, int8. "Fast on each machine" is the appendix: kernels, and what
+compilers need to be told. The last two consist of blocks that other models have too, with options that not every model
+uses. The file needs only jax and numpy.
 
 Differs from qwen3 in: `delta_net`, which stands in the place of attention in three of four layers, and keeps a state
 instead of keys and values; `attention`, whose outputs have a gate, and whose heads turn by a quarter; norms, which

@@ -1,6 +1,7 @@
 """What deepseek/ and glm4_flash/ alone have: FP8 in blocks, the layer of multi-token prediction, what their config.json
 may not say."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from helpers import (
 )
 from safetensors.torch import load_file, save_file
 from test_parity import YARN, deepseek, deepseek_2, deepseek_3, flash, glm4_flash, random_prompts
+from transformers import CONFIG_MAPPING
 
 SCALED = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SCALED += ("q_proj", "k_proj", "v_proj")
@@ -207,3 +209,17 @@ def test_latents_of_2048_numbers_in_bfloat16(tmp_path):
     (prompt,) = random_prompts(7)
     ((token, _),) = decode(deepseek, tmp_path, [prompt], dtype="bfloat16", max_new_tokens=2)
     assert token.logprob == pytest.approx(reference_logprobs(reference, prompt, [token.id])[0, token.id], abs=0.3)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("deepseek-r1", 671), ("moonlight-16b-a3b", 16), ("kimi-k2.6", 1027)])
+def test_a_released_configuration(name, billions):
+    """Is what transformers' class makes of it, and has as many weights as its model card says."""
+    raw, read = (
+        json.loads((ROOT / "deepseek" / "configs" / f"{name}.json").read_text()),
+        deepseek.model.Config.from_dict,
+    )
+    reference = CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(raw))
+    config = read(raw)
+    assert config == read(json.loads(reference.to_json_string()))
+    count = sum(np.prod(s) for w in jax.tree.leaves(deepseek.model.weights_of(config)) for s in w.tensors().values())
+    assert count / 1e9 == pytest.approx(billions, rel=0.03)
