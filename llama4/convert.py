@@ -119,28 +119,35 @@ class Scaled(NamedTuple):
         """`x_scale_inv` or `x_scale` has a scale for each block, for each row, or one for all."""
         of_weights = groups_of(quantization)
         given = [of_group.get(key) for of_group in of_weights for key in ("weight_block_size", "block_structure")]
-        block = next((sizes for sizes in given if sizes is not None), [128, 128])
+        given = [sizes for sizes in given if sizes is not None]
+        block = given[0] if given else [128, 128]
         if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**31 for n in block)):
             raise InputError(f"{folder}: weight_block_size {block!r:.40} is not two numbers, of rows and columns")
+        scales = [tensor.shape for name, tensor in found.items() if name.endswith("_scale")]
+        by_row = any(len(shape) == 2 and shape[0] > shape[1] == 1 for shape in scales)
+        has_one_scale = not by_row or "tensor" in [of_group.get("strategy") for of_group in of_weights]
         for name in [name for name, tensor in found.items() if tensor.dtype in (ml_dtypes.float8_e4m3fn, np.int8)]:
             values, ending = found[name], "_scale_inv" if f"{name}_scale_inv" in found else "_scale"
-            scale, (*rows, columns) = found.pop(name + ending, None), values.shape
-            if scale is None or (len(rows) != 1 and values.kind != "I8"):
-                raise InputError(f"{folder}: {name:.200} is in {values.kind} and no matrix with a {ending} beside it")
-            blocks = [-(-size // n) for size, n in zip(values.shape, block, strict=False)]
-            if scale.dtype not in DTYPES.values():
-                raise InputError(f"{folder}: {name:.200}{ending} has {scale.kind:.40}, and not a float's dtype")
-            if scale.shape in (tuple(rows), (*rows, 1)) and values.kind == "I8":
-                found[name] = Int8Rows(values, scale._replace(shape=tuple(rows)))
-            elif scale.shape in (tuple(rows), (*rows, 1)):
-                found[name] = Scaled(values, scale._replace(shape=(*rows, 1)), (1, max(columns, 1)))
-            elif math.prod(scale.shape) == 1 == len(rows):
-                found[name] = Scaled(values, scale._replace(shape=(1, 1)), values.shape)
-            elif scale.shape == tuple(blocks) and values.kind != "I8":
+            scale, rows, is_int8 = found.pop(name + ending, None), values.shape[:-1], values.kind == "I8"
+            if scale is None or (len(rows) != 1 and not is_int8):
+                what = f"{'int8' if is_int8 else 'FP8'} and no matrix with a weight_scale_inv or weight_scale"
+                raise InputError(f"{folder}: {name:.200} is in {what}")
+            by_block = [-(-size // n) for size, n in zip(values.shape, block, strict=False)]
+            shape = scale.shape if scale.dtype in DTYPES.values() else None
+            if is_int8 and shape in (rows, (*rows, 1)):
+                found[name] = Int8Rows(values, scale._replace(shape=rows))
+            elif shape == (*rows, 1):
+                found[name] = Scaled(values, scale, (1, max(values.shape[1], 1)))
+            elif shape == tuple(by_block) and (given or ending == "_scale_inv") and not is_int8:
                 found[name] = Scaled(values, scale, tuple(block))
+            elif len(rows) == 1 and (shape in ((), (1,)) or (shape == (1, 1) and has_one_scale)):
+                found[name] = Scaled(values, scale._replace(shape=(1, 1)), values.shape)
             else:
-                wanted = f"{list(rows)} for rows" + f" or {blocks} for blocks of {block}" * (values.kind != "I8")
-                raise InputError(f"{folder}: {name:.200}{ending} has {list(scale.shape)}, not {wanted}")
+                wanted = f"a scale a row asks for float32 {[*rows, 1]}"
+                if ending == "_scale_inv":
+                    wanted = f"blocks of {block} ask for float32 {by_block}"
+                has = f"{scale.kind:.40} {list(scale.shape)}"
+                raise InputError(f"{folder}: {name:.200}{ending} has {has}, and {wanted}")
 
     def read(self, *index: slice | int) -> np.ndarray:
         places = (*index, slice(None), slice(None))
