@@ -231,7 +231,8 @@ def ropes_by_kind(config: dict, head_dim: int, global_head_dim: int) -> tuple[Ro
         raise InputError(f"config.json: rope_parameters must be a table, not {tables!r:.40}")
     read = partial(read_rope, rope_theta=None)  # as in transformers, each table has its own
     local, full = ({"rope_parameters": tables.get(kind)} for kind in LAYER_TYPES)
-    return read(local, "head_dim", head_dim), read(full, "global_head_dim", global_head_dim)
+    rope = read(full, "global_head_dim", global_head_dim)
+    return read(local, "head_dim", head_dim), rope
 
 
 def weights_of(config: Config) -> dict:
