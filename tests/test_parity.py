@@ -1,9 +1,11 @@
 """Greedy tokens and float32 log-probabilities of every folder against transformers' own classes."""
 
+import copy
 from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from helpers import as_transformers_4, assert_matches, decode, import_folder, save_random
 from transformers import (
     DeepseekV2Config,
@@ -530,6 +532,15 @@ def checkpoints(tmp_path_factory):
     return get
 
 
+def in_float64(reference, monkeypatch):
+    """A copy of the reference model that computes in float64 also where its class casts to float32."""
+    reference = copy.deepcopy(reference).double()
+    reference.set_experts_implementation("eager")  # the others have no float64
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    return reference
+
+
 def random_prompts(*lengths):
     rng = np.random.default_rng(sum(lengths))
     return [rng.integers(0, SMALL["vocab_size"], length).tolist() for length in lengths]
@@ -596,6 +607,8 @@ def test_unequal_prompts_in_one_batch(checkpoints, name, mesh, monkeypatch):
 def test_long_prompt_and_a_long_answer(checkpoints, name, monkeypatch):
     """Many pieces of prefill, then decoding over several blocks of the cache: of one row, and of more than 8."""
     modules, path, reference = checkpoints(name)
+    if name == "qwen3.5 moe":  # transformers' float32 is up to 2e-3 from its float64 here, on some CPUs
+        reference = in_float64(reference, monkeypatch)
     prompts = random_prompts(1100)
     assert_matches(reference, prompts, decode(modules, path, prompts, max_new_tokens=4))
     monkeypatch.setattr(modules.model, "PREFILL_PIECE", 32)
