@@ -455,16 +455,19 @@ def is_less_by_words(tensors: list[Gptq], meta: object) -> bool:
 
     If `meta` does not say, numbers do. The two readings differ behind a zero of 0. Where they agree, we count which
     zeros stand beside groups of which mean code; where they differ, the reading wins that makes such pairs likely.
+    AutoGPTQ itself wrote 15 over the rest of a word behind a zero of 0. What stood there is lost.
     """
     if isinstance(meta, dict) and "gptqmodel" in str(meta.get("quantizer")):
         return True
-    seen, pairs = np.full((16, 16), 0.1), [np.zeros((3, 0), int)]
+    seen, pairs, is_lost = np.full((16, 16), 0.1), [np.zeros((3, 0), int)], True
     for tensor in tensors:
         one, other = tensor.zeros(), dataclasses.replace(tensor, less=0, words_less=0x11111111).zeros()
         words = np.unique(np.flatnonzero((one != other).any(axis=1)) // 8)[:64]  # of each tensor enough
         rows = [row for word in words for row in range(8 * word, min(8 * word + 8, len(one)))]
         if not rows:
             continue
+        is_0 = np.pad(one == 0, [(0, -len(one) % 8), (0, 0)], constant_values=True).reshape(-1, 8, one.shape[1])
+        is_lost &= bool((is_0[:, :-1] <= is_0[:, 1:]).all())  # in no word something else follows
         places = np.arange(tensor.shape[1]) // tensor.group if tensor.places is None else tensor.places
         of_group = np.eye(one.shape[1], dtype=np.float32)[places]
         means = np.rint(tensor.codes(rows).astype(np.float32) @ of_group / np.maximum(of_group.sum(0), 1)).astype(int)
@@ -473,9 +476,9 @@ def is_less_by_words(tensors: list[Gptq], meta: object) -> bool:
         pairs.append(np.stack([one, other, means])[:, one != other])
     one, other, means = np.concatenate(pairs, axis=1)
     evidence = np.log(seen[other, means] / seen[one, means]).sum()
-    if len(one) and abs(evidence) < 3:  # the other reading is likelier than 1 in 20
-        what = f"{len(one)} zeros of GPTQ can be read in two ways, and neither numbers nor `meta` tell which"
-        print(f"note: {what}; answers may be wrong", file=sys.stderr)
+    if len(one) and (is_lost or abs(evidence) < 3) and jax.process_index() == 0:  # odds of less than 20 to 1
+        why = "seem to be lost" if is_lost else "can be read in two ways, and neither numbers nor `meta` tell which"
+        print(f"note: {len(one)} zeros of GPTQ {why}; answers may be wrong", file=sys.stderr)
     return evidence > 0
 
 
@@ -666,8 +669,8 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
             what = "weights in 4 bits, and config.json has no quantization_config"
             remedy = "download config.json again"
             if "quantize_config.json" in names:
-                what, remedy = "GPTQ of 2023", 'make quantize_config.json, with "quant_method": "gptq", config.json\'s'
-                remedy += " quantization_config"
+                what, remedy = "GPTQ of 2023", "copy quantize_config.json into config.json as its quantization_config"
+                remedy += ', with "quant_method": "gptq" added'
             raise InputError(f"{folder}: {what}; {remedy}")
     with_absent = config_of(raw_config, [*found, *absent], False)
     skipped = {name: model.left_out(name, with_absent) for name in absent}
@@ -708,25 +711,22 @@ def config_of(raw_config: dict, names: Iterable[str], extra_layer: bool) -> Conf
 def unpack_experts(found: dict, weight: Weight) -> None:
     """Finds each expert's matrices in the one tensor of all, [experts, output, input], that transformers 5 writes."""
     parts = {name: rows for part in weight.parts for name, rows in part.tensors.items()}
-    module = next(iter(parts)).partition(".{}")[0]
-    name = f"{module}.{'gate_up_proj' if len(parts) > 1 else 'down_proj'}"
-    packed, first = found.get(name), 0
-    shape = (weight.experts, *weight.shape(sum(parts.values())))
-    if packed is None or packed.shape != shape:
+    name = f"{next(iter(parts)).partition('.{}')[0]}.{'gate_up_proj' if len(parts) > 1 else 'down_proj'}"
+    packed, shape = found.get(name), (weight.experts, *weight.shape(sum(parts.values())))
+    if packed is None or packed.shape != shape or packed.dtype not in DTYPES.values():
         return
-    row_bytes = packed.dtype.itemsize * shape[-1]
-    for e in range(weight.experts):
-        for part in parts:
-            of_part = weight.tensors()[weight.full_name(part, e)]
-            offset = packed.offset + first * row_bytes
-            found[weight.full_name(part, e)] = packed._replace(offset=offset, shape=of_part)
-            first += of_part[0]
     del found[name]
+    offset = packed.offset
+    for e in range(weight.experts):
+        for part, rows in parts.items():
+            of_part = weight.shape(rows)
+            found[weight.full_name(part, e)] = packed._replace(offset=offset, shape=of_part)
+            offset += math.prod(of_part) * packed.dtype.itemsize
 
 
 def weight_map_of(folder: Path) -> dict[str, str]:
-    """The file of each tensor: by the index, or model.safetensors. As in transformers, an index counts for nothing if
-    none of its files is there, and model.safetensors has all of its own tensors in the index."""
+    """The file of each tensor: by the index, or model.safetensors. An index is stale, and counts for nothing, if none
+    of its files is there while it names all tensors of model.safetensors. transformers never looks at such an index."""
     index, whole, weight_map = folder / INDEX, folder / "model.safetensors", None
     if index.is_file():
         weight_map = read_json(index).get("weight_map")

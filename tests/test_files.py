@@ -79,6 +79,35 @@ def test_gptq_zeros_of_0(tmp_path, store, family, is_quantized):
     assert_matches(reference, PROMPTS, decode(family()[0], tmp_path, PROMPTS, max_new_tokens=4))
 
 
+def by_zero_as_autogptq(zero):
+    """It shifts -1 as 32 bits into the word, which leaves nothing of the zeros behind."""
+    words = (zero - 1).astype(np.int64).astype(np.uint32).reshape(len(zero), -1, 8) << (
+        4 * np.arange(8, dtype=np.uint32)
+    )
+    return np.bitwise_or.reduce(words, axis=-1).view(np.int32)
+
+
+@pytest.mark.parametrize(("store", "is_lost"), [(by_zero, False), (by_word, False), (by_zero_as_autogptq, True)])
+def test_gptq_says_what_is_lost(tmp_path, capfd, store, is_lost):
+    save_gptq(tmp_path, llama, store, True, seed=3)
+    llama3.convert.open_checkpoint(tmp_path)
+    assert ("zeros of GPTQ seem to be lost" in capfd.readouterr().err) == is_lost
+
+
+def test_gptq_says_that_nothing_tells(capfd):
+    """One zero of 0 in a word, and behind it readings of 5 and of 6 that are as likely."""
+    words, codes = (np.array([[x]], np.uint32).view(np.int32) for x in (0x7777745F, 0x77777777))
+
+    class InMemory(np.ndarray):
+        def read(self, *index):
+            return self[index]
+
+    words, codes = (np.repeat(x, n, axis=1).view(InMemory) for x, n in ((words, 1), (codes, 8)))
+    tensor = llama3.convert.Gptq((8, 8), 8, codes, None, words, less=1)
+    llama3.convert.is_less_by_words([tensor], None)
+    assert "can be read in two ways" in capfd.readouterr().err
+
+
 def test_gptq_says_who_wrote_it(tmp_path):
     settings = {"meta": {"quantizer": ["optimum:1.24.0", "gptqmodel:1.4.1"]}}
     save_gptq(tmp_path, llama, by_word, True, seed=2, **settings)
@@ -245,7 +274,7 @@ def without_settings(folder):
         (scales_in(torch.float8_e4m3fn, torch.uint8), "weights in NVFP4 .* give the unquantized checkpoint"),
         (scales_in(torch.uint8, torch.float8_e4m3fn), "weights in MXFP8 .* give the unquantized checkpoint"),
         (without_settings, "no quantization_config; download config.json again"),
-        (lambda folder: [without_settings(folder), (folder / "quantize_config.json").touch()], "GPTQ of 2023; make"),
+        (lambda folder: [without_settings(folder), (folder / "quantize_config.json").touch()], "GPTQ of 2023; copy"),
     ],
 )
 def test_something_else(tmp_path, edit, words):
