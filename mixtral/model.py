@@ -90,12 +90,14 @@ class Config:
     rope: Rope | None = None
     sliding_window: int | None = None
     tie_word_embeddings: bool = False
+    moe_module: str = "block_sparse_moe"  # of a layer, in the names of the checkpoint's tensors
 
     n_group = topk_group = 1  # constants: `choose_experts` can limit the choice to some groups of experts
 
     @classmethod
     def from_dict(cls, config: dict, names: Collection[str] = ()) -> Config:
-        """Reads the dict of a config.json, as transformers 4 or 5 writes it. This model needs no `names` of tensors.
+        """Reads the dict of a config.json, as transformers 4 or 5 writes it. The `names` of the checkpoint's tensors
+        tell what a layer's experts are called: in transformers' class it is "mlp", in releases "block_sparse_moe".
 
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
@@ -103,7 +105,9 @@ class Config:
             model_type=(config.get("model_type"), ("mixtral",)),
             hidden_act=(config.get("hidden_act", "silu"), ("silu",)),
         )
-        given = read_heads(cls, config)
+        given = read_heads(cls, config | {"moe_module": None})
+        if any(".mlp.gate." in name for name in names):
+            given["moe_module"] = "mlp"
         result = cls(**given, rope=read_rope(config, "head_dim", given["head_dim"], rope_theta=1e6))
         check_routing(result, result.num_local_experts)
         return result
@@ -127,7 +131,7 @@ def weights_of(config: Config) -> dict:
     N, K = config.num_attention_heads, config.num_key_value_heads
 
     def layer(i):
-        attention, moe = f"model.layers.{i}.self_attn", f"model.layers.{i}.block_sparse_moe"
+        attention, moe = f"model.layers.{i}.self_attn", f"model.layers.{i}.{config.moe_module}"
         # A device has whole kv heads with their query heads. If R devices share a kv head, each has some of its query
         # heads, and all have a copy of its key and value rows.
         q, o = (Part({f"{attention}.{name}": N * H}, units=N, groups=K) for name in ("q_proj", "o_proj"))

@@ -123,7 +123,7 @@ class Config:
     @classmethod
     def from_dict(cls, config: dict, names: Collection[str] = ()) -> Config:
         """Reads the dict of a config.json, as transformers 5 writes it. The names of the checkpoint's tensors tell
-        which experts are packed, and whether there is a layer of multi-token prediction.
+        their prefix, which experts are packed, and whether there is a layer of multi-token prediction.
 
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
@@ -152,7 +152,8 @@ class Config:
         given = read_heads(cls, given | ({"intermediate_size": None} if is_mixture else {"num_experts": 0}))
         if not is_mixture and not given.get("intermediate_size"):
             raise InputError("config.json: intermediate_size is missing")
-        if is_nested:
+        # transformers keeps a nested release's names when it saves the text model alone.
+        if is_nested or "model.language_model.embed_tokens.weight" in names:
             given["prefix"] = "model.language_model."
         given["packed_experts"] = tuple(
             sorted(n.removesuffix(".down_proj") for n in names if n.endswith("experts.down_proj"))

@@ -13,7 +13,18 @@ from helpers import assert_matches, decode, import_folder, save_random
 from safetensors.torch import load_file, save_file
 from test_deepseek import as_fp8
 from test_four_bits import LINEAR, RELEASES, config_of, gptq, nibbles_first, pack_quantized, save_in_4_bits
-from test_parity import llama, llama3, qwen3, qwen_2, qwen_3_moe, random_prompts
+from test_parity import (
+    llama,
+    llama3,
+    mixtral_8,
+    qwen3,
+    qwen_2,
+    qwen_3_moe,
+    qwen_35_moe,
+    qwen_35_with_vision,
+    random_prompts,
+)
+from transformers import AutoModelForCausalLM
 
 PROMPTS = random_prompts(23, 3)
 
@@ -200,9 +211,10 @@ def save_index(folder, weight_map):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_packed_experts(tmp_path):
-    """As transformers 5 holds them; converted, too."""
-    folder, *reference = qwen_3_moe()
+@pytest.mark.parametrize("family", [qwen_3_moe, mixtral_8, qwen_35_moe])
+def test_experts_as_transformers_holds_them(tmp_path, family):
+    """In one tensor, under its own names; converted, too."""
+    folder, *reference = family()
     reference = save_random(tmp_path / "source", *reference)
     tensors = {name: x.contiguous() for name, x in reference.state_dict().items()}
     assert any(name.endswith("experts.gate_up_proj") for name in tensors)
@@ -210,6 +222,17 @@ def test_packed_experts(tmp_path):
     assert_matches(reference, PROMPTS, decode(folder, tmp_path / "source", PROMPTS, (1, 2, 2), max_new_tokens=4))
     folder.convert.convert(tmp_path / "source", tmp_path / "output", "float32")
     assert_matches(reference, PROMPTS, decode(folder, tmp_path / "output", PROMPTS, max_new_tokens=2))
+
+
+def test_the_text_model_of_a_nested_release(tmp_path):
+    """transformers saves it alone under the names that it has in the whole."""
+    folder, *reference = qwen_35_with_vision()
+    save_random(tmp_path / "whole", *reference)
+    text = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
+    shutil.copytree(tmp_path / "whole", tmp_path / "text")
+    text.save_pretrained(tmp_path / "text")
+    assert json.loads((tmp_path / "text" / "config.json").read_text())["model_type"] == "qwen3_5_text"
+    assert_matches(text, PROMPTS, decode(folder, tmp_path / "text", PROMPTS, max_new_tokens=4))
 
 
 def test_shards_and_their_index(tmp_path):
