@@ -53,9 +53,7 @@ METHODS = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "mxfp4", "awq"
 OURS = {  # config.json's quantization_config of what convert writes
     "int8": {"quant_method": "int8_per_channel"}, "int4": {"quant_method": "int4_in_groups", "group_size": 32},
 }  # fmt: skip
-SCALES_OF_ACTIVATIONS = (  # and of the cache
-    ".input_scale", ".input_scale_ub", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale",
-)  # fmt: skip
+SCALES_OF_ACTIVATIONS = re.compile(r"\.((input|output|[qkv]|kv|prob)_scale|input_scale_ub)$")  # and of the cache
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
 SMALL = 2**22  # loading checks weights with fewer numbers than this for NaN: norms, routers
@@ -109,17 +107,14 @@ class Scaled(NamedTuple):
     block: tuple[int, int]
 
     format, dtype, is_transposed = Plain, DTYPES["float32"], False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
+    shape = property(lambda self: self.values.shape)
 
     @staticmethod
-    def collect(folder: Path, found: dict, quantization: object) -> None:
+    def collect(folder: Path, found: dict, quantization: dict) -> None:
         """`x_scale_inv` or `x_scale` has a scale for each block, for each row, or one for all."""
         of_weights = groups_of(quantization)
-        given = [of_group.get(key) for of_group in of_weights for key in ("weight_block_size", "block_structure")]
-        given = [sizes for sizes in given if sizes is not None]
+        keys = "weight_block_size", "block_structure"
+        given = [of_group[key] for of_group in of_weights for key in keys if of_group.get(key) is not None]
         block = given[0] if given else [128, 128]
         if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**31 for n in block)):
             raise InputError(f"{folder}: weight_block_size {block!r:.40} is not two numbers, of rows and columns")
@@ -143,9 +138,8 @@ class Scaled(NamedTuple):
             elif len(rows) == 1 and (shape in ((), (1,)) or (shape == (1, 1) and has_one_scale)):
                 found[name] = Scaled(values, scale._replace(shape=(1, 1)), values.shape)
             else:
-                wanted = f"a scale a row asks for float32 {[*rows, 1]}"
-                if ending == "_scale_inv":
-                    wanted = f"blocks of {block} ask for float32 {by_block}"
+                by_block = f"blocks of {block} ask for float32 {by_block}"
+                wanted = by_block if ending == "_scale_inv" else f"a scale a row asks for float32 {[*rows, 1]}"
                 has = f"{scale.kind:.40} {list(scale.shape)}"
                 raise InputError(f"{folder}: {name:.200}{ending} has {has}, and {wanted}")
 
@@ -164,10 +158,7 @@ class Int8Rows(NamedTuple):
     scale: Stored
 
     format, dtype, is_transposed = Int8, DTYPES["float32"], False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
+    shape = property(lambda self: self.values.shape)
 
     def read(self, *index: slice | int) -> np.ndarray:
         rows = index[: len(self.shape) - 1]
@@ -201,10 +192,9 @@ class Mxfp4Blocks(NamedTuple):
         return (*self.exponents.shape[:-1], 32 * self.exponents.shape[-1])
 
     @classmethod
-    def collect(cls, folder: Path, found: dict, quantization: object) -> None:
+    def collect(cls, folder: Path, found: dict, quantization: dict) -> None:
         """Puts one tensor `x` in the place of `x_blocks` and `x_scales`."""
-        for name in [name.removesuffix("_blocks") for name in found if name.endswith("_blocks")]:
-            pairs, exponents = found.pop(f"{name}_blocks"), found.pop(f"{name}_scales", None)
+        for name, (pairs, exponents) in parts_of(found, "_blocks", "_scales"):
             sizes = exponents.shape if exponents and name not in found else ()
             if len(sizes) != 3 or pairs.shape != (*sizes, 16) or {pairs.kind, exponents.kind} != {"U8"}:
                 raise InputError(f"{folder}: {name:.200}_blocks and {name:.200}_scales are no MXFP4 of 8-bit numbers")
@@ -213,10 +203,7 @@ class Mxfp4Blocks(NamedTuple):
     def codes(self, *index: slice | int) -> np.ndarray:
         """The numbers of 4 bits, as uint8."""
         *rows, columns = (*index, *[slice(None)] * (3 - len(index)))
-        start, stop, _ = columns.indices(self.shape[-1])
-        pairs = self.pairs.read(*rows, slice(start // 32, -(-stop // 32)))
-        codes = nibbles(pairs).reshape(*pairs.shape[:-2], -1)
-        return codes[..., start % 32 : stop - start // 32 * 32]
+        return codes_of(lambda some: self.pairs.read(*rows, some).view("V16")[..., 0], columns, self.shape[-1], 32)
 
     def read(self, *index: slice | int) -> np.ndarray:
         *rows, columns = (*index, *[slice(None)] * (3 - len(index)))
@@ -282,12 +269,12 @@ class InGroups:
         yield on_devices(held.values, weight, codes, held.packed, n, np.dtype(np.uint8), order=held.ordered_values)
         group, part = held.shape[-1] // held.ordered(held.scale.shape)[-1], weight.parts[0]
         step = math.gcd(group, part.layout()[2]) if weight.split == 1 and part.units else group  # units are not cut
+        n = group // step
         for array, field in ((held.scale, "scales"), (held.zero, "zeros")):
             if array is not None:
                 readers = {name: functools.partial(tensor.of_groups, field, step) for name, tensor in tensors.items()}
-                n = group // step
                 yield on_devices(
-                    array, with_columns(weight, step), readers, lambda x, n=n: x[..., ::n], n, order=held.ordered
+                    array, with_columns(weight, step), readers, lambda x: x[..., ::n], n, order=held.ordered
                 )
 
     def of_groups(self, field: str, group: int, *index: slice | int) -> np.ndarray:
@@ -297,10 +284,21 @@ class InGroups:
         return getattr(self, field)(*rows)[..., places]
 
 
-def nibbles(words: np.ndarray) -> np.ndarray:
-    """Words or bytes [.., n] as their codes of 4 bits, uint8, the lowest first: 8 n of int32, 2 n of uint8."""
-    pairs = np.ascontiguousarray(words).view(np.uint8)
-    return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], -1)
+def codes_of(words, wanted: slice, size: int, n: int = 8, order=slice(None)) -> np.ndarray:
+    """Codes of 4 bits, those `wanted` of `size`: uint8 [.., codes]. `words` reads some of the words [.., size / n] that
+    hold n codes each, from the lowest bits on, or in an `order` of their own."""
+    start, stop, _ = wanted.indices(size)
+    words = np.ascontiguousarray(words(slice(start // n, -(-stop // n))))
+    pairs = words.view(np.uint8)
+    codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*words.shape, n)[..., order]
+    return codes.reshape(*words.shape[:-1], -1)[..., start % n : stop - start // n * n]
+
+
+def parts_of(found: dict, *endings: str) -> Iterator[tuple[str, list[Stored | None]]]:
+    """Takes out of `found` what stands there in several tensors: the name without the endings, and a tensor for each
+    ending, None for one that is not there. The first always is."""
+    for name in [name.removesuffix(endings[0]) for name in found if name.endswith(endings[0])]:
+        yield name, [found.pop(name + ending, None) for ending in endings]
 
 
 class PackQuantized(InGroups):
@@ -308,37 +306,31 @@ class PackQuantized(InGroups):
     8 codes in the lowest bits, `x_scale` [.., O, C / group], `x_shape`, and `x_zero_point` int32 [O / 8, C / group]."""
 
     @classmethod
-    def collect(cls, folder: Path, found: dict, quantization: object) -> None:
-        for name in [name.removesuffix("_packed") for name in found if name.endswith("_packed")]:
-            words, shape, scale, zero, g_idx = (
-                found.pop(f"{name}_{part}", None) for part in ("packed", "shape", "scale", "zero_point", "g_idx")
-            )
+    def collect(cls, folder: Path, found: dict, quantization: dict) -> None:
+        endings = "_packed", "_shape", "_scale", "_zero_point", "_g_idx"
+        for name, (words, shape, scale, zero, g_idx) in parts_of(found, *endings):
             sizes, has_zeros = settings_of(folder, quantization)
-            shape_of(folder, f"{name}_packed", words)
+            *rows, eighth = shape_of(folder, f"{name}_packed", words)
             if shape is not None:
                 expect(folder, f"{name}_shape", shape, ("I64", "I32"), (len(words.shape),))
-            columns = words.shape[-1] * 8 if shape is None else int(shape.read()[-1])
-            sizes = [columns if size == -1 else size for size in sizes]
-            groups = [-(-columns // size) for size in sizes]
-            of_scale = next((n for n in groups if scale is not None and scale.shape[-1:] == (n,)), groups[0])
-            group = sizes[groups.index(of_scale)]
-            expect(folder, f"{name}_packed", words, ("I32",), (*words.shape[:-1], -(-columns // 8)))
-            expect(folder, f"{name}_scale", scale, FLOATS, (*words.shape[:-1], of_scale))
+            columns = eighth * 8 if shape is None else int(shape.read()[-1])
+            sizes = [columns if size == -1 else size for size in sizes]  # of several, the one that fits the scales
+            fits = (size for size in sizes if scale is not None and scale.shape[-1:] == (-(-columns // size),))
+            group = next(fits, sizes[0])
+            groups = -(-columns // group)
+            expect(folder, f"{name}_packed", words, ("I32",), (*rows, -(-columns // 8)))
+            expect(folder, f"{name}_scale", scale, FLOATS, (*rows, groups))
             if has_zeros:
-                expect(folder, f"{name}_zero_point", zero, ("I32",), (-(-words.shape[0] // 8), of_scale))
-            places = None if g_idx is None else places_of(folder, f"{name}_g_idx", g_idx, columns, group)
-            found[name] = cls((*words.shape[:-1], columns), group, words, scale, zero if has_zeros else None, places)
+                expect(folder, f"{name}_zero_point", zero, ("I32",), (-(-rows[0] // 8), groups))
+            places = places_of(folder, f"{name}_g_idx", g_idx, columns, group)
+            found[name] = cls((*rows, columns), group, words, scale, zero if has_zeros else None, places)
 
     def codes(self, *index):
         *rows, columns = (*index, *[slice(None)] * (len(self.shape) - len(index)))
-        start, stop, _ = columns.indices(self.shape[-1])
-        words = self.words.read(*rows, slice(start // 8, -(-stop // 8)))
-        return nibbles(words)[..., start % 8 : stop - start // 8 * 8]
+        return codes_of(lambda words: self.words.read(*rows, words), columns, self.shape[-1])
 
     def zeros(self, rows=slice(None), groups=slice(None)):
-        start, stop, _ = rows.indices(self.shape[0])
-        words = self.zero.read(slice(start // 8, -(-stop // 8)), groups)
-        return nibbles(words.T).T[start % 8 : stop - start // 8 * 8]
+        return codes_of(lambda words: self.zero.read(words, groups).T, rows, self.shape[0]).T
 
     @staticmethod
     def outputs(name: str, shape: tuple[int, ...]) -> list[tuple]:
@@ -350,44 +342,43 @@ class PackQuantized(InGroups):
         ]
 
     @staticmethod
+    @jax.jit
     def rounded(rows: np.ndarray) -> list[jax.Array]:
-        return int4_words(rows)
-
-
-@jax.jit
-def int4_words(rows: np.ndarray) -> list[jax.Array]:
-    codes, scale = model.quantize_in_groups(rows, rows.shape[-1] // OURS["int4"]["group_size"], jnp.bfloat16)
-    return [jax.lax.bitcast_convert_type(model.packed_codes(codes, 8, 1), jnp.int32), scale]
+        codes, scale = model.quantize_in_groups(rows, rows.shape[-1] // OURS["int4"]["group_size"], jnp.bfloat16)
+        return [jax.lax.bitcast_convert_type(model.packed_codes(codes, 8, 1), jnp.int32), scale]
 
 
 class Awq(InGroups):
     """As AutoAWQ's GEMM stores it: `qweight` int32 [C, O / 8], whose word has the codes of 8 outputs in the order
     0 2 4 6 1 3 5 7 from the lowest bits on, `qzeros` [C / group, O / 8] likewise, and `scales` [C / group, O]."""
 
-    order = np.argsort((0, 2, 4, 6, 1, 3, 5, 7))
+    method, versions, order = "awq", {"version": ("gemm", "GEMM")}, np.argsort((0, 2, 4, 6, 1, 3, 5, 7))
+    of_word = 1, 8  # inputs and outputs
 
     @classmethod
-    def collect(cls, folder: Path, found: dict, quantization: object) -> None:
-        if not isinstance(quantization, dict) or quantization.get("quant_method") != "awq":
+    def collect(cls, folder: Path, found: dict, quantization: dict) -> None:
+        if quantization.get("quant_method") != cls.method:
             return
-        if (version := quantization.get("version", "gemm")) not in ("gemm", "GEMM"):
-            raise InputError(f"{folder}: AWQ's version {version!r:.40} is not supported, only gemm")
+        for key, known in cls.versions.items():
+            if (version := quantization.get(key)) not in (None, *known):
+                what = f"{key} {version!r:.40} is not supported, only {' and '.join(known)}"
+                raise InputError(f"{folder}: quantization {cls.method} of {what}")
         size = settings_of(folder, quantization)[0][0]
-        for name in [name.removesuffix(".qweight") for name in found if name.endswith(".qweight")]:
-            words, zero, scale = (found.pop(f"{name}.{part}", None) for part in ("qweight", "qzeros", "scales"))
-            columns, eighth = shape_of(folder, f"{name}.qweight", words)[:2]
+        for name, (words, zero, scale, g_idx) in parts_of(found, ".qweight", ".qzeros", ".scales", ".g_idx"):
+            sizes = shape_of(folder, f"{name}.qweight", words)[:2]
+            columns, rows = (n * words for n, words in zip(cls.of_word, sizes, strict=True))
             group = columns if size == -1 else size
-            expect(folder, f"{name}.qweight", words, ("I32",), (columns, eighth))
-            expect(folder, f"{name}.qzeros", zero, ("I32",), (-(-columns // group), eighth))
-            expect(folder, f"{name}.scales", scale, FLOATS, (-(-columns // group), 8 * eighth))
-            found[f"{name}.weight"] = cls((8 * eighth, columns), group, words, scale, zero)
+            expect(folder, f"{name}.qweight", words, ("I32",), sizes)
+            expect(folder, f"{name}.qzeros", zero, ("I32",), (-(-columns // group), -(-rows // 8)))
+            expect(folder, f"{name}.scales", scale, FLOATS, (-(-columns // group), rows))
+            places = places_of(folder, f"{name}.g_idx", g_idx, columns, group)
+            found[f"{name}.weight"] = cls((rows, columns), group, words, scale, zero, places)
 
     def by_output(self, words: Stored, rows: slice, columns, more: int = 0) -> np.ndarray:
         """Some outputs of words [n, O / 8], to which `more` is added: uint8 [rows, columns]."""
-        start, stop, _ = rows.indices(self.shape[0])
-        codes = nibbles(words.read(columns, slice(start // 8, -(-stop // 8))) + np.int32(more))
-        codes = codes.reshape(len(codes), -1, 8)[..., self.order].reshape(len(codes), -1)
-        return codes[:, start % 8 : stop - start // 8 * 8].T
+        return codes_of(
+            lambda some: words.read(columns, some) + np.int32(more), rows, self.shape[0], order=self.order
+        ).T
 
     def codes(self, rows=slice(None), columns=slice(None)):
         return self.by_output(self.words, rows, columns)
@@ -408,43 +399,27 @@ class Gptq(Awq):
     less: int = 0
     words_less: int = 0
 
-    order = np.arange(8)
+    method, versions, order = "gptq", {"checkpoint_format": ("gptq", "gptq_v2")}, slice(None)
+    of_word = 8, 1
 
     @classmethod
-    def collect(cls, folder: Path, found: dict, quantization: object) -> None:
-        if not isinstance(quantization, dict) or quantization.get("quant_method") != "gptq":
-            return
-        size, version = settings_of(folder, quantization)[0][0], quantization.get("checkpoint_format") or "gptq"
-        if version not in ("gptq", "gptq_v2"):
-            raise InputError(f"{folder}: GPTQ's checkpoint_format {version!r:.40} is neither gptq nor gptq_v2")
+    def collect(cls, folder: Path, found: dict, quantization: dict) -> None:
+        super().collect(folder, found, quantization)
         unsettled = []
-        for name in [name.removesuffix(".qweight") for name in found if name.endswith(".qweight")]:
-            words, zero, scale, g_idx = (
-                found.pop(f"{name}.{part}", None) for part in ("qweight", "qzeros", "scales", "g_idx")
-            )
-            eighth, rows = shape_of(folder, f"{name}.qweight", words)[:2]
-            columns = 8 * eighth
-            group = columns if size == -1 else size
-            expect(folder, f"{name}.qweight", words, ("I32",), (eighth, rows))
-            expect(folder, f"{name}.qzeros", zero, ("I32",), (-(-columns // group), -(-rows // 8)))
-            expect(folder, f"{name}.scales", scale, FLOATS, (-(-columns // group), rows))
-            places = None if g_idx is None else places_of(folder, f"{name}.g_idx", g_idx, columns, group)
-            tensor = cls((rows, columns), group, words, scale, zero, places)
+        for name, tensor in [(name, tensor) for name, tensor in found.items() if type(tensor) is cls]:
             first = set(tensor.zeros(groups=slice(0, 1)).flat) if quantization.get("sym") else set()
             if first != {8}:  # a symmetric zero is 8, whatever checkpoint_format says
-                tensor = dataclasses.replace(tensor, less=int(version == "gptq" or first == {7}))
-            unsettled += [f"{name}.weight"] * tensor.less
-            found[f"{name}.weight"] = tensor
-            bias = found.get(f"{name}.bias")
+                less = int(quantization.get("checkpoint_format") != "gptq_v2" or first == {7})
+                found[name] = dataclasses.replace(tensor, less=less)
+                unsettled += [name] * less
+            bias = found.get(f"{name.removesuffix('weight')}bias")
             if bias is not None and not bias.read().any():  # AutoGPTQ writes one for each matrix
-                found[f"{name}.bias"] = bias._replace(is_zero=True)
+                found[f"{name.removesuffix('weight')}bias"] = bias._replace(is_zero=True)
         if is_less_by_words([found[name] for name in unsettled], quantization.get("meta")):
             found |= {name: dataclasses.replace(found[name], less=0, words_less=0x11111111) for name in unsettled}
 
     def codes(self, rows=slice(None), columns=slice(None)):
-        start, stop, _ = columns.indices(self.shape[1])
-        codes = nibbles(self.words.read(slice(start // 8, -(-stop // 8)), rows).T)
-        return codes[:, start % 8 : stop - start // 8 * 8]
+        return codes_of(lambda words: self.words.read(words, rows).T, columns, self.shape[1])
 
     def zeros(self, rows=slice(None), groups=slice(None)):
         return self.by_output(self.zero, rows, groups, self.words_less) + np.uint8(self.less) & 15
@@ -482,16 +457,15 @@ def is_less_by_words(tensors: list[Gptq], meta: object) -> bool:
     return evidence > 0
 
 
-def groups_of(quantization: object) -> list[dict]:
+def groups_of(quantization: dict) -> list[dict]:
     """What config.json says about weights: once, or for each of several groups of layers."""
-    quantization = quantization if isinstance(quantization, dict) else {}
     groups = quantization.get("config_groups")
     groups = [*groups.values()] if isinstance(groups, dict) else [{"weights": quantization}]
     of_weights = [group.get("weights") for group in groups if isinstance(group, dict)]
     return [weights for weights in of_weights if isinstance(weights, dict)]
 
 
-def settings_of(folder: Path, quantization: object) -> tuple[list[int], bool]:
+def settings_of(folder: Path, quantization: dict) -> tuple[list[int], bool]:
     """What config.json says about weights in 4 bits: the sizes of groups that there are, -1 for whole rows, and whether
     they have zeros."""
     groups = groups_of(quantization)
@@ -522,8 +496,10 @@ def shape_of(folder: Path, name: str, words: Stored) -> tuple[int, ...]:
     return words.shape
 
 
-def places_of(folder: Path, name: str, g_idx: Stored, columns: int, group: int) -> np.ndarray | None:
-    """The group of each column by a tensor g_idx; None if groups are neighbours."""
+def places_of(folder: Path, name: str, g_idx: Stored | None, columns: int, group: int) -> np.ndarray | None:
+    """The group of each column by a tensor g_idx, where there is one; None if groups are neighbours."""
+    if g_idx is None:
+        return None
     expect(folder, name, g_idx, ("I32", "I64"), (columns,))
     places = np.array(g_idx.read())
     if (places == np.arange(columns) // group).all() or (places == -1).all():
@@ -580,10 +556,7 @@ def find_checkpoint(path: str, extra_layer: bool = False) -> Path:
     about = [*COPIED, "config.json", INDEX, "adapter_config.json", "quantize_config.json"]
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=about))
-        for files in (
-            needed_files(folder, extra_layer),
-            ["config.json", "model.safetensors"],
-        ):  # the index can be stale
+        for files in needed_files(folder, extra_layer), ["config.json", "model.safetensors"]:  # an index can be stale
             snapshot_download(name, revision=folder.name, allow_patterns=files)
             if all((folder / file).is_file() for file in files):
                 return folder
@@ -665,25 +638,21 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
             of_scale = found.get(re.sub("_scale(_inv)?$", "", name), tensor).kind
             kind = "NVFP4" if tensor.kind == "F8_E4M3" else "MXFP8" if of_scale == "F8_E4M3" else "MXFP4"
             raise InputError(f"{folder}: weights in {kind} ({name:.200} is {tensor.kind}) are not supported; {remedy}")
-        if name.endswith(".qweight") and quantization is None:
-            what = "weights in 4 bits, and config.json has no quantization_config"
-            remedy = "download config.json again"
-            if "quantize_config.json" in names:
-                what, remedy = "GPTQ of 2023", "copy quantize_config.json into config.json as its quantization_config"
-                remedy += ', with "quant_method": "gptq" added'
-            raise InputError(f"{folder}: {what}; {remedy}")
+    if quantization is None and any(name.endswith(".qweight") for name in found):
+        what, remedy = "weights in 4 bits, and config.json has no quantization_config", "download config.json again"
+        remedy += '; or, for GPTQ of 2023, copy quantize_config.json into it as that, with "quant_method": "gptq" added'
+        raise InputError(f"{folder}: {what}; {remedy}")
     with_absent = config_of(raw_config, [*found, *absent], False)
     skipped = {name: model.left_out(name, with_absent) for name in absent}
-    for name in absent:
-        if not skipped[name]:
-            raise InputError(f"{folder / absent[name]}: missing; download the checkpoint again")
+    if needed := [absent[name] for name, reason in skipped.items() if not reason]:
+        raise InputError(f"{folder / needed[0]}: missing; download the checkpoint again")
     config = config_of(raw_config, found, extra_layer)
     for weight in jax.tree.leaves(weights_of(config)):
         found |= {name: found[name].transposed() for name in weight.tensors() if weight.transposed and name in found}
         if weight.experts and not weight.is_packed():
             unpack_experts(found, weight)
     for form in FORMS:
-        form.collect(folder, found, quantization)
+        form.collect(folder, found, quantization or {})
     try:
         tensors, left_out = check_tensors(folder, found, config)
     except InputError as error:
@@ -788,9 +757,8 @@ def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict
     """
     if config.num_hidden_layers > len(found):
         raise InputError(f"{folder}: {len(found)} tensors cannot be {config.num_hidden_layers} layers, see config.json")
-    expected = {}
-    for weight in jax.tree.leaves(weights_of(config)):
-        expected |= weight.tensors()
+    weights = jax.tree.leaves(weights_of(config))
+    expected = {name: shape for weight in weights for name, shape in weight.tensors().items()}
     problems = [f"{name} is missing" for name in expected if name not in found]
     skipped = {}
     for name, tensor in found.items():
@@ -798,7 +766,7 @@ def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict
             skipped[name] = reason
         elif name not in expected and getattr(tensor, "is_zero", False):
             skipped[name] = "a bias of zeros"
-        elif name not in expected and name.endswith(SCALES_OF_ACTIVATIONS):
+        elif name not in expected and SCALES_OF_ACTIVATIONS.search(name):
             skipped[name] = "for activations and the cache, which stay in the dtype of the model"
         elif name not in expected:
             problems.append(f"{name:.200} is not a tensor of this model")
@@ -814,7 +782,7 @@ def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict
         head, tied = found[name], found[embedding]
         compared = (np.array_equal(head.read(rows), tied.read(rows)) for rows in pieces(tied))
         if head.shape != tied.shape or head.dtype not in DTYPES.values() or not all(compared):
-            is_choice = any(field.name == "tie_word_embeddings" for field in dataclasses.fields(config))
+            is_choice = "tie_word_embeddings" in Config.__dataclass_fields__
             remedy = "set tie_word_embeddings to false" if is_choice else "a head of its own is not supported here"
             raise InputError(f"{folder}: {name} differs from {embedding}, to which config.json ties it; {remedy}")
     return {name: found[name] for name in expected}, skipped
@@ -935,13 +903,7 @@ def with_columns(weight: Weight, n: int) -> Weight:
 
 
 def on_devices(
-    array: jax.ShapeDtypeStruct,
-    weight: Weight,
-    readers: dict,
-    finish=lambda x: x,
-    n: int = 1,
-    dtype: np.dtype | None = None,
-    order=lambda x: x,
+    array: jax.ShapeDtypeStruct, weight: Weight, readers: dict, finish=lambda x: x, n=1, dtype=None, order=lambda x: x
 ) -> jax.Array:
     """The array that is declared as `array`: `weight`, or what stands beside it, whose tensors are read by `readers`.
     `finish` checks what was read, or makes of each n numbers in `dtype` one of the array. `order` exchanges dimensions
