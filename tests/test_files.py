@@ -297,7 +297,10 @@ def without_settings(folder):
         (scales_in(torch.float8_e4m3fn, torch.uint8), "weights in NVFP4 .* give the unquantized checkpoint"),
         (scales_in(torch.uint8, torch.float8_e4m3fn), "weights in MXFP8 .* give the unquantized checkpoint"),
         (without_settings, "no quantization_config; download config.json again"),
-        (lambda folder: [without_settings(folder), (folder / "quantize_config.json").touch()], "for GPTQ of 2023, copy quantize_config.json"),
+        (
+            lambda folder: [without_settings(folder), (folder / "quantize_config.json").touch()],
+            "for GPTQ of 2023, copy quantize_config",
+        ),
     ],
 )
 def test_something_else(tmp_path, edit, words):
