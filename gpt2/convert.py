@@ -862,7 +862,10 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", quantize: 
     arrays = read_ahead(read, leaves, stored, held)
     pairs, delay = zip(held, arrays, strict=True), 1 if needed < 0.1 else 0  # seconds before the bar appears
     with progress_bar(pairs, total=len(leaves), desc="loading", unit=" weights", delay=delay) as bar:
-        return tree.unflatten([in_memory(*pair) for pair in bar])
+        weights = tree.unflatten([in_memory(*pair) for pair in bar])
+    if hasattr(model, "even_keys"):  # a block of models whose keys have biases
+        model.even_keys(weights, checkpoint.config)
+    return weights
 
 
 @functools.cache

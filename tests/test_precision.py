@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from helpers import ROOT, decode, floats, import_folder, in_format, reference_logprobs, save_random
 from shared import folders
-from test_parity import llama, random_prompts
+from test_parity import glm, llama, qwen_2, random_prompts
 from transformers import AutoTokenizer
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -124,3 +125,35 @@ def test_products_on_a_cpu(rows, contracted, dtype, quantize):
     wanted = floats(x) @ floats(w)[:, :contracted].T
     tolerance = 5e-3 if quantize else 1e-4 * max(1, contracted / 1024)
     np.testing.assert_allclose(jax.jit(model.linear)(x, w), wanted, atol=tolerance)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+@pytest.mark.parametrize(("family", "mesh"), [(qwen_2, (1, 1, 2)), (qwen_2, (1, 2, 2)), (glm, (1, 1, 1))])
+def test_large_biases_of_keys(tmp_path, family, mesh, quantize):
+    """They cost an int8 cache next to nothing, and change nothing without one."""
+    folder, model_class, config = family(attention_bias=True) if family is glm else family()
+    reference = save_random(tmp_path, model_class, config)
+    H = config.hidden_size // config.num_attention_heads if family is qwen_2 else config.head_dim
+    with torch.no_grad():
+        for name, bias in reference.named_parameters():
+            if name.endswith("k_proj.bias"):
+                bias[1] = bias[H + 3] = 100.0
+            if name.endswith("q_proj.weight"):  # little of what tokens add meets a large bias: attention stays spread
+                bias.view(-1, H, bias.shape[-1])[:, [1, 3]] *= 0.01
+            if name.endswith("q_proj.bias"):
+                bias.view(-1, H)[:, [1, 3]] *= 0.01
+    reference.save_pretrained(tmp_path)
+    checkpoint = folder.convert.open_checkpoint(tmp_path)
+    rows = random_prompts(60, 60)
+    without, found = (
+        np.concatenate(precision.scorer(folder, checkpoint, "float32", quantize, cache, mesh)(rows))
+        for cache in (None, "int8")
+    )
+    without, found = without[:, : config.vocab_size], found[:, : config.vocab_size]
+    if quantize is None:
+        with torch.no_grad():
+            logits = np.concatenate([reference(torch.tensor([row])).logits[0].numpy() for row in rows])
+        np.testing.assert_allclose(without, jax.nn.log_softmax(logits), atol=1e-3)
+    kl = (np.exp(without) * (without - found)).sum(-1).mean()
+    print(f"mean KL {kl:.1e}")
+    assert 0 < kl < 1e-2  # with keys as they are, 2.5e-2 and more
