@@ -321,6 +321,7 @@ def split(pattern: str):
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), to_bytes])
 
 
+EMPTY = Tokenizer(models.BPE()).to_str().encode()
 SPACES = normalizers.Replace(" ", "▁")
 PIPELINES = {  # a model, a normalizer, a splitter and a decoder that stand in no class of transformers together
     "digits in threes": (models.BPE(), None, split(r"\p{N}{1,3}|\s+|[^\s\p{N}]+"), decoders.ByteLevel()),
@@ -523,6 +524,9 @@ def test_tokenizer_json_beside_a_program(of_case, tmp_path, name):
         ({"tiktoken.model": b"IQ== 0\nIQ x\n"}, KIMI_SETTINGS, "the tokenizer cannot be loaded"),
         ({"tokenizer.json": b"{}"}, KIMI_SETTINGS, "the tokenizer cannot be loaded"),
         ({"tokenizer.json": b"{}", "tokenizer_config.json": b"[]"}, None, "the tokenizer cannot be loaded"),
+        ({"tokenizer.json": EMPTY, "chat_template.json": b"{"}, None, "chat_template.json"),
+        ({"tokenizer.json": EMPTY, "chat_template.json": b"{}"}, None, "the tokenizer cannot be loaded"),
+        ({"tokenizer.json": EMPTY, "tokenizer_config.json": b"[]"}, None, "the tokenizer cannot be loaded"),
         (
             {"tiktoken.model": LLAMA3.read_bytes()[:9000], "tokenizer_config.json": b"[]"},
             None,
