@@ -73,18 +73,19 @@ def test_devices_that_share_a_head_read_the_cache_once():
 
 
 def test_prefill_of_two_pieces():
-    command = [*PLAN, "llama3", "--config", "llama-3.1-8b", "--layers", "2", "--target", "v5e:2x2", "--batch", "1"]
+    command = [*PLAN, "llama3", "--config", "llama-3.1-8b", "--layers", "2", "--target", "v6e:2x2", "--batch", "1"]
     command += ["--prefill", "2000", "--json"]
     report = json.loads(subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=True).stdout)
     a_layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
     attention = 2 * 4 * 4096 * 2000 * 2001 // 2
     operations = 2 * 2 * a_layer * 2000 + attention + 2 * 128256 * 4096
     assert report["piece"] == 1024 and report["max_seq_len"] == 2048 and report["fits"]
-    assert report["floor_ms"] == pytest.approx(operations / 4 / 197e12 * 1e3, rel=1e-6)
-    assert report["mfu"] == pytest.approx(operations / 4 / 197e12 * 1e3 / report["estimated_ms"], rel=1e-6)
-    assert report["floor_ms"] < report["core_ms"] < 2 * report["floor_ms"]
+    assert report["floor_ms"] == pytest.approx(operations / 4 / 918e12 * 1e3, rel=1e-6)
+    assert report["mfu"] == pytest.approx(operations / 4 / 918e12 * 1e3 / report["estimated_ms"], rel=1e-6)
+    # On a v6e some of it may be the SparseCores', for which the compiler counts no cycles.
+    assert report["floor_ms"] < report["core_ms"] < 2.5 * report["floor_ms"]
     # 5 all-reduces of 1,024 rows in bfloat16, and the token's all-gather; twice.
-    seconds = 2 * (6e-6 + 5 * 2 * 3 / 4 * 1024 * 4096 * 2 / 200e9)
+    seconds = 2 * (6e-6 + 5 * 2 * 3 / 4 * 1024 * 4096 * 2 / 448e9)
     assert report["collective_ms"] == pytest.approx(seconds * 1e3, rel=0.1)
 
 
