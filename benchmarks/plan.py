@@ -113,7 +113,7 @@ COLLECTIVE = re.compile(
 )
 EXCHANGE = re.compile(r"%exchange[.\d]* = (?P<shapes>.*?) custom-call\(")
 COPY = re.compile(r"= (?P<shapes>\w+\[[\d,]*\])\S* copy\(")
-GROUP = re.compile(r"replica_groups=(?:\{\{([\d,]+)|\[\d+,(\d+)\])")  # the devices of the first, or how many they are
+GROUP = re.compile(r"replica_groups=(?:\{\{([\d,]+)|\[\d+,(\d+)\]|mesh\[(.*?)\].*?\{(.*?)\})")
 KERNEL = re.compile(r"= [^=]*? (fusion|custom-call|copy|(all-reduce|all-gather|reduce-scatter)(-start)?)\(")
 SHAPE = re.compile(r"(pred|[subf]\w*?(\d+))\[([\d,]*)\]")
 
@@ -291,6 +291,18 @@ def cycles_of(text: str) -> int:
     return sum(cycles for cycles in map(int, re.findall(r'"estimated_cycles":"(\d+)"', text)) if cycles < 2**63 - 1)
 
 
+def group_size(line: str, shards: int) -> int:
+    """How many devices take part in a collective of a compiled program: it lists those of the first group, counts them
+    or, with libtpu 0.0.50, names axes of the mesh. A permutation has pairs, and counts as one of `shards` devices."""
+    if not (group := GROUP.search(line)):
+        return shards
+    listed, counted, mesh, axes = group.groups()
+    if mesh:
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", axes))
+    return int(counted) if counted else listed.count(",") + 1
+
+
 def costs(text: str, memory, shards: int, layers: int, name: str, runs: list[Run]) -> dict:
     """What the text of a compiled program and its memory analysis say of its costs, where `shards` devices share a
     layer. The times are those of all runs together."""
@@ -307,8 +319,7 @@ def costs(text: str, memory, shards: int, layers: int, name: str, runs: list[Run
         """Of collectives: a Counter of their kinds, the number of exchanges, bytes."""
         found, exchanges, carried = list(COLLECTIVE.finditer(text)), EXCHANGE.findall(text), 0.0
         for match in found:
-            group = GROUP.search(text[match.end() :].partition("\n")[0])
-            n = shards if not group else int(group[2]) if group[2] else group[1].count(",") + 1
+            n = group_size(text[match.end() :].partition("\n")[0], shards)
             arrays = {"all-reduce": 2, "reduce-scatter": n}.get(match["kind"], 1)  # of the size of the result
             carried += nbytes(match["shapes"]) * arrays * (n - 1) / n
         return Counter(match["kind"] for match in found), len(exchanges), carried + sum(map(nbytes, exchanges))

@@ -72,6 +72,21 @@ def test_devices_that_share_a_head_read_the_cache_once():
     assert report["collectives"] == {"all-reduce": 5, "all-gather": 1}
 
 
+def test_collectives_count_the_devices_that_take_part():
+    """A prompt's norms divide its tokens over ep, so devices join along ep, along tp, and all together."""
+    command = [*PLAN, "qwen3", "--config", "qwen3-30b-a3b", "--layers", "1", "--target", "v5e:2x4", "--batch", "1"]
+    command += ["--prefill", "256", "--ep", "4", "--tp", "2", "--json"]
+    report = json.loads(subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=True).stdout)
+    assert report["collectives"] == {"all-reduce": 3, "all-gather": 4, "reduce-scatter": 2}
+    # The embedding is summed over all eight; ep gathers before attention, before the experts and at the end, and
+    # scatters the sums after both; tp sums a quarter each. Two devices share a kv head: they exchange the queries of
+    # four heads, and outputs with a log-sum-exp in float32.
+    nbytes = (2 * 7 / 8 + 3 * 3 / 4 + 2 * 3 / 4 + 2 * (2 / 2) / 4) * 256 * 2048 * 2
+    nbytes += 2 * 256 * 4 * (128 * 2 + 129 * 4)
+    assert report["exchanges"] == 2
+    assert report["collective_ms"] == pytest.approx(11e-3 + nbytes / 200e9 * 1e3, rel=1e-3)
+
+
 def test_prefill_of_two_pieces():
     command = [*PLAN, "llama3", "--config", "llama-3.1-8b", "--layers", "2", "--target", "v6e:2x2", "--batch", "1"]
     command += ["--prefill", "2000", "--json"]
