@@ -1795,10 +1795,10 @@ def even_keys(weights: dict, config: Config) -> None:
     """Changes `qkv` and its biases in each layer that has some, so that int8 suits its keys; convert.load calls it.
 
     A key in the cache has one scale. A few large biases, up to 240 in Qwen2.5 0.5B, would fill its range, and leave a
-    few steps of it to the other numbers. So the rows that make a number of keys are divided by about its size, and
-    those of queries multiplied by it. Sizes are powers of two: that changes no bit of a score. Rotation turns the two
-    numbers of a pair into each other, so they have one size: that of their biases and of 4, about what tokens add to
-    them, in units of this 4. So small biases change nothing. Behind a norm, biases would be no measure of a size.
+    few steps of it to the other numbers. So the rows that make a number of keys are divided by its size, and those of
+    queries multiplied by it. Rotation turns the two numbers of a pair into each other, so they have one size: the root
+    of 1 + (b1^2 + b2^2) / 4^2, where b1 and b2 are their biases, and 4 is about what tokens add to these. Rounded
+    to a power of two, it changes no bit of a score. Behind a norm, biases would be no measure of a size.
     """
     X, H, rope = model_shards(weights["norm"].sharding.mesh), config.head_dim, config.rope
     K, i = ceil_div(config.num_key_value_heads, X), np.arange(H)

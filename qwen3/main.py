@@ -223,7 +223,7 @@ TIKTOKEN_PATTERNS = {  # by model_type; Moonlight is a deepseek_v3
 
 
 def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast | SentencePieceBackend:
-    """The checkpoint's own tokenizer, of the first of these files. Its code (`auto_map`) is never run."""
+    """The checkpoint's own tokenizer, of the first of the files below. Code beside it (`auto_map`) is never run."""
     folder, model_type = checkpoint.folder, checkpoint.raw_config["model_type"]
     template = folder / "chat_template.json"  # which transformers leaves to its processors
     names = ("tokenizer.json", "merges.txt", "tiktoken.model", "tokenizer.model", "tekken.json")
