@@ -653,6 +653,8 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
             unpack_experts(found, weight)
     for form in FORMS:
         form.collect(folder, found, quantization or {})
+    if config.tie_word_embeddings:
+        config = with_head(folder, found, config)
     try:
         tensors, left_out = check_tensors(folder, found, config)
     except InputError as error:
@@ -750,6 +752,20 @@ def without_channel(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (shape[0], shape[2]) if len(shape) == 3 and shape[1] == 1 else shape
 
 
+def with_head(folder: Path, found: dict, config: Config) -> Config:
+    """The `config` of tied embeddings, untied if the checkpoint has an output head with numbers of its own. If it has
+    the head alone, this is the embedding too. transformers does both."""
+    (embedding,) = weights_of(config)["embedding"].tensors()
+    for name in [name for name in found if name.endswith("lm_head.weight")]:
+        head, tied = found[name], found.setdefault(embedding, found[name])
+        compared = (np.array_equal(head.read(rows), tied.read(rows)) for rows in pieces(tied))
+        if head is not tied and (head.shape != tied.shape or not all(compared)):
+            if "tie_word_embeddings" not in Config.__dataclass_fields__:
+                raise InputError(f"{folder}: {name} differs from {embedding}, which is not supported here")
+            config = dataclasses.replace(config, tie_word_embeddings=False)
+    return config
+
+
 def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict]:
     """Of the tensors found, those that `config` needs, and those left out on purpose, with the reason.
 
@@ -777,14 +793,6 @@ def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict
     if problems:
         more = f", and {len(problems) - 3} more such" if len(problems) > 3 else ""
         raise InputError(f"{folder}: {'; '.join(problems[:3])}{more}")
-    (embedding,) = weights_of(config)["embedding"].tensors()
-    for name in filter(lambda name: config.tie_word_embeddings and name.endswith("lm_head.weight"), skipped):
-        head, tied = found[name], found[embedding]
-        compared = (np.array_equal(head.read(rows), tied.read(rows)) for rows in pieces(tied))
-        if head.shape != tied.shape or head.dtype not in DTYPES.values() or not all(compared):
-            is_choice = "tie_word_embeddings" in Config.__dataclass_fields__
-            remedy = "set tie_word_embeddings to false" if is_choice else "a head of its own is not supported here"
-            raise InputError(f"{folder}: {name} differs from {embedding}, to which config.json ties it; {remedy}")
     return {name: found[name] for name in expected}, skipped
 
 

@@ -96,18 +96,23 @@ def test_int8_is_what_loading_in_int8_gives(of_every_folder, tmp_path, monkeypat
         jax.tree.map(np.testing.assert_array_equal, converted, loaded)
 
 
-def test_a_tied_head_that_differs(tmp_path):
-    """transformers would use the head; we ask. One that is the same is left out."""
-    modules, *reference = CASES["llama 3.2, tied"]
-    save_random(tmp_path, *reference)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert "lm_head.weight" in modules.convert.open_checkpoint(tmp_path).left_out
-    tensors["lm_head.weight"][-1, -1] += 1
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(modules.model.InputError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
-        modules.convert.open_checkpoint(tmp_path)
+@pytest.mark.parametrize("case", ["llama 3.2, tied", "glm, tied, a quarter turned, one kv head"])
+def test_a_head_beside_tied_embeddings(case, tmp_path):
+    """With numbers of its own it counts; if it is the same, it is left out; alone, it is the embedding too."""
+    modules, *reference = CASES[case]
+    reference = save_random(tmp_path, *reference)
+    tensors, prompts = load_file(tmp_path / "model.safetensors"), random_prompts(5, 3)
+    (embedding,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
+    table = tensors.pop(embedding)
+    for held in {"lm_head.weight": table}, {"lm_head.weight": table, embedding: table.clone()}:
+        save_file(tensors | held, tmp_path / "model.safetensors")
+        assert "lm_head.weight" in modules.convert.open_checkpoint(tmp_path).left_out
+        assert_matches(reference, prompts, decode(modules, tmp_path, prompts, max_new_tokens=3))
+    save_file(tensors | {"lm_head.weight": table.flip(0), embedding: table}, tmp_path / "model.safetensors")
+    reference = type(reference).from_pretrained(tmp_path, dtype="float32")
+    assert_matches(reference, prompts, decode(modules, tmp_path, prompts, max_new_tokens=3))
+    modules.convert.convert(tmp_path, tmp_path / "out", "float32")
+    assert_matches(reference, prompts, decode(modules, tmp_path / "out", prompts, max_new_tokens=3))
 
 
 def test_killed_and_run_again(checkpoint, tmp_path, monkeypatch):

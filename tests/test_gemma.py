@@ -118,6 +118,10 @@ def test_another_prefix_and_a_copy_of_the_embedding(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     prompts = random_prompts(70, 3)
     assert_matches(reference, prompts, decode(gemma, tmp_path, prompts, max_new_tokens=4))
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(model.InputError, match=r"lm_head.weight differs from model.language_model.embed_tokens.weight"):
+        gemma.convert.open_checkpoint(tmp_path)
 
 
 def test_the_released_tokenizer(tmp_path):
