@@ -28,7 +28,9 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -81,16 +83,9 @@ class Stored(NamedTuple):
     kind: str  # safetensors' name of the dtype
     shape: tuple[int, ...]
     is_transposed: bool = False  # on disk, the last two dimensions are exchanged
-    is_zero: bool = False  # a bias that changes nothing, which a model without biases leaves out
 
     format = Plain
-
-    @property
-    def dtype(self) -> np.dtype | str:
-        return np.dtype(NUMPY[self.kind]) if self.kind in NUMPY else self.kind
-
-    def transposed(self) -> "Stored":
-        return self._replace(shape=swapped(self.shape), is_transposed=True)
+    dtype = property(lambda self: np.dtype(NUMPY[self.kind]) if self.kind in NUMPY else self.kind)
 
     def read(self, *index: slice | int) -> np.ndarray:
         """A part of the tensor, memory-mapped: it is read from disk when used, and leaves memory when dropped."""
@@ -112,36 +107,30 @@ class Scaled(NamedTuple):
     @staticmethod
     def collect(folder: Path, found: dict, quantization: dict) -> None:
         """`x_scale_inv` or `x_scale` has a scale for each block, for each row, or one for all."""
-        of_weights = groups_of(quantization)
         keys = "weight_block_size", "block_structure"
-        given = [of_group[key] for of_group in of_weights for key in keys if of_group.get(key) is not None]
+        given = [group[key] for group in groups_of(quantization) for key in keys if group.get(key) is not None]
         block = given[0] if given else [128, 128]
         if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**31 for n in block)):
             raise InputError(f"{folder}: weight_block_size {block!r:.40} is not two numbers, of rows and columns")
-        scales = [tensor.shape for name, tensor in found.items() if name.endswith("_scale")]
-        by_row = any(len(shape) == 2 and shape[0] > shape[1] == 1 for shape in scales)
-        has_one_scale = not by_row or "tensor" in [of_group.get("strategy") for of_group in of_weights]
         for name in [name for name, tensor in found.items() if tensor.dtype in (ml_dtypes.float8_e4m3fn, np.int8)]:
             values, ending = found[name], "_scale_inv" if f"{name}_scale_inv" in found else "_scale"
             scale, rows, is_int8 = found.pop(name + ending, None), values.shape[:-1], values.kind == "I8"
             if scale is None or (len(rows) != 1 and not is_int8):
                 what = f"{'int8' if is_int8 else 'FP8'} and no matrix with a weight_scale_inv or weight_scale"
                 raise InputError(f"{folder}: {name:.200} is in {what}")
-            by_block = [-(-size // n) for size, n in zip(values.shape, block, strict=False)]
-            shape = scale.shape if scale.dtype in DTYPES.values() else None
+            by_block = tuple(-(-size // n) for size, n in zip(values.shape, block, strict=False))
+            shape = scale.shape if scale.kind in FLOATS else None
             if is_int8 and shape in (rows, (*rows, 1)):
                 found[name] = Int8Rows(values, scale._replace(shape=rows))
             elif shape == (*rows, 1):
                 found[name] = Scaled(values, scale, (1, max(values.shape[1], 1)))
-            elif shape == tuple(by_block) and (given or ending == "_scale_inv") and not is_int8:
+            elif shape == by_block and (given or ending == "_scale_inv") and not is_int8:
                 found[name] = Scaled(values, scale, tuple(block))
-            elif len(rows) == 1 and (shape in ((), (1,)) or (shape == (1, 1) and has_one_scale)):
+            elif len(rows) == 1 and shape in ((), (1,), (1, 1)):
                 found[name] = Scaled(values, scale._replace(shape=(1, 1)), values.shape)
             else:
-                by_block = f"blocks of {block} ask for float32 {by_block}"
-                wanted = by_block if ending == "_scale_inv" else f"a scale a row asks for float32 {[*rows, 1]}"
-                has = f"{scale.kind:.40} {list(scale.shape)}"
-                raise InputError(f"{folder}: {name:.200}{ending} has {has}, and {wanted}")
+                wanted = by_block if ending == "_scale_inv" and not is_int8 else (*rows, 1)
+                expect(folder, name + ending, scale, FLOATS, wanted)
 
     def read(self, *index: slice | int) -> np.ndarray:
         places = (*index, slice(None), slice(None))
@@ -187,9 +176,7 @@ class Mxfp4Blocks(NamedTuple):
     format, dtype = getattr(model, "Mxfp4", Plain), DTYPES["bfloat16"]
     is_transposed = True  # in what convert writes, as packed experts that are not in MXFP4
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.exponents.shape[:-1], 32 * self.exponents.shape[-1])
+    shape = property(lambda self: (*self.exponents.shape[:-1], 32 * self.exponents.shape[-1]))
 
     @classmethod
     def collect(cls, folder: Path, found: dict, quantization: dict) -> None:
@@ -224,8 +211,8 @@ class Mxfp4Blocks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class InGroups:
-    """A matrix [.., O, C] of 4-bit codes, less a zero and times a scale for each group of a row's numbers. The forms
-    that store these differ in how they pack the codes."""
+    """A matrix [.., O, C] of 4-bit codes, less a zero and times a scale for each group of a row's numbers. Forms have
+    `codes`, uint8, of some rows and columns, and `zeros` and `scales` of some rows and groups."""
 
     shape: tuple[int, ...]
     group: int
@@ -242,25 +229,12 @@ class InGroups:
             return Plain
         return Int4Groups(self.group, self.zero is not None, "bfloat16" if self.scale.kind == "BF16" else "float32")
 
-    def codes(self, *index: slice | int) -> np.ndarray:
-        """Codes from 0 to 15, uint8, of some rows and columns."""
-        raise NotImplementedError
-
     def scales(self, *index: slice | int) -> np.ndarray:
-        """Scales [.., O, C / group] of some rows and groups."""
         return self.scale.read(*index)
 
-    def zeros(self, *index: slice | int) -> np.ndarray:
-        """Zeros, uint8, of some rows and groups."""
-        raise NotImplementedError
-
     def read(self, *index: slice | int) -> np.ndarray:
-        *rows, columns = (*index, *[slice(None)] * (len(self.shape) - len(index)))
-        places = np.arange(self.shape[-1]) // self.group if self.places is None else self.places
-        groups = places[columns]
-        scales = self.scales(*rows)[..., groups].astype(np.float32)
-        zeros = 8 if self.zero is None else self.zeros(*rows)[..., groups].astype(np.float32)
-        return (self.codes(*index) - np.float32(zeros)) * scales
+        zeros = 8 if self.zero is None else self.of_groups("zeros", 1, *index)
+        return (self.codes(*index) - np.float32(zeros)) * self.of_groups("scales", 1, *index).astype(np.float32)
 
     @staticmethod
     def arrays(held, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
@@ -273,15 +247,14 @@ class InGroups:
         for array, field in ((held.scale, "scales"), (held.zero, "zeros")):
             if array is not None:
                 readers = {name: functools.partial(tensor.of_groups, field, step) for name, tensor in tensors.items()}
-                yield on_devices(
-                    array, with_columns(weight, step), readers, lambda x: x[..., ::n], n, order=held.ordered
-                )
+                of_steps = with_columns(weight, step)
+                yield on_devices(array, of_steps, readers, lambda x: x[..., ::n], n, order=held.ordered)
 
-    def of_groups(self, field: str, group: int, *index: slice | int) -> np.ndarray:
-        """Scales or zeros of some rows, and of groups that may be smaller than those stored."""
-        *rows, groups = (*index, *[slice(None)] * (len(self.shape) - len(index)))
-        places = np.arange(-(-self.shape[-1] // group))[groups] * group // self.group
-        return getattr(self, field)(*rows)[..., places]
+    def of_groups(self, field: str, n: int, *index: slice | int) -> np.ndarray:
+        """Scales or zeros of some rows: of each n numbers one."""
+        *rows, columns = (*index, *[slice(None)] * (len(self.shape) - len(index)))
+        places = np.arange(0, self.shape[-1], n) // self.group if self.places is None else self.places
+        return getattr(self, field)(*rows)[..., places[columns]]
 
 
 def codes_of(words, wanted: slice, size: int, n: int = 8, order=slice(None)) -> np.ndarray:
@@ -322,7 +295,7 @@ class PackQuantized(InGroups):
             expect(folder, f"{name}_scale", scale, FLOATS, (*rows, groups))
             if has_zeros:
                 expect(folder, f"{name}_zero_point", zero, ("I32",), (-(-rows[0] // 8), groups))
-            places = places_of(folder, f"{name}_g_idx", g_idx, columns, group)
+            places = g_idx and places_of(folder, f"{name}_g_idx", g_idx, columns, group)
             found[name] = cls((*rows, columns), group, words, scale, zero if has_zeros else None, places)
 
     def codes(self, *index):
@@ -335,11 +308,9 @@ class PackQuantized(InGroups):
     @staticmethod
     def outputs(name: str, shape: tuple[int, ...]) -> list[tuple]:
         """As Int8Rows.outputs."""
-        groups = shape[-1] // OURS["int4"]["group_size"]
-        return [
-            (f"{name}_packed", "I32", (*shape[:-1], shape[-1] // 8)),
-            (f"{name}_scale", "BF16", (*shape[:-1], groups)),
-        ]
+        *rows, columns = shape
+        scales = f"{name}_scale", "BF16", (*rows, columns // OURS["int4"]["group_size"])
+        return [(f"{name}_packed", "I32", (*rows, columns // 8)), scales]
 
     @staticmethod
     @jax.jit
@@ -371,14 +342,13 @@ class Awq(InGroups):
             expect(folder, f"{name}.qweight", words, ("I32",), sizes)
             expect(folder, f"{name}.qzeros", zero, ("I32",), (-(-columns // group), -(-rows // 8)))
             expect(folder, f"{name}.scales", scale, FLOATS, (-(-columns // group), rows))
-            places = places_of(folder, f"{name}.g_idx", g_idx, columns, group)
+            places = g_idx and places_of(folder, f"{name}.g_idx", g_idx, columns, group)
             found[f"{name}.weight"] = cls((rows, columns), group, words, scale, zero, places)
 
     def by_output(self, words: Stored, rows: slice, columns, more: int = 0) -> np.ndarray:
         """Some outputs of words [n, O / 8], to which `more` is added: uint8 [rows, columns]."""
-        return codes_of(
-            lambda some: words.read(columns, some) + np.int32(more), rows, self.shape[0], order=self.order
-        ).T
+        codes = codes_of(lambda some: words.read(columns, some) + np.int32(more), rows, self.shape[0], 8, self.order)
+        return codes.T
 
     def codes(self, rows=slice(None), columns=slice(None)):
         return self.by_output(self.words, rows, columns)
@@ -412,9 +382,6 @@ class Gptq(Awq):
                 less = int(quantization.get("checkpoint_format") != "gptq_v2" or first == {7})
                 found[name] = dataclasses.replace(tensor, less=less)
                 unsettled += [name] * less
-            bias = found.get(f"{name.removesuffix('weight')}bias")
-            if bias is not None and not bias.read().any():  # AutoGPTQ writes one for each matrix
-                found[f"{name.removesuffix('weight')}bias"] = bias._replace(is_zero=True)
         if is_less_by_words([found[name] for name in unsettled], quantization.get("meta")):
             found |= {name: dataclasses.replace(found[name], less=0, words_less=0x11111111) for name in unsettled}
 
@@ -461,8 +428,7 @@ def groups_of(quantization: dict) -> list[dict]:
     """What config.json says about weights: once, or for each of several groups of layers."""
     groups = quantization.get("config_groups")
     groups = [*groups.values()] if isinstance(groups, dict) else [{"weights": quantization}]
-    of_weights = [group.get("weights") for group in groups if isinstance(group, dict)]
-    return [weights for weights in of_weights if isinstance(weights, dict)]
+    return [group["weights"] for group in groups if isinstance(group, dict) and isinstance(group.get("weights"), dict)]
 
 
 def settings_of(folder: Path, quantization: dict) -> tuple[list[int], bool]:
@@ -474,8 +440,7 @@ def settings_of(folder: Path, quantization: dict) -> tuple[list[int], bool]:
         what = f"weights of {bits[0]!r:.40} bits are not supported, only of 4" if bits else "nothing about weights"
         raise InputError(f"{folder}: quantization_config: {what}")
     groups = [group for group, n in zip(groups, bits, strict=True) if n == 4]  # others may be in FP8
-    sizes = [group.get("group_size", group.get("q_group_size")) for group in groups]
-    sizes = [-1 if size is None else size for size in sizes]
+    sizes = [group.get("group_size", group.get("q_group_size")) or -1 for group in groups]  # null: whole rows
     if not all(type(size) is int and (size == -1 or 16 <= size < 2**31) for size in sizes):
         raise InputError(f"{folder}: group_size {sizes[0]!r:.40} is neither -1 nor 16 or more")
     return sizes, any(group.get("symmetric") is False for group in groups)
@@ -496,10 +461,8 @@ def shape_of(folder: Path, name: str, words: Stored) -> tuple[int, ...]:
     return words.shape
 
 
-def places_of(folder: Path, name: str, g_idx: Stored | None, columns: int, group: int) -> np.ndarray | None:
-    """The group of each column by a tensor g_idx, where there is one; None if groups are neighbours."""
-    if g_idx is None:
-        return None
+def places_of(folder: Path, name: str, g_idx: Stored, columns: int, group: int) -> np.ndarray | None:
+    """The group of each column by a tensor g_idx, None if groups are neighbours."""
     expect(folder, name, g_idx, ("I32", "I64"), (columns,))
     places = np.array(g_idx.read())
     if (places == np.arange(columns) // group).all() or (places == -1).all():
@@ -622,8 +585,7 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
         other = something_else(folder, names) or ": no checkpoint, or a conversion to be run again until it finishes"
         raise InputError(f"{folder}: no config.json{other}")
     raw_config = read_json(folder / "config.json")
-    text_config = raw_config.get("text_config")
-    places = [raw_config, *[text_config] * isinstance(text_config, dict)]
+    places = [place for place in (raw_config, raw_config.get("text_config")) if isinstance(place, dict)]
     keys = "quantization_config", "compression_config", "quantization"  # the last is MLX's
     quantization = next((place[key] for place in places for key in keys if key in place), None)
     method = quantization.get("quant_method", "MLX") if isinstance(quantization, dict) and quantization else None
@@ -648,7 +610,8 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
         raise InputError(f"{folder / needed[0]}: missing; download the checkpoint again")
     config = config_of(raw_config, found, extra_layer)
     for weight in jax.tree.leaves(weights_of(config)):
-        found |= {name: found[name].transposed() for name in weight.tensors() if weight.transposed and name in found}
+        for name in found.keys() & weight.tensors() if weight.transposed else ():
+            found[name] = found[name]._replace(shape=swapped(found[name].shape), is_transposed=True)
         if weight.experts and not weight.is_packed():
             unpack_experts(found, weight)
     for form in FORMS:
@@ -696,20 +659,19 @@ def unpack_experts(found: dict, weight: Weight) -> None:
 
 
 def weight_map_of(folder: Path) -> dict[str, str]:
-    """The file of each tensor: by the index, or model.safetensors. An index is stale, and counts for nothing, if none
-    of its files is there while it names all tensors of model.safetensors. transformers never looks at such an index."""
-    index, whole, weight_map = folder / INDEX, folder / "model.safetensors", None
+    """The file of each tensor. Beside a model.safetensors that it does not name, an index is left over from before, and
+    transformers does not look at it either."""
+    index, whole, weight_map = folder / INDEX, folder / "model.safetensors", {}
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise InputError(f"{index}: has no weight_map from tensor to file")
-        if not whole.is_file() or any((folder / file).is_file() for file in set(weight_map.values())):
-            return weight_map
-    if not whole.is_file():
+    if whole.is_file() and whole.name not in weight_map.values():
+        return dict.fromkeys(read_header(whole), whole.name)
+    if not weight_map:
         other = something_else(folder, [file.name for file in folder.iterdir()])
         raise InputError(f"{folder}: neither model.safetensors nor {INDEX}{other}")
-    of_whole = dict.fromkeys(read_header(whole), whole.name)
-    return of_whole if weight_map is None or of_whole.keys() <= weight_map.keys() else weight_map
+    return weight_map
 
 
 def stored_tensors(folder: Path) -> tuple[dict[str, Stored], dict[str, str]]:
@@ -741,15 +703,13 @@ def read_header(file: Path) -> dict[str, Stored]:
         start = 8 + int.from_bytes(f.read(8), "little")
         header = json.loads(f.read(start - 8))
     header.pop("__metadata__", None)
-    return {
-        name: Stored(file, start + t["data_offsets"][0], t["dtype"], without_channel(tuple(t["shape"])))
-        for name, t in header.items()
-    }
-
-
-def without_channel(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[channels, taps] for the weight of a convolution of each channel, which torch has as [channels, 1, taps]."""
-    return (shape[0], shape[2]) if len(shape) == 3 and shape[1] == 1 else shape
+    found = {}
+    for name, entry in header.items():
+        shape = tuple(entry["shape"])
+        if len(shape) == 3 and shape[1] == 1:  # [channels, 1, taps], as torch has a convolution of each channel
+            shape = shape[0], shape[2]
+        found[name] = Stored(file, start + entry["data_offsets"][0], entry["dtype"], shape)
+    return found
 
 
 def with_head(folder: Path, found: dict, config: Config) -> Config:
@@ -780,8 +740,8 @@ def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict
     for name, tensor in found.items():
         if reason := model.left_out(name, config):
             skipped[name] = reason
-        elif name not in expected and getattr(tensor, "is_zero", False):
-            skipped[name] = "a bias of zeros"
+        elif name not in expected and name.endswith(".bias") and not tensor.read().any():
+            skipped[name] = "a bias of zeros"  # AutoGPTQ writes one for each matrix
         elif name not in expected and SCALES_OF_ACTIVATIONS.search(name):
             skipped[name] = "for activations and the cache, which stay in the dtype of the model"
         elif name not in expected:
@@ -797,17 +757,11 @@ def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Tells checkpoints apart without reading them whole: by config.json, every tensor's form, dtype and shape, and the
-    first and last row of up to a thousand tensors."""
+    """Tells checkpoints apart without reading them whole: by config.json, and rows of up to 1,000 tensors."""
     digest = hashlib.sha256(json.dumps(checkpoint.raw_config, sort_keys=True).encode())
-    names = sorted(checkpoint.tensors)
-    for name in names:
-        tensor = checkpoint.tensors[name]
-        digest.update(f"{name} {type(tensor).__name__} {tensor.dtype} {tensor.shape} ".encode())
-    for name in names[:: len(names) // 1000 + 1]:
+    for tensor in [*checkpoint.tensors.values()][:: len(checkpoint.tensors) // 1000 + 1]:
         for end in (slice(0, 1), slice(-1, None)):
-            rows = [end] * max(1, len(checkpoint.tensors[name].shape) - 1)
-            digest.update(checkpoint.tensors[name].read(*rows).tobytes())
+            digest.update(tensor.read(*[end] * max(1, len(tensor.shape) - 1)).tobytes())
     return digest.hexdigest()
 
 
@@ -885,14 +839,12 @@ def rounding(tree, declared: tuple[jax.ShapeDtypeStruct, ...]):
 
 def read_ahead(read, *arguments: list) -> Iterator:
     """Yields `read` of each set of arguments, in order. At most READERS calls run ahead, which bounds the memory."""
-    pending = deque()
     with ThreadPoolExecutor(READERS) as pool:
-        for each in zip(*arguments, strict=True):
-            if len(pending) == READERS:
-                yield pending.popleft().result()
-            pending.append(pool.submit(read, *each))
+        calls = (pool.submit(read, *each) for each in zip(*arguments, strict=True))
+        pending = deque(islice(calls, READERS))
         while pending:
             yield pending.popleft().result()
+            pending.extend(islice(calls, 1))
 
 
 def scales_of(weight: Weight) -> Weight:
@@ -1007,20 +959,14 @@ def planned_shards(checkpoint: Checkpoint, dtype: str, quantize: str | None) -> 
             outputs, rounded = form.outputs(name, tensor.shape), form.rounded
         else:
             kept = DTYPES[weight.dtype or dtype]
-            outputs, rounded = [(name, kinds[kept], tensor.shape)], functools.partial(cast, kept)
+            outputs, rounded = [(name, kinds[kept], tensor.shape)], lambda rows, kept=kept: [rows.astype(kept)]
         outputs = [(*output, math.prod(output[2]) * np.dtype(NUMPY[output[1]]).itemsize) for output in outputs]
         nbytes = sum(size for *_, size in outputs)
         if shards[-1] and shard_bytes + nbytes > SHARD_BYTES:
-            shards.append([])
-            shard_bytes = 0
+            shards, shard_bytes = [*shards, []], 0
         shards[-1].append((name, rounded, outputs))
         shard_bytes += nbytes
     return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
-
-
-def cast(dtype: np.dtype, rows: np.ndarray) -> list[np.ndarray]:
-    """Rows in another dtype, as the one output of their tensor."""
-    return [rows.astype(dtype)]
 
 
 def print_left_out(checkpoint: Checkpoint) -> None:
@@ -1113,18 +1059,11 @@ def write_shard(path: Path, metadata: dict[str, str], groups: list, tensors: dic
 # Command line
 
 
-class LogLines:
-    """Where a progress bar writes if standard error is not a terminal: each state of the bar becomes a line."""
-
-    def write(self, text: str) -> None:
-        if text.strip():
-            print(text.strip(), file=sys.stderr, flush=True)
-
-
 def progress_bar(*items, **options) -> tqdm:
     """tqdm's bar on standard error, of process 0 alone. In a log file it is a line, every two seconds or so."""
     if not sys.stderr.isatty():
-        options = {"file": LogLines(), "ncols": 80, "mininterval": 1.5, "miniters": 1, "delay": 1} | options
+        lines = SimpleNamespace(write=lambda text: text.strip() and print(text.strip(), file=sys.stderr, flush=True))
+        options = {"file": lines, "ncols": 80, "mininterval": 1.5, "miniters": 1, "delay": 1} | options
     return tqdm(*items, unit_scale=True, disable=jax.process_index() > 0, **options)
 
 

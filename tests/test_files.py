@@ -4,20 +4,31 @@ References are transformers' classes with the numbers that the files stand for.
 """
 
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from helpers import assert_matches, decode, import_folder, save_random
+from helpers import assert_matches, decode, experts_apart, import_folder, save_random
 from safetensors.torch import load_file, save_file
 from test_deepseek import as_fp8
-from test_four_bits import LINEAR, RELEASES, config_of, gptq, nibbles_first, pack_quantized, save_in_4_bits
+from test_four_bits import (
+    LINEAR,
+    RELEASES,
+    config_of,
+    dense_parameter,
+    gptq,
+    nibbles_first,
+    pack_quantized,
+    save_in_4_bits,
+)
 from test_parity import (
+    gemma_3,
+    glm,
     llama,
     llama3,
     mixtral_8,
-    qwen3,
     qwen_2,
     qwen_3_moe,
     qwen_35_moe,
@@ -144,44 +155,79 @@ def test_gptq_zeros_that_are_all_alike(tmp_path, stored, version):
 # compressed-tensors
 
 
-def save_8_bits(folder, family, kind, shape_of_scale):
-    """Matrices in int8 by row, or in FP8 with blocks of 16 x 16 or one scale. Returns the model of the numbers."""
+def save_8_bits(folder, family, kind, scale_of, form):
+    """Matrices in int8 or FP8, where the scale of a matrix has the shape that `scale_of` makes of its own: one for each
+    row, for each block of 16 x 16, or one. `form` has config.json's words. Returns the model of the numbers."""
     _, *reference = family()
     reference = save_random(folder, *reference)
-    tensors, parameters = load_file(folder / "model.safetensors"), dict(reference.named_parameters())
-    for name in matrices(tensors):
+    tensors, parameters = experts_apart(load_file(folder / "model.safetensors")), dict(reference.named_parameters())
+    for name in [name for name in tensors if re.search(r"(_proj|\.w\d)\.weight$", name)]:
         weight = tensors.pop(name).float()
+        shape = scale_of(*weight.shape)
         if kind == "int8":
             scale = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
             values = (weight / scale.float()).round().clamp(-127, 127).to(torch.int8)
             exact = values.float() * scale.float()
         else:
-            block = (16, 16) if shape_of_scale is None else tuple(weight.shape)
+            block = {by_row: (1, weight.shape[1]), in_blocks: (16, 16)}.get(scale_of, tuple(weight.shape))
             values, scale, exact = as_fp8(weight, block)
-            scale = scale if shape_of_scale is None else scale.reshape(shape_of_scale)
         with torch.no_grad():
-            parameters[name].copy_(exact)
-        tensors |= {name: values, f"{name}_scale": scale, name.replace("weight", "input_scale"): torch.ones(1)}
-    tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
+            dense_parameter(parameters, name).copy_(exact)
+        tensors |= {name: values, f"{name}_scale": scale.reshape(shape), name.replace("weight", "input_scale"): one()}
+    tensors |= {"model.layers.0.self_attn.k_scale": one(), "model.layers.1.self_attn.v_proj.v_scale": one()}
     save_file(tensors, folder / "model.safetensors")
-    weights = {"num_bits": 8, "type": "int" if kind == "int8" else "float", "strategy": "channel"}
-    if kind == "fp8":
-        weights |= {"strategy": "tensor"} if shape_of_scale else {"strategy": "block", "block_structure": [16, 16]}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8}}}
-    edit_config(folder, quantization_config={"quant_method": "compressed-tensors", "config_groups": groups})
+    edit_config(folder, **form)
     return reference
 
 
-@pytest.mark.parametrize(("kind", "shape"), [("int8", None), ("fp8", None), ("fp8", (1, 1))])
-def test_8_bits(tmp_path, capfd, kind, shape):
-    reference = save_8_bits(tmp_path, qwen_2, kind, shape)
-    checkpoint = qwen3.convert.open_checkpoint(tmp_path)
-    is_held = checkpoint.weights["layers"][0]["o"].format is qwen3.model.Int8
+def one():
+    return torch.ones(1)
+
+
+def compressed(kind, **weights):
+    weights |= {"num_bits": 8, "type": "int" if kind == "int8" else "float"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8}}}
+    return {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}
+
+
+def by_row(O, C):
+    return O, 1
+
+
+def in_blocks(O, C):
+    return -(-O // 16), -(-C // 16)
+
+
+BY_ROW = compressed("int8", strategy="channel")
+IN_BLOCKS = compressed("fp8", strategy="block", block_structure=[16, 16])
+FBGEMM = {"quantization_config": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}}
+MODELOPT = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "scale_of", "form", "mesh"),
+    [
+        (qwen_2, "int8", by_row, BY_ROW, (1, 1, 2)),
+        (mixtral_8, "int8", by_row, BY_ROW, (1, 2, 2)),
+        (glm, "int8", lambda O, C: (O,), BY_ROW, (1, 1, 4)),
+        (qwen_2, "fp8", in_blocks, IN_BLOCKS, (1, 1, 2)),
+        (gemma_3, "fp8", in_blocks, IN_BLOCKS, (1, 1, 1)),
+        (qwen_2, "fp8", lambda *_: (1, 1), compressed("fp8", strategy="tensor"), (1, 1, 2)),
+        (llama, "fp8", by_row, FBGEMM, (1, 1, 4)),
+        (llama, "fp8", lambda *_: (), MODELOPT, (2, 1, 2)),
+        (qwen_3_moe, "fp8", lambda *_: (), {}, (1, 2, 1)),  # ModelOpt's older releases say so in another file alone
+    ],
+)
+def test_8_bits(tmp_path, capfd, family, kind, scale_of, form, mesh):
+    folder = family()[0]
+    reference = save_8_bits(tmp_path, family, kind, scale_of, form)
+    checkpoint = folder.convert.open_checkpoint(tmp_path)
+    is_held = checkpoint.weights["layers"][0]["o"].format is folder.model.Int8
     assert is_held == (kind == "int8")
     tolerance = 0.05 if is_held else 1e-3  # activations are rounded to int8 too on CPUs
-    rows = decode(qwen3, tmp_path, PROMPTS, (1, 1, 2), max_new_tokens=1)
+    rows = decode(folder, tmp_path, PROMPTS, mesh, max_new_tokens=1)
     assert_matches(reference, PROMPTS, rows, atol=tolerance)
-    assert capfd.readouterr().err.count("left out: rounding of activations") == 1
+    assert capfd.readouterr().err.count("left out: rounding of activations") == ("input_activations" in str(form))
 
 
 def test_two_kinds_of_groups_in_one_file(tmp_path):
