@@ -825,8 +825,8 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", quantize: 
     pairs, delay = zip(held, arrays, strict=True), 1 if needed < 0.1 else 0  # seconds before the bar appears
     with progress_bar(pairs, total=len(leaves), desc="loading", unit=" weights", delay=delay) as bar:
         weights = tree.unflatten([in_memory(*pair) for pair in bar])
-    if hasattr(model, "even_keys"):  # a block of models whose keys have biases
-        model.even_keys(weights, checkpoint.config)
+    for name in {"even_keys", "even_norms"} & vars(model).keys():  # blocks of models whose keys need it
+        getattr(model, name)(weights, checkpoint.config)
     return weights
 
 
