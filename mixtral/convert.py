@@ -112,6 +112,8 @@ class Scaled(NamedTuple):
         block = given[0] if given else [128, 128]
         if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**31 for n in block)):
             raise InputError(f"{folder}: weight_block_size {block!r:.40} is not two numbers, of rows and columns")
+        by_row = any(x.shape[1:] == (1,) != x.shape[:1] for name, x in found.items() if name.endswith("_scale"))
+        has_one_scale = not by_row or "tensor" in [group.get("strategy") for group in groups_of(quantization)]
         for name in [name for name, tensor in found.items() if tensor.dtype in (ml_dtypes.float8_e4m3fn, np.int8)]:
             values, ending = found[name], "_scale_inv" if f"{name}_scale_inv" in found else "_scale"
             scale, rows, is_int8 = found.pop(name + ending, None), values.shape[:-1], values.kind == "I8"
@@ -126,7 +128,7 @@ class Scaled(NamedTuple):
                 found[name] = Scaled(values, scale, (1, max(values.shape[1], 1)))
             elif shape == by_block and (given or ending == "_scale_inv") and not is_int8:
                 found[name] = Scaled(values, scale, tuple(block))
-            elif len(rows) == 1 and shape in ((), (1,), (1, 1)):
+            elif len(rows) == 1 and (shape in ((), (1,)) or (shape == (1, 1) and has_one_scale)):  # or it was cut
                 found[name] = Scaled(values, scale._replace(shape=(1, 1)), values.shape)
             else:
                 wanted = by_block if ending == "_scale_inv" and not is_int8 else (*rows, 1)
@@ -243,11 +245,10 @@ class InGroups:
         yield on_devices(held.values, weight, codes, held.packed, n, np.dtype(np.uint8), order=held.ordered_values)
         group, part = held.shape[-1] // held.ordered(held.scale.shape)[-1], weight.parts[0]
         step = math.gcd(group, part.layout()[2]) if weight.split == 1 and part.units else group  # units are not cut
-        n = group // step
+        n, of_steps = group // step, with_columns(weight, step)
         for array, field in ((held.scale, "scales"), (held.zero, "zeros")):
             if array is not None:
                 readers = {name: functools.partial(tensor.of_groups, field, step) for name, tensor in tensors.items()}
-                of_steps = with_columns(weight, step)
                 yield on_devices(array, of_steps, readers, lambda x: x[..., ::n], n, order=held.ordered)
 
     def of_groups(self, field: str, n: int, *index: slice | int) -> np.ndarray:
@@ -451,7 +452,7 @@ def expect(folder: Path, name: str, tensor: Stored | None, kinds, shape: tuple[i
     if tensor is None:
         raise InputError(f"{folder}: {name:.200} is missing")
     if tensor.kind not in kinds or tensor.shape != shape:
-        raise InputError(f"{folder}: {name:.200} has {tensor.kind:.40} {list(tensor.shape)}, not {list(shape)}")
+        raise InputError(f"{folder}: {name:.200} has {tensor.kind} {[*tensor.shape]}, not {'/'.join(kinds)} {[*shape]}")
 
 
 def shape_of(folder: Path, name: str, words: Stored) -> tuple[int, ...]:
@@ -512,7 +513,7 @@ def find_checkpoint(path: str, extra_layer: bool = False) -> Path:
     if path and folder.is_dir():
         return folder
     if folder.exists() or not hub_id:
-        raise InputError(f"{path}: no such folder; give a checkpoint folder or a hub id such as org/name")
+        raise InputError(f"{path}: {'is a file' if folder.is_file() else 'no such folder'}; give a folder or a hub id")
     from huggingface_hub import constants, errors, list_repo_files, snapshot_download
 
     name, revision = hub_id.groups()
@@ -659,8 +660,7 @@ def unpack_experts(found: dict, weight: Weight) -> None:
 
 
 def weight_map_of(folder: Path) -> dict[str, str]:
-    """The file of each tensor. Beside a model.safetensors that it does not name, an index is left over from before, and
-    transformers does not look at it either."""
+    """The file of each tensor. An index counts for nothing beside a model.safetensors that it does not name."""
     index, whole, weight_map = folder / INDEX, folder / "model.safetensors", {}
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
@@ -1071,7 +1071,7 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse, with its errors in the one form that all errors have here."""
 
     def error(self, message: str) -> None:
-        raise InputError(message)
+        raise InputError(re.sub(r"argument (--\w+): expected .*", r"\g<0>; one with a - first as \1=VALUE", message))
 
 
 def one_line(error: Exception) -> str:

@@ -310,8 +310,8 @@ def damaged(tensors, config, change):
     [
         ("zero", "down_proj.weight_zero_point is missing"),
         ("scale", "down_proj.weight_scale is missing"),
-        ("cut scale", r"down_proj.weight_scale has F16 \[64, 2\], not \[64, 3\]"),
-        ("packed", r"down_proj.weight_packed has I32 \[64, 11\], not \[64, 12\]"),
+        ("cut scale", r"down_proj.weight_scale has F16 \[64, 2\], not BF16/F32/F16 \[64, 3\]"),
+        ("packed", r"down_proj.weight_packed has I32 \[64, 11\], not I32 \[64, 12\]"),
         ("shape", "down_proj.weight_packed has I32"),
         ("dtype", "down_proj.weight_packed has I64"),
         ("flat", "down_proj.weight_packed is no matrix"),
