@@ -638,9 +638,8 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
 def config_of(raw_config: dict, names: Iterable[str], extra_layer: bool) -> Config:
     """The Config of a config.json and of the checkpoint's tensors."""
     config = Config.from_dict(raw_config, [re.sub("(weight_packed|qweight)$", "weight", name) for name in names])
-    if extra_layer and getattr(config, "has_extra_layer", False):
-        config = dataclasses.replace(config, uses_extra_layer=True)
-    return config
+    uses_it = extra_layer and getattr(config, "has_extra_layer", False)
+    return dataclasses.replace(config, uses_extra_layer=True) if uses_it else config
 
 
 def unpack_experts(found: dict, weight: Weight) -> None:
@@ -660,18 +659,19 @@ def unpack_experts(found: dict, weight: Weight) -> None:
 
 
 def weight_map_of(folder: Path) -> dict[str, str]:
-    """The file of each tensor. An index counts for nothing beside a model.safetensors that it does not name."""
+    """The file of each tensor. As in transformers, an index that names all tensors of model.safetensors is stale."""
     index, whole, weight_map = folder / INDEX, folder / "model.safetensors", {}
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise InputError(f"{index}: has no weight_map from tensor to file")
     if whole.is_file() and whole.name not in weight_map.values():
-        return dict.fromkeys(read_header(whole), whole.name)
-    if not weight_map:
-        other = something_else(folder, [file.name for file in folder.iterdir()])
-        raise InputError(f"{folder}: neither model.safetensors nor {INDEX}{other}")
-    return weight_map
+        of_whole = dict.fromkeys(read_header(whole), whole.name)
+        if not weight_map or of_whole.keys() <= weight_map.keys():
+            return of_whole
+    if weight_map:
+        return weight_map
+    raise InputError(f"{folder}: neither model.safetensors nor {INDEX}{something_else(folder, os.listdir(folder))}")
 
 
 def stored_tensors(folder: Path) -> tuple[dict[str, Stored], dict[str, str]]:
