@@ -36,6 +36,8 @@ if __name__ == "__main__" and is_interruptible:  # Python's exception would wait
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 if __name__ == "__main__" and sys.stderr is not None and sys.stderr.isatty():  # in a log file, errors stand alone
     print("importing jax and transformers ...", file=sys.stderr)
+if __name__ == "__main__" and __package__:  # python3 -m llama3.main
+    sys.path.insert(0, os.path.dirname(__file__))
 
 import convert
 import jax
@@ -54,7 +56,7 @@ BATCH = 256  # rows of a device: by data sheets, beyond 240 (TPU v5e) or 295 (H1
 CHAT_SLOTS = 4096  # of the cache of a conversation at first
 MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
 MESSAGE_BYTES = 2**16  # of the message that each process sends to the others before loading
-OWN = ("model_path", "prompt", "prompts_file", "coordinator", "process_id")  # flags that may differ between hosts
+OWN = ("model_path", "prompt", "prompt_file", "prompts_file", "coordinator", "process_id")  # may differ between hosts
 
 # Published peak memory bandwidth of a device in GB/s, by the first words of jax's device_kind. Sources: the data sheets
 # of Google Cloud's TPU versions and of NVIDIA's accelerators.
@@ -85,12 +87,21 @@ def parse_arguments():
 
         return parse
 
+    def json_object(text):
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(json.loads(text), dict):
+                return json.loads(text)
+        raise argparse.ArgumentTypeError(f"{text!r:.100} is not a JSON object")
+
     count = number(int, 1, 2**30)
     add("--model_path", help="a Hugging Face checkpoint folder, one that convert.py wrote, or a hub id")
     prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument("--prompt", nargs="+", help="prompts, decoded as one batch")
+    prompts.add_argument("--prompt", nargs="+", help="prompts, decoded as one batch; - is all of standard input")
+    prompts.add_argument("--prompt_file", help="a file that is one prompt, - for standard input")
     prompts.add_argument("--prompts_file", help="one prompt a line, - for standard input")
-    prompts.add_argument("--chat", action="store_true", help="a conversation; /reset starts anew, end of file ends it")
+    prompts.add_argument("--chat", action="store_true", help="a conversation")
+    add("--system", help="a system message before each prompt or conversation")
+    add("--template_args", type=json_object, metavar="JSON", help="what else the chat template takes, an object")
     add("--raw", action="store_true", help="continue the prompt as it is, no chat template")
     add("--max_new_tokens", type=count, default=128, help="default 128")
     add("--max_seq_len", type=count, help="cache slots for a sequence, default what prompts and max_new_tokens need")
@@ -123,6 +134,10 @@ def parse_arguments():
         raise InputError(f"--temperature {args.temperature} is neither 0 nor at least 1e-6")
     if args.chat and (args.raw or args.output == "json" or args.profile):
         raise InputError("--chat prints text by the chat template: leave out --raw, --output json and --profile")
+    if args.raw and (args.system or args.template_args):
+        raise InputError("--system and --template_args are for the chat template, which --raw leaves out")
+    if args.logprobs and args.output == "text":
+        raise InputError("--logprobs is for JSON rows: add --output json")
     if 0 < (args.coordinator, args.num_processes, args.process_id).count(None) < 3:
         raise InputError("--coordinator, --num_processes and --process_id go together")
     if args.coordinator:
@@ -135,20 +150,22 @@ def parse_arguments():
 
 
 def read_prompts(args) -> list[str]:
-    """The prompts of the command line, of the file, or of the demo."""
-    if args.prompt:
+    """The prompts of the command line, of a file, or of the demo."""
+    if args.prompt and args.prompt != ["-"]:
         return args.prompt
-    file = args.prompts_file or DEMO / "prompts.txt"
+    whole = "-" if args.prompt else args.prompt_file  # the file that is one prompt
+    file = whole or args.prompts_file or DEMO / "prompts.txt"
     try:
-        with open(0 if file == "-" else file, encoding="utf-8-sig", closefd=file != "-") as f:
+        newline = "" if whole else None  # None: each kind of line end becomes \n
+        with open(0 if file == "-" else file, encoding="utf-8-sig", newline=newline, closefd=file != "-") as f:
             text = f.read(PROMPTS_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file}: cannot be read: {one_line(error)}") from error
     if len(text) > PROMPTS_CHARACTERS:
         raise InputError(f"{file}: has more than {PROMPTS_CHARACTERS} characters; split it")
-    prompts = [line for line in text.split("\n") if line.strip()]
+    prompts = [prompt for prompt in ([text.rstrip("\r\n")] if whole else text.split("\n")) if prompt.strip()]
     if not prompts:
-        raise InputError(f"{file}: has no prompt; write one a line")
+        raise InputError(f"{file}: has no prompt")
     return prompts
 
 
@@ -156,8 +173,14 @@ def read_prompts(args) -> list[str]:
 # Tokens
 
 
-def encode(tokenizer, prompts: list[str], raw: bool, history: tuple[dict, ...] = ()) -> list[list[int]]:
-    """Token ids of each prompt: as a user's message after those of `history`, or `raw` as it stands.
+def system_message(args) -> list[dict]:
+    """What stands before each prompt or conversation."""
+    return [{"role": "system", "content": args.system}] if args.system else []
+
+
+def encode(tokenizer, prompts, raw, history=(), template_args=None, remedy="") -> list[list[int]]:
+    """Token ids of each prompt: as a user's message after those of `history`, by a template that takes `template_args`
+    too, or `raw` as it stands. The template's errors end with the `remedy`.
 
     As in transformers, a special token that is written out in a message becomes that token.
     """
@@ -168,13 +191,18 @@ def encode(tokenizer, prompts: list[str], raw: bool, history: tuple[dict, ...] =
         try:
             if not raw:
                 messages = [*history, {"role": "user", "content": prompt}]
-                prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            found.append(tokenizer(prompt, add_special_tokens=raw)["input_ids"])
+                options = {"add_generation_prompt": True, "tokenize": False}
+                prompt = tokenizer.apply_chat_template(messages, **options, **(template_args or {}))
+            ids = tokenizer(prompt, add_special_tokens=raw)["input_ids"]
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # from jinja or the template; a tokenizer's panic is no Exception
-            remedy = "" if raw else "; --raw leaves the template out"
-            raise InputError(f"prompt {row} cannot be encoded: {one_line(error)}{remedy}") from error
+            raise InputError(f"prompt {row} cannot be encoded: {one_line(error)}{'' if raw else remedy}") from error
+        if raw and len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
+            ids = ids[1:]
+            if jax.process_index() == 0:
+                print(f"note: prompt {row} begins with {tokenizer.bos_token}, and gets no other", file=sys.stderr)
+        found.append(ids)
     return found
 
 
@@ -190,16 +218,34 @@ def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:
             raise InputError(f"prompt {row} has {len(prompt)} tokens, and the model takes {context}; shorten it")
 
 
-def read_stop_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """eos_token_id of generation_config.json, else of config.json or the text model in it: one id or a list."""
+def read_stop_tokens(checkpoint: Checkpoint, tokenizer) -> tuple[int, ...]:
+    """What ends an answer: eos_token_id, one or a list, of generation_config.json, of config.json and of the text model
+    in it, and the tokenizer's own end."""
     file, config = checkpoint.folder / "generation_config.json", checkpoint.raw_config
     places = [read_json(file) if file.is_file() else {}, config, config.get("text_config")]
     given = [place.get("eos_token_id") for place in places if isinstance(place, dict)]
-    stop = next((value for value in given if value is not None), None)
-    stop = [] if stop is None else stop if isinstance(stop, list) else [stop]
+    given.append(tokenizer.get_vocab().get(tokenizer.eos_token))
+    stop = [token for value in given for token in (value if isinstance(value, list) else [value]) if token is not None]
     if not all(type(token) is int and token >= 0 for token in stop):
         raise InputError(f"{checkpoint.folder}: eos_token_id {stop!r} is neither a token id nor a list of them")
-    return tuple(stop)
+    return tuple(dict.fromkeys(stop))
+
+
+# What a token begins in an answer: reasoning, the answer's text, or a name, which a line or <|message|> ends. The last
+# token of each row tells by the chat template which row is in use.
+MARKERS = (
+    {"<think>": "reasoning", "</think>": "text"},  # Qwen3, DeepSeek, GLM, Kimi
+    {"[THINK]": "reasoning", "[/THINK]": "text"},  # Magistral
+    {"<|channel>": "name", "<channel|>": "text"},  # Gemma 4
+    {"<|start|>": "name", "<|end|>": "name", "<|message|>": "message", "<|channel|>": "name"},  # gpt-oss
+)
+
+
+def read_markers(tokenizer) -> dict[int, str]:
+    """MARKERS by id, of those that the tokenizer's chat template knows."""
+    template, vocab = str(tokenizer.chat_template), tokenizer.get_vocab()
+    rows = [row for row in MARKERS if [*row][-1] in template]
+    return {vocab[name]: kind for row in rows for name, kind in row.items() if name in vocab}
 
 
 # Text is split by these patterns before a tiktoken vocabulary is applied; its file does not hold them. Sources: the
@@ -347,13 +393,18 @@ class Progress:
 
 
 class Results:
-    """Collects generated tokens and prints the rows in order: text as it comes, JSON when a row is finished."""
+    """Collects generated tokens and prints the rows in order: text as it comes, JSON when a row is finished. `markers`,
+    those of read_markers, set reasoning apart."""
 
-    def __init__(self, args, tokenizer, prompts, prompt_tokens):
+    def __init__(self, args, tokenizer, prompts, prompt_tokens, markers=None):
         self.args, self.tokenizer, self.prompts, self.prompt_tokens = args, tokenizer, prompts, prompt_tokens
-        self.rows = [[] for _ in prompts]
+        self.rows, self.markers = [[] for _ in prompts], markers or {}
         self.steps = [0 for _ in prompts]  # in which a row got tokens
         self.hidden = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.parts = []  # of each row: a kind and the ids of this kind, one part after another
+        for prompt in prompt_tokens:  # its last tokens may begin the reasoning
+            ends = [i for i in prompt[-4:] if self.tokenizer.decode([i]).strip()]
+            self.parts.append([(self.markers.get(ends[-1], "text") if ends else "text", [])])
         self.print_row = self.print_text if args.output == "text" else self.print_json
         self.printing = self.print_rows()
 
@@ -363,9 +414,46 @@ class Results:
             if not math.isfinite(token.logprob):
                 raise InputError("the model's numbers are not finite: damaged weights, or try --dtype float32")
             self.rows[token.row].append(token)
+            parts, begun = self.parts[token.row], self.markers.get(token.id)
+            kind, ids = parts[-1]
+            if begun == "message":  # channels are analysis, commentary and final
+                begun = "text" if self.tokenizer.decode(ids).startswith("final") else "reasoning"
+            elif not begun:
+                ids.append(token.id)
+                begun = kind == "name" and "\n" in self.tokenizer.decode(ids) and "reasoning"
+            if begun:
+                parts.append((begun, []))
         for row in {token.row for token in tokens}:
             self.steps[row] += 1
         next(self.printing, None)
+
+    def text(self, row: int, kind: str = "text") -> str:
+        """A row's answer, or its reasoning."""
+        parts = [ids for of_part, ids in self.parts[row] if of_part == kind]
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in parts]
+        if kind == "reasoning":
+            return "\n".join(text.strip("\n") for text in texts)
+        return "".join(texts).lstrip("\n") if self.markers else texts[0]
+
+    def message(self) -> dict | None:
+        """The only row as a message for the chat template, None without an answer. A template that knows of no
+        reasoning_content takes thoughts out of the text itself."""
+        said, reasoning = self.text(0), self.text(0, "reasoning")
+        template = str(self.tokenizer.chat_template)
+        if not said.strip():
+            return None
+        if "</think>" in template and "reasoning_content" not in template:
+            said = self.tokenizer.decode([token.id for token in self.rows[0]], skip_special_tokens=True)
+        thoughts = dict.fromkeys(("reasoning_content", "thinking"), reasoning) if reasoning else {}
+        return {"role": "assistant", "content": said} | thoughts
+
+    def note_cut(self) -> None:
+        """Says on standard error which answers were cut, and by which flag."""
+        cut = [len(row) for row in self.rows if row and row[-1].finish_reason == "length"]
+        if cut and jax.process_index() == 0:
+            flag = "max_new_tokens" if self.args.max_new_tokens in cut else "max_seq_len"
+            what = f"{len(cut)} of {len(self.rows)} answers" if len(self.rows) > 1 else "the answer"
+            print(f"note: {what} ended at --{flag} {getattr(self.args, flag)}", file=sys.stderr)
 
     def break_off(self) -> None:
         """Prints the finished rows that were waiting for an unfinished one."""
@@ -381,41 +469,68 @@ class Results:
             yield from self.print_row(self.current)
 
     def print_text(self, row: int):
-        """Prints a row's text as it comes. New tokens are decoded together with those printed last, on which their
-        spaces may depend; an incomplete character waits for its other tokens."""
+        """Prints a row's text as it comes, its reasoning under a heading."""
         if len(self.rows) > 1:
             write(f"> {self.prompts[row]}\n")
-        tokens, taken = self.rows[row], 0
-        ids = []  # of the tokens taken, those that decoding does not leave out
-        context = self.printed = 0  # where those printed last begin and end
-        is_finished = False
+        tokens, parts, taken, n, shown = self.rows[row], self.parts[row], 0, 0, "text"
+        stream = Stream(self.tokenizer, self.hidden)
+        self.printed = is_finished = False
         while not is_finished:
             while taken == len(tokens):
                 yield
-            is_finished = tokens[-1].finish_reason is not None
-            new, taken = [token.id for token in tokens[taken:]], len(tokens)
-            names = self.tokenizer.convert_ids_to_tokens(new)
-            ids += [i for i, name in zip(new, names, strict=True) if name and i not in self.hidden]
-            before = self.tokenizer.decode(ids[context : self.printed], skip_special_tokens=True)
-            text = self.tokenizer.decode(ids[context:], skip_special_tokens=True)
-            is_byte = bool(ids) and re.fullmatch("<0x[0-9A-F]{2}>", self.tokenizer.convert_ids_to_tokens(ids[-1]))
-            if is_finished or not (is_byte or text.endswith("\ufffd")):
-                write(text[len(before) :] + "\n" * is_finished)
-                if len(ids) > self.printed:
-                    context, self.printed = self.printed, len(ids)
+            taken, is_finished = len(tokens), tokens[-1].finish_reason is not None
+            for kind, ids in parts[n:]:
+                is_whole = is_finished or n + 1 < len(parts)
+                text = stream.text(ids, is_whole)
+                if self.markers and not stream.has_begun:  # a part begins
+                    text = text.lstrip("\n")
+                    heading = "" if not self.printed else "\n"
+                    heading += "" if kind == shown else "[reasoning]\n" if kind == "reasoning" else "[answer]\n"
+                    text = text and heading + text
+                if text and kind != "name":
+                    write(text)
+                    self.printed, stream.has_begun, shown = True, True, kind
+                if n + 1 < len(parts):
+                    n, stream = n + 1, Stream(self.tokenizer, self.hidden)
+        write("\n")
 
     def print_json(self, row: int):
         """Prints a row when it is finished."""
         while not self.rows[row] or not self.rows[row][-1].finish_reason:
             yield
         ids = [token.id for token in self.rows[row]]
-        line = {"prompt": self.prompts[row], "text": self.tokenizer.decode(ids, skip_special_tokens=True)}
+        reasoning = {"reasoning": self.text(row, "reasoning")} if self.markers else {}
+        line = {"prompt": self.prompts[row], "text": self.text(row), **reasoning}
         line |= {"prompt_tokens": self.prompt_tokens[row], "tokens": ids}
         if self.args.logprobs:
             line["logprobs"] = [token.logprob for token in self.rows[row]]
         if self.args.draft:  # the first token is prefill's
             line["tokens_per_step"] = (len(ids) - 1) / (self.steps[row] - 1) if len(ids) > 1 else None
         write(json.dumps(line | {"finish_reason": self.rows[row][-1].finish_reason}) + "\n")
+
+
+class Stream:
+    """The text of token ids as they come. New tokens are decoded together with those given out last, on which their
+    spaces may depend; an incomplete character waits for its other tokens."""
+
+    def __init__(self, tokenizer, hidden: set[int]):
+        self.tokenizer, self.hidden, self.has_begun = tokenizer, hidden, False
+        self.ids, self.read = [], 0  # of the tokens read, those that decoding does not leave out
+        self.context = self.given = 0  # where those given out last begin and end
+
+    def text(self, ids: list[int], is_whole: bool) -> str:
+        """What `ids` add to what was given out of their beginning; all of it if the text `is_whole`."""
+        new, self.read = ids[self.read :], len(ids)
+        names = self.tokenizer.convert_ids_to_tokens(new)
+        self.ids += [i for i, name in zip(new, names, strict=True) if name and i not in self.hidden]
+        before = self.tokenizer.decode(self.ids[self.context : self.given], skip_special_tokens=True)
+        text = self.tokenizer.decode(self.ids[self.context :], skip_special_tokens=True)
+        is_byte = bool(self.ids) and re.fullmatch("<0x[0-9A-F]{2}>", self.tokenizer.convert_ids_to_tokens(self.ids[-1]))
+        if not is_whole and (is_byte or text.endswith("\ufffd")):
+            return ""
+        if len(self.ids) > self.given:
+            self.context, self.given = self.given, len(self.ids)
+        return text[len(before) :]
 
 
 def write(text: str) -> None:
@@ -570,6 +685,7 @@ class Inputs(NamedTuple):
     prompts: list[str]
     prompt_tokens: list[list[int]]
     stop_tokens: tuple[int, ...]
+    markers: dict[int, str]
     mesh: jax.sharding.Mesh
 
     def facts(self) -> dict:
@@ -589,7 +705,11 @@ def read_inputs(args) -> Inputs:
     tokenizer = read_tokenizer(checkpoint)
     if args.chat and not tokenizer.chat_template:
         raise InputError(f"{folder}: --chat needs a chat template, and its tokenizer has none")
-    prompt_tokens = encode(tokenizer, prompts, args.raw or not tokenizer.chat_template)
+    is_raw = args.raw or not tokenizer.chat_template
+    if is_raw and (args.system or args.template_args):
+        raise InputError(f"{folder}: its tokenizer has no chat template for --system or --template_args")
+    remedy, first = "" if args.chat or args.system else "; --raw leaves the template out", prompts or ["Hello"]
+    prompt_tokens = encode(tokenizer, first, is_raw, system_message(args), args.template_args, remedy)
     if not args.chat:
         model.check_prompts(prompt_tokens, config, args.max_seq_len, args.max_new_tokens)
     check_context(prompt_tokens, checkpoint.raw_config)
@@ -598,7 +718,8 @@ def read_inputs(args) -> Inputs:
     if args.profile:
         Path(args.profile).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=args.profile).close()  # the error of a folder that cannot be written names it
-    return Inputs(checkpoint, tokenizer, prompts, prompt_tokens, read_stop_tokens(checkpoint), mesh)
+    stop_tokens, markers = read_stop_tokens(checkpoint, tokenizer), {} if is_raw else read_markers(tokenizer)
+    return Inputs(checkpoint, tokenizer, prompts, prompt_tokens, stop_tokens, markers, mesh)
 
 
 def main() -> None:
@@ -645,61 +766,75 @@ def main() -> None:
 def answer(args, inputs: Inputs, generation) -> dict:
     """Decodes the prompts and prints the results. Returns what was measured."""
     measured = {}
-    results = Results(args, inputs.tokenizer, inputs.prompts, inputs.prompt_tokens)
+    results = Results(args, inputs.tokenizer, inputs.prompts, inputs.prompt_tokens, inputs.markers)
     steps = generation(inputs.prompt_tokens, max_seq_len=args.max_seq_len, stats=measured)
     results.add(next(steps))  # the first token is prefill's, what follows is the decode loop
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if args.output == "json" and not sys.stdout.isatty():  # rows appear when they are finished
-        steps = progress_bar(steps, desc="decoding", unit=" steps")
+    shows_rows = args.output == "json" and not sys.stdout.isatty()  # they appear when they are finished
+    bar = progress_bar(total=len(results.rows), desc="decoding", unit=" rows") if shows_rows else None
     try:
         with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
             for tokens in steps:
                 results.add(tokens)
+                if bar:
+                    bar.update(sum(token.finish_reason is not None for token in tokens))
     except KeyboardInterrupt:
         results.break_off()
         print("error: interrupted", file=sys.stderr, flush=True)
         os._exit(130)
+    if bar:
+        bar.close()
+    results.note_cut()
     return measured
 
 
 def chat(args, inputs: Inputs, generation) -> dict:
-    """A conversation: each line of input is a message, and the model answers it in the light of all before it. `/reset`
-    starts anew, end of file ends it, Ctrl-C stops an answer. Returns what was measured of the last answer.
+    """A conversation: each line of input is a message, and the model answers it in the light of all before it. Returns
+    what was measured of the last answer.
 
-    The cache is kept, and a message is read from where its conversation differs from what is there. A conversation that
-    outgrows CHAT_SLOTS is read again, into twice as many: programs are compiled for a number of slots.
+    A thought without an answer is forgotten, with its question. The cache is kept, and a message is read from where its
+    conversation differs from what is there. A conversation that outgrows CHAT_SLOTS is read again, into twice as many:
+    programs are compiled for a number of slots.
     """
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdin.reconfigure(errors="surrogateescape")  # what is not in UTF-8 is refused by encode
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401, input() then edits lines of any length
-    history, measured, kept = (), {}, {}
+    print("chat: /reset starts anew, Ctrl-C stops an answer, /exit or end of file ends", file=sys.stderr, flush=True)
+    history, measured, kept = system_message(args), {}, {}
     while True:
         try:
             text = input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
+        except KeyboardInterrupt:
+            write("\n")
+            continue
         except EOFError:
+            text = "/exit"
+        if text.strip() == "/exit":
             return measured
         if text.strip() in ("", "/reset"):
-            history = () if text.strip() else history
+            history = system_message(args) if text.strip() else history
             continue
-        results = Results(args, inputs.tokenizer, [text], [])
+        results = None
         try:
-            prompt_tokens = encode(inputs.tokenizer, [text], raw=False, history=history)
+            prompt_tokens = encode(inputs.tokenizer, [text], False, history, args.template_args)
             check_context(prompt_tokens, inputs.checkpoint.raw_config)
+            results = Results(args, inputs.tokenizer, [text], prompt_tokens, inputs.markers)
             slots = max(CHAT_SLOTS, model.power_of_two(len(prompt_tokens[0]) + args.max_new_tokens - 1))
             slots, of_turn = min(slots, args.max_seq_len or slots), {}
             for tokens in generation(prompt_tokens, max_seq_len=slots, kept=kept, stats=of_turn):
                 results.add(tokens)
             measured = of_turn
+            results.note_cut()
         except InputError as error:
             print(f"error: {users_line(error)}; /reset forgets the conversation", file=sys.stderr)
             continue
         except KeyboardInterrupt:
             write("\n")
-        said = inputs.tokenizer.decode([token.id for token in results.rows[0]], skip_special_tokens=True)
-        history += ({"role": "user", "content": text}, {"role": "assistant", "content": said})
+        if results and (message := results.message()):
+            history = [*history, {"role": "user", "content": text}, message]
 
 
 if __name__ == "__main__":

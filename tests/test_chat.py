@@ -7,11 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import ROOT, import_folder
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 llama3 = import_folder("llama3")
 DEMO = ROOT / "llama3" / "demo"
@@ -114,6 +116,7 @@ def test_stages_in_a_log_file(tmp_path):
         "compiling decoding ...",
         "prefill: +0%.*",
         "prefill: 100%.*tokens/s.*",
+        "note: 4 of 4 answers ended at --max_new_tokens 3",
         "stats: {.*",
     ]
     assert len(lines) == len(stages) and all(map(re.fullmatch, stages, lines)), finished.stderr
@@ -132,3 +135,135 @@ def test_bars_are_lines_in_a_log_file(capsys):
         "loading:  50%",
         "loading: 100%",
     ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reasoning. In small, the templates of releases: what they do with an earlier answer, and how they begin a new one
+
+
+TURNS = "{% for m in messages %}{% if m.role != 'assistant' %}<u>{{ m.content }}{% else %}"
+THINK_APART = """{% set c = m.content.split('</think>')[-1] if m.reasoning_content is not defined else m.content %}\
+<a>{{ c.lstrip('\n') }}<e>"""
+CHANNELS = """{% if '<|channel|>' in m.content %}{{ raise_exception('channels in content') }}{% endif %}\
+<|start|>assistant<|channel|>final<|message|>{{ m.content }}({{ m.thinking }})<|end|>"""
+FAMILIES = {  # what the template does with an answer, how it begins one; an answer; its reasoning, its text, as history
+    "qwen3": (
+        THINK_APART,
+        "<a>",
+        "<think>\nWell, é.\n</think>\n\nIt is </ think> é.<e>",
+        ("Well, é.", "It is </ think> é.", "<a>It is </ think> é.<e>"),
+    ),
+    "qwen3, not thinking": (THINK_APART, "<a><think>\n\n</think>\n\n", "Yes.\n<e>", ("", "Yes.\n", "<a>Yes.\n<e>")),
+    "r1": (
+        "{{ '<a>' + m.content.split('</think>')[-1] }}<e>",
+        "<a><think>\n",
+        "Hm.\n</think>\n\nNo.<e>",
+        ("Hm.", "No.", "<a>\n\nNo.<e>"),
+    ),
+    "magistral": ("<a>{{ m.content }}<e>{# [/THINK] #}", "", "[THINK]So[/THINK]Two<e>", ("So", "Two", "<a>Two<e>")),
+    "gemma 4": (
+        "<a>{{ m.content.split('<channel|>')[-1] }}<e>",
+        "<a>",
+        "<|channel>thought\nA name\nhere<channel|>Four<e>",
+        ("A name\nhere", "Four", "<a>Four<e>"),
+    ),
+    "gpt-oss": (
+        CHANNELS,
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>They ask.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Paris, analysis.<|return|>",
+        (
+            "They ask.\nI look.",
+            "Paris, analysis.",
+            "<|start|>assistant<|channel|>final<|message|>Paris, analysis.(They ask.\nI look.)<|end|>",
+        ),
+    ),
+    "no reasoning": ("<a>{{ m.content }}<e>", "<a>", "<think>\n</think>Seven<e>", None),
+}
+
+
+def tokenizer_of(family):
+    """Bytes, and the tokens above, those for thoughts not special, as in releases."""
+    alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(alphabet, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_tokens(["<think>", "</think>"])
+    channels = ["<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|return|>", "<|channel>", "<channel|>"]
+    backend.add_special_tokens(["<u>", "<a>", "<e>", "[THINK]", "[/THINK]", *channels])
+    of_answer, begin, *_ = FAMILIES[family]
+    end = "{% endif %}{% endfor %}{% if add_generation_prompt %}" + begin + "{% endif %}"
+    template = TURNS + of_answer + end
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>", chat_template=template)
+
+
+def collected(tokenizer, prompt, answer, output="text", finish_reason="stop"):
+    """The Results of an answer, token by token."""
+    args = SimpleNamespace(output=output, logprobs=False, draft=None)
+    (prompt_tokens,) = llama3.main.encode(tokenizer, [prompt], False)
+    results = llama3.main.Results(args, tokenizer, [prompt], [prompt_tokens], llama3.main.read_markers(tokenizer))
+    *ids, last = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    for token in [*(llama3.model.Token(0, i, 0.0, None) for i in ids), llama3.model.Token(0, last, 0.0, finish_reason)]:
+        results.add([token])
+    return results
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reasoning(capsys, family):
+    """It stands apart in text and in JSON, and the next turn has what the template makes of it."""
+    tokenizer, (_, begin, answer, wanted) = tokenizer_of(family), FAMILIES[family]
+    printed, row = (
+        collected(tokenizer, "Hm?", answer, output) and capsys.readouterr().out for output in ("text", "json")
+    )
+    row = json.loads(row)
+    if wanted is None:
+        assert printed == "<think>\n</think>Seven\n" and row["text"] == printed[:-1] and "reasoning" not in row
+        return
+    reasoning, text, history = wanted
+    assert (row["reasoning"], row["text"]) == (reasoning, text)
+    assert printed.endswith(f"\n[answer]\n{text}\n" if reasoning else f"{text}\n")
+    assert printed.startswith(f"[reasoning]\n{reasoning}\n") or not reasoning
+    message = collected(tokenizer, "Hm?", answer).message()
+    messages = [{"role": "user", "content": "Hm?"}, message]
+    (ids,) = llama3.main.encode(tokenizer, ["And?"], False, messages)
+    assert tokenizer.decode(ids) == f"<u>Hm?{history}<u>And?{begin}"
+
+
+@pytest.mark.parametrize("family", [name for name, (*_, wanted) in FAMILIES.items() if wanted and wanted[0]])
+def test_a_thought_that_was_cut_is_no_answer(capsys, family):
+    tokenizer, (_, _, answer, (reasoning, _, _)) = tokenizer_of(family), FAMILIES[family]
+    cut = answer[: answer.index(reasoning[:2]) + 2]
+    results = collected(tokenizer, "Hm?", cut, finish_reason="length")
+    assert results.message() is None and results.text(0, "reasoning") == reasoning[:2] and results.text(0) == ""
+    assert capsys.readouterr().out == f"[reasoning]\n{reasoning[:2]}\n"
+
+
+def test_what_is_typed_in_a_conversation(monkeypatch, capsys):
+    """/exit, Ctrl-C at the prompt, which keeps the conversation, and before the first word, which keeps no answer."""
+    lines = iter(["Hello!", KeyboardInterrupt, "What is 3 plus 4?", "Of Italy?", "/exit", "never read"])
+    histories, calls = [], iter(range(9))
+    encode, generate = llama3.main.encode, llama3.main.generate
+
+    def typed(_):
+        if (line := next(lines)) is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return line
+
+    def recorded(tokenizer, prompts, raw, history=(), *rest):
+        histories.append([message["content"] for message in history])
+        return encode(tokenizer, prompts, raw, history, *rest)
+
+    def interrupted(*arguments, **options):
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr(llama3.main, "encode", recorded)
+    monkeypatch.setattr(llama3.main, "generate", interrupted)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr(sys, "argv", ["main.py", "--chat", "--system", "Be brief."])
+    llama3.convert.run(llama3.main.main)
+    out, err = capsys.readouterr()
+    (hello, italy), turns = [line for line in out.splitlines() if line], histories[1:]
+    assert turns == [["Be brief."], *[["Be brief.", "Hello!", hello]] * 2] and italy
+    assert "/exit" in err.partition("\n")[0] or "\nchat: " in err

@@ -146,6 +146,60 @@ def test_raw_and_lengths(main):
     assert len(row["tokens"]) == 2 and row["finish_reason"] == "length"
 
 
+def test_one_prompt_of_many_lines(main, monkeypatch, tmp_path):
+    """From a file, through a pipe and on the command line, with a megabyte of it refused like any long prompt."""
+    text = "What is the capital\r\nof France?\n\n\tAnd é?"
+    (tmp_path / "prompt").write_bytes(f"\ufeff{text}\n".encode())
+    (wanted,), _ = json_rows(main("--prompt", text, "--output", "json")[1])
+    (row,), _ = json_rows(main("--prompt_file", tmp_path / "prompt", "--output", "json")[1])
+    assert row == wanted and row["prompt"] == text
+    command = [sys.executable, DEMO.parent / "main.py", "--output", "json", "--prompt"]
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "LC_ALL": "C"}
+    found = subprocess.run([*command, "-"], input=f"{text}\n".encode(), env=environment, capture_output=True)
+    assert json.loads(found.stdout.splitlines()[0]) == wanted, found.stderr
+    (tmp_path / "prompt").write_text("word " * 200_000)
+    assert_refused(main("--prompt_file", tmp_path / "prompt"), "prompt 1 has 600010 tokens")
+
+
+def test_a_system_message_and_what_a_template_takes(main, tmp_path):
+    """Both reach the template, which says in its own words what it does not take."""
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    flags = ["--model_path", tmp_path, "--prompt", "Hello!", "--output", "json"]
+    text = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ mood if mood else 'none' }}>"
+    template(text)(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    for more, wanted in (
+        ([], "[user]Hello!none>"),
+        (["--system", "Be brief."], "[system]Be brief.[user]Hello!none>"),
+        (["--template_args", '{"mood": "glad"}'], "[user]Hello!glad>"),
+    ):
+        (row,), _ = json_rows(main(*flags, *more)[1])
+        assert row["prompt_tokens"] == tokenizer(wanted, add_special_tokens=False)["input_ids"]
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('I take no system role') }}{% endif %}x"
+    template(refusing)(tmp_path)
+    for more in flags[2:], ["--chat"]:
+        result = main(*flags[:2], *more, "--system", "Be brief.")
+        assert_refused(result, "I take no system role")
+        assert "--raw" not in result[2]
+
+
+def test_a_raw_prompt_with_its_own_bos(main):
+    """It gets no second one, and a note."""
+    (wanted,), _ = json_rows(main("--prompt", "Hello", "--raw", "--output", "json")[1])
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    assert wanted["prompt_tokens"][0] == tokenizer.bos_token_id
+    _, out, err = main("--prompt", f"{tokenizer.bos_token}Hello", "--raw", "--output", "json")
+    assert json_rows(out)[0][0]["prompt_tokens"] == wanted["prompt_tokens"] and "gets no other" in err
+
+
+def test_which_answers_were_cut(main):
+    flags = ["--prompt", "Hello!", "What are the days of the week?", "--max_new_tokens"]
+    assert "note: 2 of 2 answers ended at --max_new_tokens 3\n" in main(*flags, "3")[2]
+    assert "note: 1 of 2 answers ended at --max_new_tokens 60\n" in main(*flags, "60")[2]
+    assert "note: the answer ended at --max_seq_len 30\n" in main("--prompt", "a" * 20, "--max_seq_len", "30")[2]
+    assert "note" not in main("--prompt", "Hello!")[2]
+
+
 def test_text_as_it_comes(main, monkeypatch):
     """One prompt prints the answer alone; words appear before the answer is complete."""
     writes = []
@@ -163,7 +217,7 @@ def test_text_as_it_comes(main, monkeypatch):
 
 
 def test_stop_tokens_and_no_chat_template(main, tmp_path):
-    """generation_config.json's ids come first, then config.json's, one or a list; without a template a note."""
+    """Those of generation_config.json, of config.json and of the tokenizer together; without a template a note."""
     save_random(tmp_path, *llama()[1:])
     arguments = ["--model_path", tmp_path, "--prompt", "abc", "--output", "json", "--max_new_tokens", "12"]
     _, out, err = main(*arguments)
@@ -176,14 +230,19 @@ def test_stop_tokens_and_no_chat_template(main, tmp_path):
         file = tmp_path / name
         file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | changes))
 
-    for config_ids, generation_ids, stops_at in (
-        (free[3], None, free[3]),
-        ([330, free[4]], None, free[4]),
-        (free[3], free[5], free[5]),
-        (free[3], [free[6], 330], free[6]),
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    names = {i: name for name, i in tokenizer["model"]["vocab"].items()}
+    for config_ids, generation_ids, of_tokenizer, stops_at in (
+        (free[3], None, None, free[3]),
+        ([330, free[4]], None, None, free[4]),
+        (free[5], free[3], None, free[3]),
+        (free[3], [free[6], 330], None, free[3]),
+        (None, None, free[3], free[3]),
+        (free[5], [free[4], 330], free[3], free[3]),
     ):
         edit("config.json", eos_token_id=config_ids)
         edit("generation_config.json", eos_token_id=generation_ids)
+        edit("tokenizer_config.json", eos_token=names[of_tokenizer] if of_tokenizer else "</s>")
         (row,), _ = json_rows(main(*arguments)[1])
         assert row["tokens"] == free[: free.index(stops_at) + 1] and row["finish_reason"] == "stop"
 
@@ -220,6 +279,15 @@ def test_profile(main, tmp_path):
         (["--prompts_file", "/dev/null"], "no prompt"),
         (["--prompts_file", "/bin/true"], "/bin/true"),
         (["--prompts_file", "/dev/zero"], "/dev/zero: has more than"),
+        (["--prompt_file", "/dev/null"], "/dev/null: has no prompt"),
+        (["--prompt_file", "/no/file", "--prompt", "a"], "not allowed with"),
+        (["--prompt", "-5+3"], "one with a - first as --prompt=VALUE"),
+        (["--model_path", str(DEMO / "config.json")], "config.json: is a file; give a folder"),
+        (["--system", "a", "--raw"], "--raw leaves out"),
+        (["--template_args", "[1]"], "--template_args: '[1]' is not a JSON object"),
+        (["--template_args", "{"], "is not a JSON object"),
+        (["--template_args", '{"tokenize": 1}', "--prompt", "a"], "multiple values"),
+        (["--logprobs"], "--logprobs is for JSON rows: add --output json"),
         (["--prompt", "Hello!", "a\udcffb"], "prompt 2 cannot be encoded"),
         (["--prompt", "Hello!", "Ho", "--max_new_tokens", "1000000000"], "no memory for a cache"),
         (["--prompt", "a" * 10**6], "prompt 1 has 1000010 tokens"),
