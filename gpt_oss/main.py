@@ -193,16 +193,11 @@ def encode(tokenizer, prompts, raw, history=(), template_args=None, remedy="") -
                 messages = [*history, {"role": "user", "content": prompt}]
                 options = {"add_generation_prompt": True, "tokenize": False}
                 prompt = tokenizer.apply_chat_template(messages, **options, **(template_args or {}))
-            ids = tokenizer(prompt, add_special_tokens=raw)["input_ids"]
+            found.append(tokenizer(prompt, add_special_tokens=raw)["input_ids"])
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # from jinja or the template; a tokenizer's panic is no Exception
             raise InputError(f"prompt {row} cannot be encoded: {one_line(error)}{'' if raw else remedy}") from error
-        if raw and len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
-            ids = ids[1:]
-            if jax.process_index() == 0:
-                print(f"note: prompt {row} begins with {tokenizer.bos_token}, and gets no other", file=sys.stderr)
-        found.append(ids)
     return found
 
 
@@ -710,6 +705,11 @@ def read_inputs(args) -> Inputs:
         raise InputError(f"{folder}: its tokenizer has no chat template for --system or --template_args")
     remedy, first = "" if args.chat or args.system else "; --raw leaves the template out", prompts or ["Hello"]
     prompt_tokens = encode(tokenizer, first, is_raw, system_message(args), args.template_args, remedy)
+    for row, ids in enumerate(prompt_tokens, 1):
+        if is_raw and len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
+            del ids[0]
+            if jax.process_index() == 0:
+                print(f"note: prompt {row} begins with {tokenizer.bos_token}, and gets no other", file=sys.stderr)
     if not args.chat:
         model.check_prompts(prompt_tokens, config, args.max_seq_len, args.max_new_tokens)
     check_context(prompt_tokens, checkpoint.raw_config)
