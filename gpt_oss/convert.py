@@ -128,7 +128,7 @@ class Scaled(NamedTuple):
                 found[name] = Scaled(values, scale, (1, max(values.shape[1], 1)))
             elif shape == by_block and (given or ending == "_scale_inv") and not is_int8:
                 found[name] = Scaled(values, scale, tuple(block))
-            elif len(rows) == 1 and (shape in ((), (1,)) or (shape == (1, 1) and has_one_scale)):  # or it was cut
+            elif len(rows) == 1 and (shape in ((), (1,)) or (shape == (1, 1) and has_one_scale)):  # else it was cut
                 found[name] = Scaled(values, scale._replace(shape=(1, 1)), values.shape)
             else:
                 wanted = by_block if ending == "_scale_inv" and not is_int8 else (*rows, 1)

@@ -2003,10 +2003,10 @@ def even_norms(weights: dict, config: Config) -> None:
     """Changes `q_norm` and `k_norm` in each layer that has them, so that int8 suits its keys; convert.load calls it.
 
     A key in the cache has one scale. A few large weights of its norm, up to 30 in Gemma 3 270M, where the median is 2,
-    would fill its range, and leave a few steps of it to the other numbers. So what keys are multiplied by is divided by
-    its size, and what queries are multiplied by is multiplied by it. Rotation turns the two numbers of a pair into each
-    other, so they have one size: the root of the mean square of both. Rounded to a power of two, it changes no bit of a
-    score.
+    would fill its range, and leave a few steps of it to the other numbers. So each weight of keys is divided by its
+    size, and that of queries multiplied by it; where norms multiply by 1 + weight, this sum is. Rotation turns the two
+    numbers of a pair into each other, so they have one size: the root of their mean square, rounded to a power of two.
+    A score stays what it was.
     """
     rope, one, i = config.rope, config.norm_offset, np.arange(config.head_dim)
     other = np.where(i < rope.dim, i ^ 1 if rope.interleaved else (i + rope.dim // 2) % rope.dim, i)  # of a pair
