@@ -1,8 +1,8 @@
 """The environment of the tests, which must stand before jax is imported, and what every test is asked at its end.
 
 Tests run on eight virtual CPU devices, and libtpu is told that it only compiles. With `-m device` those of this marker
-run on whatever jax finds, in one process, compiled as users do. They need no package but jax, pytest,
-pytest-xdist and main.py's own.
+run on whatever jax finds, compiled as users do: a TPU belongs to one process, several share a GPU. They need no package
+but jax, pytest, pytest-xdist and main.py's own.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 
 command_line = argparse.ArgumentParser(add_help=False)
 command_line.add_argument("-m", default="")
-ON_DEVICE = command_line.parse_known_args(sys.argv[1:])[0].m == "device"
+ON_DEVICE = os.environ.setdefault("TESTS_MARKED", command_line.parse_known_args(sys.argv[1:])[0].m) == "device"
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # it has the environment of the process that started it
     os.environ["PYTHONPATH"] = str(Path(__file__).parent / "without_torch")  # of the programs that tests start
@@ -28,6 +28,7 @@ else:  # what one of the workers compiles is kept for all, and not in the user's
         JAX_COMPILATION_CACHE_DIR=compiled.name,
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.1",
         JAX_TRACEBACK_IN_LOCATIONS_LIMIT="0",  # to note who traced what takes 3 % of the time
+        XLA_PYTHON_CLIENT_PREALLOCATE="false",  # several processes share a GPU
     )
     if not ON_DEVICE:
         os.environ.update(
@@ -66,8 +67,10 @@ def pytest_configure(config):
 
 
 def pytest_xdist_auto_num_workers(config):
-    """On two cores three, since some tests wait. An accelerator belongs to one process."""
-    return 0 if ON_DEVICE else 3
+    """On two cores three, since some tests wait. On a GPU they compile most of the time, two cores to a process."""
+    if not ON_DEVICE:
+        return 3
+    return min(os.cpu_count() // 2, 8) if Path("/proc/driver/nvidia/version").exists() else 0
 
 
 def pytest_collection_finish(session):
