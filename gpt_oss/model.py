@@ -1659,7 +1659,8 @@ def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -> Ar
 
     plain = partial(plain_attention, mask=mask, T=T, R=R)
     on_cpu = partial(plain, rows=1, tile=256, block=128 if T <= 128 else 256)
-    return by_platform(q, cache, starts, places, cpu=on_cpu, tpu=kernel, default=partial(plain, block=512))
+    on_gpu = partial(triton_attention, mask=mask, R=R) if suits_triton(q, cache) else partial(plain, block=512)
+    return by_platform(q, cache, starts, places, cpu=on_cpu, tpu=kernel, default=on_gpu)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2285,6 +2286,75 @@ def keys_first(q: Array, k: Array) -> Array:
     """query_key_product for CPUs and some queries. XLA rearranges the second operand of a product there, which should
     not be the keys; the barrier keeps XLA from exchanging the two."""
     return jax.lax.optimization_barrier(einsum("bksh,bkamh->bksam", k, q)).transpose(0, 1, 3, 4, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention on GPUs
+
+try:
+    from jax.experimental.pallas import triton
+except ImportError:  # Windows has none, and a later jax may have none
+    triton = None
+
+
+def suits_triton(q: Array, cache: LayerCache) -> bool:
+    """Whether triton_attention can take these queries and this cache, on the GPU at hand: Triton knows widths that are
+    powers of two, and NVIDIA's chips from Ampere on."""
+    (*_, M, H), S, dtype = q.shape, cache[0].shape[2], q.dtype
+    fits = H in (16, 32, 64, 128, 256) and all(side.shape[-1] == H for side in cache) and M % 16 == S % 64 == 0
+    version = getattr(jax.devices()[0], "compute_capability", "9.0")  # a GPU that is not at hand has none
+    major = version.partition(".")[0]
+    return bool(triton) and fits and dtype.itemsize == 2 and major.isdigit() and int(major) >= 8
+
+
+def triton_attention(q, cache, starts, places, mask: Mask, R: int, interpret=False) -> Array:
+    """attend_to_stored as one Pallas kernel for GPUs. Scores stay on the chip (as in Dao et al. 2022,
+    "FlashAttention"), and a tile of queries reads only the blocks of slots that it sees. Args and result as in
+    plain_attention, with queries [B, K, A, T, H]."""
+    (B, K, A, T, H), S = q.shape, cache[0].shape[2]
+    tile, block, wraps = math.gcd(T, 64), 64 if H <= 128 else 32, mask.wraps(R * S, T)
+
+    def kernel(q, cache, starts, places, shard, out, log_sum_exp):
+        n, m = pl.program_id(1), pl.program_id(0) * tile
+        b, k, a = n // (K * A), n // A % K, n % A
+        begin, last = starts[b] + m, starts[b] + T - 1
+        at, queries = begin + jnp.arange(tile), q[b, k, a, pl.ds(m, tile), :]
+        first_block = 0 if wraps else mask.first_seen(begin) // (R * block)
+        end = jnp.minimum((last if wraps else begin + tile - 1) // R, S - 1) // block + 1
+
+        def add_block(i, state):
+            total, top, out = state
+            slots = pl.ds(i * block, block)
+            keys, values = jax.tree.map(lambda x: x[(places[b], k, slots, slice(None))[: len(x.shape)]], tuple(cache))
+            (keys, scale), (values, value_scale) = (x.values_and_scale(queries.dtype) for x in (keys, values))
+            scores = einsum("mh,sh->ms", queries, keys)
+            scores = softcapped(scores if scale is None else scores * scale[None], mask.softcap)
+            position = (i * block + jnp.arange(block)) * R + shard[0]
+            if wraps:  # behind the slot of the last token, a ring holds what was stored a round before
+                position += last - last % (R * S)
+                position = jnp.where(position > last, position - R * S, position)
+            scores = jnp.where(mask.is_attended(position[None], at[:, None]), scores, MASKED)
+            highest = jnp.maximum(top, jnp.max(scores, axis=1))
+            p, kept = jnp.exp(scores - highest[:, None]), jnp.exp(top - highest)
+            total = total * kept + jnp.sum(p, axis=1)
+            p = (p if value_scale is None else p * value_scale[None]).astype(values.dtype)
+            return total, highest, out * kept[:, None] + einsum("ms,sw->mw", p, values)
+
+        nothing = jnp.zeros(tile), jnp.full(tile, MASKED), jnp.zeros((tile, H))
+        total, top, sums = jax.lax.fori_loop(first_block, end, add_block, nothing)
+        total = jnp.maximum(total, 1e-30)  # of queries that see nothing
+        out[b, k, a, pl.ds(m, tile), :] = sums / total[:, None]
+        log_sum_exp[b, k, a, pl.ds(m, tile)] = top + jnp.log(total)
+
+    out, log_sum_exp = pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape, q.shape[:-1])],
+        grid=(T // tile, B * K * A),
+        compiler_params=triton.CompilerParams(num_warps=4 if H <= 128 else 8, num_stages=2),
+        interpret=interpret,
+        name="attention",
+    )(q, cache, starts, places, jnp.full(1, shard_index(R)))
+    return jnp.concatenate([out, log_sum_exp[..., None]], axis=-1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

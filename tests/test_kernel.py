@@ -107,7 +107,8 @@ def test_against_float64(monkeypatch, shape, T, starts, mask, block, dtype, quan
     results.append(attend())
     if not few:
         tiled = model.plain_attention(folded, after, at, places, mask, T, rows=1, tile=24, block=64)
-        results.append((tiled, after))
+        on_gpu = model.triton_attention(folded, after, at, places, mask, 1, interpret=True)
+        results += [(tiled, after), (on_gpu, after)]
     tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
     for out, cache in results:
         out = np.asarray(out, np.float64).reshape((B, K, T, G, -1) if few else (B, K, G, T, -1))
@@ -132,6 +133,11 @@ SHARED_HEADS = in_turns(
     ("tpu", "int8"),
     ("cpu", None),
 )
+SHARED_HEADS += [
+    ((1, 1, 4), 2, 3, 64, (0, 77, 400), {"window": 70}, "gpu", "int8"),
+    ((1, 1, 8), 1, 1, 32, (5, 4001), {"window": 1000, "softcap": 2.0}, "gpu", None),
+    ((1, 2, 2), 2, 2, 48, (464, 11), {}, "gpu", None),
+]
 
 
 @pytest.mark.parametrize(("mesh", "kv_heads", "G", "T", "starts", "mask", "platform", "quantize"), SHARED_HEADS)
@@ -146,6 +152,10 @@ def test_devices_that_share_a_head(monkeypatch, platform, mesh, kv_heads, G, T, 
     before, after = (cache_with(history, [s + n for s in starts], S, R, ring) for n in (0, T))
     if platform == "tpu":
         interpret_kernels(monkeypatch, model)
+    if platform == "gpu":
+        monkeypatch.setattr(model, "by_platform", lambda *arguments, default, **_: default(*arguments))
+        monkeypatch.setattr(model, "suits_triton", lambda *_: True)
+        monkeypatch.setattr(model, "triton_attention", partial(model.triton_attention, interpret=True))
     heads, rows = jax.sharding.PartitionSpec("dp", None, model.MODEL_AXES), jax.sharding.PartitionSpec("dp")
 
     def attend(q, k, v, cache, positions):
@@ -197,6 +207,15 @@ def test_streamed_product(monkeypatch, rows, O, C, dtype, quantize):
     y = jax.jit(model.tpu_product)(x, w)
     wanted = floats(x) @ floats(w).T
     np.testing.assert_allclose(floats(y), wanted, atol=2e-6 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("dtype", "quantize"), [(jnp.bfloat16, None), (jnp.bfloat16, "int8"), (jnp.float32, None)])
+def test_product_for_gpus(rows, dtype, quantize):
+    x = jax.random.normal(jax.random.key(0), (rows, 96), dtype)
+    w = in_format(model, jax.random.normal(jax.random.key(1), (130, 128), dtype).at[:, 96:].set(0), quantize)
+    wanted = floats(x) @ floats(w)[:, :96].T
+    np.testing.assert_allclose(jax.jit(model.gpu_product)(x, w), wanted, atol=2e-6 * np.abs(wanted).max())
 
 
 def array_on(topology):
