@@ -483,6 +483,14 @@ class Format:
         """`product` in the way that suits TPUs."""
         return product(x, self, min_rows=8)
 
+    def expert_product(self, x: Array, expert: Array) -> Array:
+        """x [pairs, C], each row times the matrix of its expert, int32 [pairs]: float32 [pairs, O], for GPUs. In this
+        form XLA fuses the choice of the expert into the product: nothing is copied."""
+        values, scale = self.values_and_scale(jnp.float32)
+        x = self.in_order(padded(x, self)).astype(jnp.float32)
+        y = jnp.sum(x[:, None] * values[expert].astype(jnp.float32), axis=-1)
+        return y if scale is None else y * scale[expert]
+
     def rows(self, start: int, stop: int) -> Format:
         """Some rows of a matrix."""
         return jax.tree.map(lambda array: array[start:stop], self)
@@ -3007,21 +3015,16 @@ def expert_loop(
 
 
 def gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
-    """For GPUs and a few pairs: in this form XLA fuses the choice of the expert into the product, so each pair reads
-    its expert and nothing is copied. (A pair whose expert is on another device reads the last one here, times 0.)"""
+    """For GPUs and a few pairs, each of which reads its expert. (A pair whose expert is on another device reads the
+    last one here, times 0.)"""
     (B, k), E = ids.shape, w_down.shape[0]
     expert = jnp.minimum(ids.ravel(), E - 1)
-
-    def pair_product(x, w):  # x [pairs, C], w [E, O, C]
-        values, scale = w.values_and_scale(jnp.float32)
-        x = w.in_order(padded(x, w)).astype(jnp.float32)
-        y = jnp.sum(x[:, None] * values[expert].astype(jnp.float32), axis=-1)
-        return y if scale is None else y * scale[expert]
-
-    gate_up = pair_product(jnp.repeat(x, k, axis=0), w_gate_up)
+    gate_up = w_gate_up.expert_product(jnp.repeat(x, k, axis=0), expert)
     gate, up = jnp.split(gate_up if gate_up_bias is None else gate_up + gate_up_bias[expert], 2, axis=-1)
     h = activate(gate, up, jnp.where(ids < E, scores, 0).reshape(-1, 1)).astype(x.dtype)
-    return jnp.sum(pair_product(h, w_down).reshape(B, k, -1), axis=1)
+    # The barrier: one sum over columns and pairs would give a GPU too few rows to work on.
+    of_pairs = jax.lax.optimization_barrier(w_down.expert_product(h, expert))
+    return jnp.sum(of_pairs.reshape(B, k, -1), axis=1)
 
 
 GROUP_BYTES = 48 * 2**20  # of VMEM, for the rows of a group of tokens and their sums

@@ -328,6 +328,14 @@ class Format:
         """`product` in the way that suits TPUs."""
         return product(x, self, min_rows=8)
 
+    def expert_product(self, x: Array, expert: Array) -> Array:
+        """x [pairs, C], each row times the matrix of its expert, int32 [pairs]: float32 [pairs, O], for GPUs. In this
+        form XLA fuses the choice of the expert into the product: nothing is copied."""
+        values, scale = self.values_and_scale(jnp.float32)
+        x = self.in_order(padded(x, self)).astype(jnp.float32)
+        y = jnp.sum(x[:, None] * values[expert].astype(jnp.float32), axis=-1)
+        return y if scale is None else y * scale[expert]
+
     def rows(self, start: int, stop: int) -> Format:
         """Some rows of a matrix."""
         return jax.tree.map(lambda array: array[start:stop], self)
