@@ -226,12 +226,12 @@ def read_stop_tokens(checkpoint: Checkpoint, tokenizer) -> tuple[int, ...]:
     return tuple(dict.fromkeys(stop))
 
 
-# What a token begins in an answer: reasoning, the answer's text, or a name, which a line or <|message|> ends. The last
-# token of each row tells by the chat template which row is in use.
+# What a token begins: reasoning, the answer, or a name, which a line or <|message|> ends. The last token of each row
+# tells by the chat template which row is in use.
 MARKERS = (
-    {"<think>": "reasoning", "</think>": "text"},  # Qwen3, DeepSeek, GLM, Kimi
-    {"[THINK]": "reasoning", "[/THINK]": "text"},  # Magistral
-    {"<|channel>": "name", "<channel|>": "text"},  # Gemma 4
+    {"<think>": "reasoning", "</think>": "answer"},  # Qwen3, DeepSeek, GLM, Kimi
+    {"[THINK]": "reasoning", "[/THINK]": "answer"},  # Magistral
+    {"<|channel>": "name", "<channel|>": "answer"},  # Gemma 4
     {"<|start|>": "name", "<|end|>": "name", "<|message|>": "message", "<|channel|>": "name"},  # gpt-oss
 )
 
@@ -387,6 +387,28 @@ class Progress:
             print(f"{stage} ...", file=sys.stderr, flush=True)
 
 
+class Part:
+    """Tokens of one kind in an answer, and their text as it comes. New tokens are decoded together with those given out
+    last, on which their spaces may depend; an incomplete character waits for its other tokens."""
+
+    def __init__(self, tokenizer, kind: str):
+        self.tokenizer, self.kind, self.ids = tokenizer, kind, []
+        self.context = self.given = 0  # where those given out last begin and end
+
+    def text(self, first: int = 0, end: int | None = None) -> str:
+        return self.tokenizer.decode(self.ids[first:end], skip_special_tokens=True)
+
+    def new_text(self, is_whole: bool) -> str:
+        """What was not given out yet; all of it if the part `is_whole`."""
+        before, text = self.text(self.context, self.given), self.text(self.context)
+        is_byte = self.ids and re.fullmatch("<0x[0-9A-F]{2}>", self.tokenizer.convert_ids_to_tokens(self.ids[-1]))
+        if not is_whole and (is_byte or text.endswith("\ufffd")):
+            return ""
+        if len(self.ids) > self.given:
+            self.context, self.given = self.given, len(self.ids)
+        return text[len(before) :]
+
+
 class Results:
     """Collects generated tokens and prints the rows in order: text as it comes, JSON when a row is finished. `markers`,
     those of read_markers, set reasoning apart."""
@@ -396,10 +418,10 @@ class Results:
         self.rows, self.markers = [[] for _ in prompts], markers or {}
         self.steps = [0 for _ in prompts]  # in which a row got tokens
         self.hidden = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.parts = []  # of each row: a kind and the ids of this kind, one part after another
+        self.parts = []  # of each row, one after another
         for prompt in prompt_tokens:  # its last tokens may begin the reasoning
-            ends = [i for i in prompt[-4:] if self.tokenizer.decode([i]).strip()]
-            self.parts.append([(self.markers.get(ends[-1], "text") if ends else "text", [])])
+            ends = [i for i in prompt[-4:] if tokenizer.decode([i]).strip()]
+            self.parts.append([Part(tokenizer, self.markers.get(ends[-1], "answer") if ends else "answer")])
         self.print_row = self.print_text if args.output == "text" else self.print_json
         self.printing = self.print_rows()
 
@@ -409,23 +431,21 @@ class Results:
             if not math.isfinite(token.logprob):
                 raise InputError("the model's numbers are not finite: damaged weights, or try --dtype float32")
             self.rows[token.row].append(token)
-            parts, begun = self.parts[token.row], self.markers.get(token.id)
-            kind, ids = parts[-1]
+            part, begun = self.parts[token.row][-1], self.markers.get(token.id)
             if begun == "message":  # channels are analysis, commentary and final
-                begun = "text" if self.tokenizer.decode(ids).startswith("final") else "reasoning"
-            elif not begun:
-                ids.append(token.id)
-                begun = kind == "name" and "\n" in self.tokenizer.decode(ids) and "reasoning"
+                begun = "answer" if part.text().startswith("final") else "reasoning"
+            elif not begun and token.id not in self.hidden and self.tokenizer.convert_ids_to_tokens(token.id):
+                part.ids.append(token.id)
+                begun = part.kind == "name" and "\n" in part.text() and "reasoning"
             if begun:
-                parts.append((begun, []))
+                self.parts[token.row].append(Part(self.tokenizer, begun))
         for row in {token.row for token in tokens}:
             self.steps[row] += 1
         next(self.printing, None)
 
-    def text(self, row: int, kind: str = "text") -> str:
+    def text(self, row: int, kind: str = "answer") -> str:
         """A row's answer, or its reasoning."""
-        parts = [ids for of_part, ids in self.parts[row] if of_part == kind]
-        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in parts]
+        texts = [part.text() for part in self.parts[row] if part.kind == kind]
         if kind == "reasoning":
             return "\n".join(text.strip("\n") for text in texts)
         return "".join(texts).lstrip("\n") if self.markers else texts[0]
@@ -467,26 +487,21 @@ class Results:
         """Prints a row's text as it comes, its reasoning under a heading."""
         if len(self.rows) > 1:
             write(f"> {self.prompts[row]}\n")
-        tokens, parts, taken, n, shown = self.rows[row], self.parts[row], 0, 0, "text"
-        stream = Stream(self.tokenizer, self.hidden)
-        self.printed = is_finished = False
-        while not is_finished:
+        tokens, parts, taken, n, self.printed = self.rows[row], self.parts[row], 0, 0, None  # printed: a part, the last
+        while not taken or not tokens[taken - 1].finish_reason:
             while taken == len(tokens):
                 yield
-            taken, is_finished = len(tokens), tokens[-1].finish_reason is not None
-            for kind, ids in parts[n:]:
-                is_whole = is_finished or n + 1 < len(parts)
-                text = stream.text(ids, is_whole)
-                if self.markers and not stream.has_begun:  # a part begins
-                    text = text.lstrip("\n")
-                    heading = "" if not self.printed else "\n"
-                    heading += "" if kind == shown else "[reasoning]\n" if kind == "reasoning" else "[answer]\n"
-                    text = text and heading + text
-                if text and kind != "name":
+            taken, n, new = len(tokens), len(parts) - 1, parts[n:]
+            for part in new:
+                text = part.new_text(part is not parts[-1] or tokens[-1].finish_reason is not None)
+                begins = part is not self.printed
+                text = text.lstrip("\n") if self.markers and begins else text
+                if text and part.kind != "name":
+                    if begins:
+                        is_other = part.kind != (self.printed.kind if self.printed else "answer")
+                        write("\n" * bool(self.printed) + f"[{part.kind}]\n" * is_other)
+                    self.printed = part
                     write(text)
-                    self.printed, stream.has_begun, shown = True, True, kind
-                if n + 1 < len(parts):
-                    n, stream = n + 1, Stream(self.tokenizer, self.hidden)
         write("\n")
 
     def print_json(self, row: int):
@@ -502,30 +517,6 @@ class Results:
         if self.args.draft:  # the first token is prefill's
             line["tokens_per_step"] = (len(ids) - 1) / (self.steps[row] - 1) if len(ids) > 1 else None
         write(json.dumps(line | {"finish_reason": self.rows[row][-1].finish_reason}) + "\n")
-
-
-class Stream:
-    """The text of token ids as they come. New tokens are decoded together with those given out last, on which their
-    spaces may depend; an incomplete character waits for its other tokens."""
-
-    def __init__(self, tokenizer, hidden: set[int]):
-        self.tokenizer, self.hidden, self.has_begun = tokenizer, hidden, False
-        self.ids, self.read = [], 0  # of the tokens read, those that decoding does not leave out
-        self.context = self.given = 0  # where those given out last begin and end
-
-    def text(self, ids: list[int], is_whole: bool) -> str:
-        """What `ids` add to what was given out of their beginning; all of it if the text `is_whole`."""
-        new, self.read = ids[self.read :], len(ids)
-        names = self.tokenizer.convert_ids_to_tokens(new)
-        self.ids += [i for i, name in zip(new, names, strict=True) if name and i not in self.hidden]
-        before = self.tokenizer.decode(self.ids[self.context : self.given], skip_special_tokens=True)
-        text = self.tokenizer.decode(self.ids[self.context :], skip_special_tokens=True)
-        is_byte = bool(self.ids) and re.fullmatch("<0x[0-9A-F]{2}>", self.tokenizer.convert_ids_to_tokens(self.ids[-1]))
-        if not is_whole and (is_byte or text.endswith("\ufffd")):
-            return ""
-        if len(self.ids) > self.given:
-            self.context, self.given = self.given, len(self.ids)
-        return text[len(before) :]
 
 
 def write(text: str) -> None:
