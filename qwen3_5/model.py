@@ -69,7 +69,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, NamedSharding, P
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.experimental import pallas as pl
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
@@ -461,14 +461,17 @@ class InputError(ValueError):
 
 
 def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None) -> Mesh:
-    """A mesh (dp, ep, tp) over `devices`, by default all of them. jax.make_mesh places devices along `ep` and `tp` next
-    to each other, since they communicate in every layer."""
+    """A mesh (dp, ep, tp) over `devices`, by default all of them. Those along `ep` and `tp` are next to each other,
+    since they communicate in every layer: in a TPU's torus, elsewhere on one host as far as it goes."""
     devices = jax.devices() if devices is None else devices
     if dp * ep * tp != len(devices):
         needs = f"dp x ep x tp = {dp} x {ep} x {tp} needs {dp * ep * tp} devices, and there are {len(devices)}"
         raise InputError(f"the mesh {needs}; choose --dp --ep --tp so that their product is that number")
-    axis_types = (jax.sharding.AxisType.Auto,) * 3
-    return jax.make_mesh((dp, ep, tp), ("dp", *MODEL_AXES), axis_types=axis_types, devices=devices)
+    if devices[0].platform == "tpu":  # jax.make_mesh splits an axis of the torus on v5e alone
+        grid = mesh_utils.create_device_mesh((dp, ep, tp), devices, allow_split_physical_axes=True)
+    else:  # and it takes each host of GPUs for a slice of its own, which it refuses to join
+        grid = np.array(sorted(devices, key=lambda device: device.process_index)).reshape(dp, ep, tp)
+    return Mesh(grid, ("dp", *MODEL_AXES), axis_types=(jax.sharding.AxisType.Auto,) * 3)
 
 
 def model_shards(mesh: Mesh) -> int:

@@ -7,6 +7,7 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import ROOT, import_folder
 from jax.experimental import topologies
@@ -175,3 +176,30 @@ def largest_copy(text: str) -> int:
         math.prod(map(int, filter(None, dims.split(",")))) * BITS[kind] // 8 for kind, dims in COPY.findall(entry)
     ]
     return max(copies, default=0)
+
+
+@pytest.mark.parametrize(
+    ("topology", "shape"),
+    [("v6e:4x4", (2, 1, 8)), ("v6e:4x4", (1, 8, 2)), ("v6e:8x8", (1, 16, 4)), ("v5p:4x4x4", (2, 4, 8))],
+)
+def test_meshes_that_split_an_axis_of_the_torus(topology, shape):
+    """jax.make_mesh refuses them. Of four devices along tp each has two others as neighbours, at least."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = FOLDERS["llama3"].model.make_mesh(*shape, devices=devices)
+    assert mesh.devices.shape == shape and set(mesh.devices.flat) == set(devices)
+    for row in mesh.devices.reshape(-1, shape[-1]):
+        near = [sum(abs(a - b) for a, b in zip(x.coords, y.coords, strict=True)) for x, y in zip(row, row[1:])]
+        assert np.median(near) == 1
+
+
+def test_gpus_of_two_hosts():
+    """Each host is a slice of its own for jax. Whatever the order of the devices, tp stays on a host."""
+
+    class Gpu:
+        platform, device_kind = "gpu", "NVIDIA H100 80GB HBM3"
+
+        def __init__(self, host):
+            self.process_index = self.slice_index = host
+
+    mesh = FOLDERS["llama3"].model.make_mesh(2, 1, 4, devices=[Gpu(host) for host in (0, 1, 1, 0, 1, 0, 0, 1)])
+    assert [{gpu.process_index for gpu in row} for row in mesh.devices.reshape(2, 4)] == [{0}, {1}]
