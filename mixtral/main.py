@@ -20,6 +20,7 @@ import platform
 import re
 import resource
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -575,6 +576,22 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
 # if one is missing, is killed or hangs, ends the others with messages of its own.
 
 
+def is_lone_tpu_host() -> bool:
+    """Whether a TPU host is alone: the variables of GKE, Kaggle and Colab name one host; or there are none, and no
+    metadata server of Google Cloud, which all hosts of a pod have. jax would take Kaggle's `local` for the name of
+    another host, and wait a minute for each answer of the server."""
+    given = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
+    if "TPU_PROCESS_ADDRESSES_PATH" in os.environ or "MEGASCALE_COORDINATOR_ADDRESS" in os.environ:
+        return False
+    if given or "TPU_SKIP_MDS_QUERY" in os.environ:
+        return "," not in (given or "")
+    host, _, port = os.environ.get("GCE_METADATA_IP", "metadata.google.internal").partition(":")
+    for _ in range(3):
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port or 80)), timeout=2):
+            return False
+    return True
+
+
 def join_hosts(args) -> None:
     """Joins the processes of this run: those that the flags name, or that jax finds in a TPU pod, Slurm or Open MPI."""
     jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, and do nothing with it
@@ -582,7 +599,8 @@ def join_hosts(args) -> None:
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1")
     is_launched = bool(args.coordinator) or os.environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1"
     is_launched |= "SLURM_STEP_NODELIST" in os.environ and tasks != "1"
-    if not is_launched and not os.path.exists("/dev/accel0") and not os.path.exists("/dev/vfio/0"):
+    has_tpu = os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")
+    if not is_launched and (not has_tpu or is_lone_tpu_host()):
         return
     # Under Slurm and Open MPI, jax gives each process one GPU. A process that is alone on its host gets all of them.
     local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")

@@ -120,6 +120,32 @@ def test_a_cluster_that_jax_does_not_find():
     assert_all_end([Process(environment={"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"})], "--coordinator")
 
 
+@pytest.mark.parametrize(
+    ("variables", "is_alone"),
+    [
+        ({"TPU_PROCESS_ADDRESSES": "local", "TPU_WORKER_HOSTNAMES": "a,b"}, True),  # Kaggle
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "t1k-0,t1k-1"}, False),  # GKE
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_COORDINATOR_ADDRESS": "slice-0"}, False),
+        ({"TPU_WORKER_HOSTNAMES": "", "GCE_METADATA_IP": "refused"}, True),  # a container
+        ({"GCE_METADATA_IP": "silent.invalid"}, True),
+        ({"GCE_METADATA_IP": "answers"}, False),
+        ({"TPU_SKIP_MDS_QUERY": "1", "GCE_METADATA_IP": "answers"}, True),
+    ],
+)
+def test_a_tpu_host_that_is_alone(monkeypatch, variables, is_alone):
+    """Starts at once, without jax.distributed."""
+    main = import_folder("llama3").main
+    for name in [name for name in os.environ if name.startswith(("TPU_", "MEGASCALE_", "GCE_"))]:
+        monkeypatch.delenv(name)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        addresses = {"refused": f"127.0.0.1:{free_port()}", "answers": f"127.0.0.1:{server.getsockname()[1]}"}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, addresses.get(value, value))
+        begin = time.monotonic()
+        assert main.is_lone_tpu_host() == is_alone and time.monotonic() - begin < 7
+
+
 @pytest.mark.parametrize(("number", "how"), [(0, signal.SIGKILL), (1, signal.SIGTERM)])
 def test_one_dies(number, how):
     """In the middle of a decode."""
