@@ -47,6 +47,7 @@ PEAK_TFLOPS = {
     "TPU v5 lite": 197,
     "TPU v5e": 197,
     "TPU v5": 459,
+    "TPU v5p": 459,
     "TPU v6 lite": 918,
     "TPU v6e": 918,
     "NVIDIA A100": 312,

@@ -45,6 +45,7 @@ TARGETS = {  # of plan.py, by the beginning of jax's device_kind
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
     "TPU v5": "v5p",
+    "TPU v5p": "v5p",
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
     "NVIDIA H100 80GB HBM3": "h100",

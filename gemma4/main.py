@@ -62,8 +62,8 @@ OWN = ("model_path", "prompt", "prompt_file", "prompts_file", "coordinator", "pr
 # Published peak memory bandwidth of a device in GB/s, by the first words of jax's device_kind. Sources: the data sheets
 # of Google Cloud's TPU versions and of NVIDIA's accelerators.
 PEAK_GB_PER_S = {
-    "TPU v4": 1228, "TPU v5 lite": 819, "TPU v5e": 819, "TPU v5": 2765, "TPU v6 lite": 1640, "TPU v6e": 1640,
-    "TPU7x": 7380,
+    "TPU v4": 1228, "TPU v5 lite": 819, "TPU v5e": 819, "TPU v5": 2765, "TPU v5p": 2765, "TPU v6 lite": 1640,
+    "TPU v6e": 1640, "TPU7x": 7380,
     "NVIDIA A100-SXM4-40GB": 1555, "NVIDIA A100-SXM4-80GB": 2039, "NVIDIA A100 80GB PCIe": 1935, "NVIDIA L4": 300,
     "NVIDIA L40S": 864, "NVIDIA H100 PCIe": 2039, "NVIDIA H100 80GB HBM3": 3352, "NVIDIA H200": 4800,
     "NVIDIA B200": 8000, "NVIDIA GeForce RTX 4090": 1008,
@@ -671,6 +671,24 @@ def decoding(
     return generate(weights, prompts, config, mesh, rows=rows, **options)
 
 
+def devices_found() -> str:
+    """What the program will run on, and why it is a CPU if there is more in the machine."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+        return f"{jax.device_count()} x {device.device_kind}" + (f", {memory / 2**30:.0f} GiB" if memory else "")
+    found = f"{os.cpu_count()} CPU cores"
+    if jax.config.jax_platforms:
+        return f"{found}, as JAX_PLATFORMS={jax.config.jax_platforms} says"
+    for platform_name, files in {"cuda": "/proc/driver/nvidia/version", "tpu": "/dev/accel0 /dev/vfio/0"}.items():
+        if any(map(os.path.exists, files.split())):
+            try:
+                jax.devices(platform_name)
+            except RuntimeError as error:
+                return f"{found}: jax does not use the {platform_name} device that is there ({one_line(error)})"
+    return f"{found}: jax found no GPU or TPU"
+
+
 def enable_compilation_cache() -> None:
     """Keeps up to 4 GiB of compiled programs for the next run, in the user's cache folder. If that cannot be written,
     jax says so and goes on. Where JAX_COMPILATION_CACHE_DIR is set, jax's own variables decide."""
@@ -749,6 +767,8 @@ def main() -> None:
             raise InputError(f"--chat needs one process alone, and there are {processes}")
         if is_first:
             print(f"{jax.device_count()} devices of {processes} processes", file=sys.stderr)
+    if is_first:
+        print(devices_found(), file=sys.stderr)
     flags = {"jax": jax.__version__} | {f"--{name}": value for name, value in vars(args).items() if name not in OWN}
     inputs = together(lambda: read_inputs(args), lambda inputs: flags | inputs.facts())
     begin = time.perf_counter()

@@ -112,6 +112,7 @@ def test_stages_in_a_log_file(tmp_path):
     assert "\r" not in finished.stderr
     lines = finished.stderr.splitlines()
     stages = [
+        r"\d+ CPU cores, as JAX_PLATFORMS=cpu says",
         "compiling prefill ...",
         "compiling decoding ...",
         "prefill: +0%.*",
