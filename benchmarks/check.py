@@ -1,21 +1,21 @@
 """Measures released sizes on the devices at hand, and puts beside each figure what plan.py estimates for it.
 
-    python3 benchmarks/check.py                # the sizes of SIZES that fit, for at most twenty minutes
+    python3 benchmarks/check.py                # the sizes of SIZES that fit, for at most ten minutes
     python3 benchmarks/check.py --minutes 5
 
 Weights are random. bench.py times decoding at batch 1 and 8 and the prefill of 1,024 tokens, each the median of two
-rounds; plan.py compiles the same programs for the same kind of machine. The table on standard output has, in
-milliseconds, what was measured, what was estimated, the floor (see plan.py), and the share of the published memory
-bandwidth (decoding) or of the published bfloat16 peak (prefill). What cannot be known, such as the peak of a device
-that no table has, is left empty. A size that fails is a row with its error, and the others go on.
+rounds. In the last quarter of the time plan.py compiles what was measured for the same kind of machine. (A size takes
+an H100 a minute, a program plan.py ten seconds.) The table on standard output has, in milliseconds, what was measured,
+what was estimated, the floor (see plan.py), and the share of the published memory bandwidth (decoding) or of the
+published bfloat16 peak (prefill). What cannot be known, such as the peak of a device that no table has, is left empty.
+A size that fails is a row with its error, and the others go on.
 
-All of it is in benchmarks/results/NAME.json after each row, so an interrupt loses no more than one. NAME is that of the
+All of it is in benchmarks/results/NAME.json after each size: an interrupt loses no more than one. NAME is that of the
 devices unless --save gives another; a second run writes over the first. Several GPUs are measured together, without an
 estimate, which plan.py has for one alone (CUDA_VISIBLE_DEVICES=0). A slice of several hosts cannot be checked.
 """
 
 import argparse
-import itertools
 import json
 import math
 import os
@@ -32,12 +32,12 @@ from folders import RESULTS, ROOT, import_model, provenance, read_config, run, s
 
 SIZES = (  # folder, released size, weights; in this order, until the minutes are over
     ("llama3", "llama-3.1-8b", "bfloat16"),
-    ("llama3", "llama-3.1-8b", "int8"),
-    ("glm4", "glm-4-9b-chat-hf", "bfloat16"),
     ("gpt_oss", "gpt-oss-20b", "bfloat16"),  # on GPUs its experts stay in 4 bits
     ("qwen3", "qwen3-30b-a3b", "bfloat16"),
-    ("qwen3", "qwen3-30b-a3b", "int8"),
+    ("llama3", "llama-3.1-8b", "int8"),
     ("glm4_flash", "glm-4.7-flash", "bfloat16"),
+    ("qwen3", "qwen3-30b-a3b", "int8"),
+    ("glm4", "glm-4-9b-chat-hf", "bfloat16"),
 )
 CPU_SIZES = (("llama3", "benchmarks/llama-16x1024.json", "bfloat16"),)
 BATCHES, PROMPT, STEPS = (1, 8), 1024, 64
@@ -128,22 +128,25 @@ def model_of(folder: str, config: str, weights: str) -> list[str]:
     return [folder, "--config", config, "--json", *(["--quantize", "int8"] if weights == "int8" else [])]
 
 
-def measure(size: tuple[str, str, str], batch: int, deadline: float) -> list[dict]:
-    """The rows of a size at a batch: decoding and, of one row, prefill. Or one row with the error."""
-    row = {"model": Path(size[1]).stem if size[1].endswith(".json") else size[1], "weights": size[2], "batch": batch}
-    lengths = ["--prompt_len", str(PROMPT), "--steps", str(STEPS), "--rounds", "2"]
+def measure(size: tuple[str, str, str], deadline: float) -> list[dict]:
+    """The rows of a size: decoding at each batch and, of one row, prefill. Or one row with the error."""
+    row = {"model": Path(size[1]).stem if size[1].endswith(".json") else size[1], "weights": size[2]}
+    lengths = ["--prompt_len", str(PROMPT), "--steps", str(STEPS), "--rounds", "2", "--batch", *map(str, BATCHES)]
     try:
-        (report,) = output_of(["benchmarks/bench.py", *model_of(*size), "--batch", str(batch), *lengths], deadline)
+        (report,) = output_of(["benchmarks/bench.py", *model_of(*size), *lengths], deadline)
     except RuntimeError as error:
-        return [row | {"error": str(error), "stderr": getattr(error, "__notes__", [])}]
+        batches = ", ".join(map(str, BATCHES))
+        return [row | {"batch": batches, "error": str(error), "stderr": getattr(error, "__notes__", [])}]
     row |= {roof: report["device"][roof] for roof in ("read_bytes_per_s", "product_flops_per_s")}
-    (found,) = report["results"]
-    times = {"step": "decode", "measured_ms": 1e3 / found["decode_steps_per_s"]}
-    rows = [row | times | {"gb_per_s": found["bandwidth_gb_per_s"], "share": found["mbu"]}]
-    if batch == 1:
-        times = {"step": "prefill", "measured_ms": 1e3 * found["prefill_s"]}
-        rate = found["prefill_flops"] / found["prefill_s"] / 1e12
-        rows.append(row | times | {"tflops": rate, "share": found["mfu"]})
+    rows = []
+    for found in report["results"]:
+        row |= {"batch": found["batch"]}
+        times = {"step": "decode", "measured_ms": 1e3 / found["decode_steps_per_s"]}
+        rows.append(row | times | {"gb_per_s": found["bandwidth_gb_per_s"], "share": found["mbu"]})
+        if found["batch"] == 1:
+            times = {"step": "prefill", "measured_ms": 1e3 * found["prefill_s"]}
+            rate = found["prefill_flops"] / found["prefill_s"] / 1e12
+            rows.append(row | times | {"tflops": rate, "share": found["mfu"]})
     return rows
 
 
@@ -167,7 +170,7 @@ def main() -> None:
             raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
         return value
 
-    parser.add_argument("--minutes", type=positive, default=20.0, help="no longer than this, default 20")
+    parser.add_argument("--minutes", type=positive, default=10.0, help="no longer than this, default 10")
     parser.add_argument("--save", metavar="NAME", help="benchmarks/results/NAME.json, default the devices' name")
     args = parser.parse_args()
     if not os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"):
@@ -192,16 +195,17 @@ def main() -> None:
     save(name, report)
     status = 0
     try:
-        for size, batch in itertools.product(sizes, BATCHES):
+        size_of = []  # of each row
+        for size in sizes:
             minutes = (time.monotonic() - begin) / 60
-            print(f"{minutes:.1f} min: {size[1]}, {size[2]}, batch {batch}", file=sys.stderr, flush=True)
-            rows = measure(size, batch, deadline)
-            report["rows"] += rows
+            print(f"{minutes:.1f} min: {size[1]}, {size[2]}", file=sys.stderr, flush=True)
+            report["rows"] += measure(size, deadline - (15 * args.minutes if target else 0))
+            size_of += [size] * (len(report["rows"]) - len(size_of))
             save(name, report)
-            for row in rows:
-                if target and "measured_ms" in row:
-                    row |= estimate(size, row, target, deadline)
-                    save(name, report)
+        for size, row in zip(size_of, report["rows"], strict=True):
+            if target and "measured_ms" in row:
+                row |= estimate(size, row, target, deadline)
+                save(name, report)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130

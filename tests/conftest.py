@@ -14,6 +14,7 @@ from pathlib import Path
 
 command_line = argparse.ArgumentParser(add_help=False)
 command_line.add_argument("-m", default="")
+HAS_NVIDIA = Path("/proc/driver/nvidia/version").exists()
 ON_DEVICE = os.environ.setdefault("TESTS_MARKED", command_line.parse_known_args(sys.argv[1:])[0].m) == "device"
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # it has the environment of the process that started it
@@ -39,6 +40,8 @@ else:  # what one of the workers compiles is kept for all, and not in the user's
             ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # or a second compilation on this machine would find it locked
             JAX_DISABLE_MOST_OPTIMIZATIONS="1",  # compiles three times as fast; the marker `optimized` is for the rest
         )
+    elif HAS_NVIDIA:  # XLA would try several kernels for each product, which took most of the time on an H100
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
 
 import jax
 import pytest
@@ -70,7 +73,7 @@ def pytest_xdist_auto_num_workers(config):
     """On two cores three, since some tests wait. On a GPU they compile most of the time, two cores to a process."""
     if not ON_DEVICE:
         return 3
-    return min(os.cpu_count() // 2, 8) if Path("/proc/driver/nvidia/version").exists() else 0
+    return min(os.cpu_count() // 2, 8) if HAS_NVIDIA else 0
 
 
 def pytest_collection_finish(session):
