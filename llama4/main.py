@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -56,6 +57,7 @@ LONG_PROMPT = 2**15  # tokens; a shorter prompt is taken whatever max_position_e
 BATCH = 256  # rows of a device: by data sheets, beyond 240 (TPU v5e) or 295 (H100) computing outlasts reading bfloat16
 CHAT_SLOTS = 4096  # of the cache of a conversation at first
 MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
+PATIENCE = 30  # seconds of waiting for other processes, before a line says so
 MESSAGE_BYTES = 2**16  # of the message that each process sends to the others before loading
 OWN = ("model_path", "prompt", "prompt_file", "prompts_file", "coordinator", "process_id")  # may differ between hosts
 
@@ -608,11 +610,13 @@ def join_hosts(args) -> None:
     gpus = visible.split(",") if visible else glob.glob("/dev/nvidia[0-9]*")
     is_alone = gpus and local.partition("(")[0] == "1"  # Slurm writes 1(x2) for two hosts of one
     devices = list(range(len(gpus))) if is_alone else None
-    limits = {"initialization_timeout": 30, "heartbeat_timeout_seconds": 20, "shutdown_timeout_seconds": 20}
-    # jax's last try to connect can wait forever: what is left of its time may round to 0 ms, which means no limit.
-    faulthandler.dump_traceback_later(60, exit=True, file=2)
+    count = args.num_processes or os.environ.get("OMPI_COMM_WORLD_SIZE") or (tasks if is_launched else None)
+    # jax gives up after 300 s, but its last try to connect can wait forever: what is left of its time may round to 0
+    # ms, which means no limit.
+    faulthandler.dump_traceback_later(360, exit=True, file=2)
     try:
-        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, devices, **limits)
+        with patience(f"all {count} processes" if count else "all hosts"):
+            jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, devices)
     except Exception as error:  # each way of finding the hosts fails with exceptions of its own
         if isinstance(error, ValueError) and not is_launched:  # jax knows no cluster: a TPU host that is alone
             return
@@ -620,6 +624,22 @@ def join_hosts(args) -> None:
         raise InputError(f"jax does not find the other hosts ({one_line(error)}): {remedy}") from error
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@contextlib.contextmanager
+def patience(who: str):
+    """Says every PATIENCE seconds for whom it waits and how long, so that nobody believes it hangs."""
+    is_over, begin = threading.Event(), time.monotonic()
+
+    def say():
+        while not is_over.wait(PATIENCE):
+            print(f"waiting for {who}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+
+    threading.Thread(target=say, daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def together(action, facts_of):
@@ -636,7 +656,8 @@ def together(action, facts_of):
     name = f"process {jax.process_index()} ({platform.node()}, pid {os.getpid()})"
     text = json.dumps({"name": name, "error": line, "facts": {} if line else facts_of(result)})
     sent = np.frombuffer(text.encode().ljust(MESSAGE_BYTES), np.uint8)  # padded with spaces, which JSON allows
-    said = [json.loads(bytes(row)) for row in multihost_utils.process_allgather(sent)]
+    with patience(f"all {jax.process_count()} processes"):
+        said = [json.loads(bytes(row)) for row in multihost_utils.process_allgather(sent)]
     for one in said:
         if one["error"]:
             raise InputError(f"{one['name']}: {one['error']}")

@@ -22,10 +22,16 @@ ENDLESS = ["--raw", "--prompt", "Hello!", "--max_new_tokens", "30000", "--temper
 class Process:
     """A main.py with its own devices, whose output can be read while it runs."""
 
-    def __init__(self, *arguments, folder="llama3", devices=1, environment=()):
+    def __init__(self, *arguments, folder="llama3", devices=1, environment=(), program=()):
         self.out, self.err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115, read later
         # A shell has its background jobs ignore SIGINT, and so what they start.
-        command = ["env", "--default-signal=INT", sys.executable, ROOT / folder / "main.py", *map(str, arguments)]
+        command = [
+            "env",
+            "--default-signal=INT",
+            sys.executable,
+            *(program or [ROOT / folder / "main.py"]),
+            *map(str, arguments),
+        ]
         environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)} | dict(environment)
         self.process = subprocess.Popen(command, env=environment, stdout=self.out, stderr=self.err)
 
@@ -55,9 +61,9 @@ def start(count, *arguments, wanted=None, port=None, **options):
     return [Process(*coordinator, "--process_id", i, *arguments, **options) for i in wanted]
 
 
-def start_endless():
+def start_endless(**options):
     """Two processes in the middle of a decode."""
-    processes = start(2, *ENDLESS)
+    processes = start(2, *ENDLESS, **options)
     deadline = time.monotonic() + 90
     while len(processes[0].written()[0]) < 20:
         assert time.monotonic() < deadline and processes[0].process.poll() is None, processes[0].written()
@@ -155,11 +161,30 @@ def test_one_dies(number, how):
     processes[number].process.kill()
 
 
+IMPATIENT = f"""
+import functools, sys, jax
+sys.path.insert(0, {str(ROOT / "llama3")!r})
+jax.distributed.initialize = functools.partial(
+    jax.distributed.initialize, initialization_timeout=30, heartbeat_timeout_seconds=20
+)
+import convert, main
+main.PATIENCE = 5
+convert.run(main.main)
+"""
+
+
 def test_one_is_missing_or_stopped():
-    """Three runs at once, since they wait: process 1 of three is missing, process 0 of two, and one stops answering."""
-    stopped, waiting = start_endless(), [*start(3, wanted=(0, 2)), *start(2, wanted=(1,))]
+    """Three runs at once, since they wait: process 1 of three is missing, process 0 of two, and one stops answering.
+    With jax's own limits they would wait five minutes."""
+    program = {"program": ["-c", IMPATIENT]}
+    stopped, waiting = (
+        start_endless(**program),
+        [*start(3, wanted=(0, 2), **program), *start(2, wanted=(1,), **program)],
+    )
     stopped[1].process.send_signal(signal.SIGSTOP)
     assert_aborted([stopped[0], *waiting])
+    for process, count in zip(waiting, (3, 3, 2), strict=True):
+        assert f"waiting for all {count} processes: 10 s" in process.written()[1]
     stopped[1].process.kill()
 
 
