@@ -2159,8 +2159,8 @@ def suits_triton(q: Array, cache: LayerCache) -> bool:
     powers of two, and NVIDIA's chips from Ampere on."""
     (*_, M, H), S, dtype = q.shape, cache[0].shape[2], q.dtype
     fits = H in (16, 32, 64, 128, 256) and all(side.shape[-1] == H for side in cache) and M % 16 == S % 64 == 0
-    version = getattr(jax.devices()[0], "compute_capability", "9.0")  # a GPU that is not at hand has none
-    major = version.partition(".")[0]
+    device = jax.devices()[0]  # a CPU, if this is compiled for a GPU that is not at hand
+    major = "9" if device.platform == "cpu" else getattr(device, "compute_capability", "").partition(".")[0]
     return bool(triton) and fits and dtype.itemsize == 2 and major.isdigit() and int(major) >= 8
 
 
