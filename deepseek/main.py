@@ -435,6 +435,8 @@ class Results:
                 raise InputError("the model's numbers are not finite: damaged weights, or try --dtype float32")
             self.rows[token.row].append(token)
             part, begun = self.parts[token.row][-1], self.markers.get(token.id)
+            if begun == part.kind != "name" and part.ids:  # a word of an answer about these words
+                begun = None
             if begun == "message":  # channels are analysis, commentary and final
                 begun = "answer" if part.text().startswith("final") else "reasoning"
             elif not begun and token.id not in self.hidden and self.tokenizer.convert_ids_to_tokens(token.id):

@@ -151,8 +151,8 @@ FAMILIES = {  # what the template does with an answer, how it begins one; an ans
     "qwen3": (
         THINK_APART,
         "<a>",
-        "<think>\nWell, é.\n</think>\n\nIt is </ think> é.<e>",
-        ("Well, é.", "It is </ think> é.", "<a>It is </ think> é.<e>"),
+        "<think>\nWell, é.\n</think>\n\nIt is </think> é.<e>",
+        ("Well, é.", "It is </think> é.", "<a>It is </think> é.<e>"),
     ),
     "qwen3, not thinking": (THINK_APART, "<a><think>\n\n</think>\n\n", "Yes.\n<e>", ("", "Yes.\n", "<a>Yes.\n<e>")),
     "r1": (
