@@ -790,13 +790,16 @@ def main() -> None:
             raise InputError(f"--chat needs one process alone, and there are {processes}")
         if is_first:
             print(f"{jax.device_count()} devices of {processes} processes", file=sys.stderr)
-    if is_first:
-        print(devices_found(), file=sys.stderr)
     flags = {"jax": jax.__version__} | {f"--{name}": value for name, value in vars(args).items() if name not in OWN}
     inputs = together(lambda: read_inputs(args), lambda inputs: flags | inputs.facts())
+    is_long = sum(file.stat().st_size for file in inputs.checkpoint.folder.glob("*.safetensors")) > 1e8
+    if is_first and is_long:  # else it can wait, and an error of loading stands alone
+        print(devices_found(), file=sys.stderr)
     begin = time.perf_counter()
     weights = jax.block_until_ready(load(inputs.checkpoint, inputs.mesh, args.dtype, args.quantize))
     load_s = time.perf_counter() - begin
+    if is_first and not is_long:
+        print(devices_found(), file=sys.stderr)
     if not inputs.tokenizer.chat_template and not args.raw:
         print("note: this tokenizer has no chat template; the prompts are continued as they are", file=sys.stderr)
     options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "seed": args.seed}

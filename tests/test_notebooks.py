@@ -2,11 +2,12 @@
 
 import json
 import re
+import subprocess
 import sys
 
 import matplotlib
 import pytest
-from helpers import MODULES, ROOT
+from helpers import MODULES, ROOT, environment_of_users
 
 
 @pytest.mark.parametrize("name", ["llama3", "deepseek"])
@@ -32,3 +33,30 @@ def test_it_runs_from_the_top(name, monkeypatch, capsys):
     else:
         (prefilled, decoded) = re.findall(r"^(?:prefill|decode): +(\S+)", printed, re.M)
         assert prefilled == decoded
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="it clones the repository")
+def test_a_first_try(tmp_path):
+    """On CPUs, by IPython, as on Kaggle and Colab: it installs nothing here, needs no hub, and takes fewer minutes."""
+    changes = {
+        "https://github.com/OWNER/open-llms-in-jax": f"file://{ROOT}",
+        "-m pip install": "-c pass",
+        "HuggingFaceTB/SmolLM2-135M-Instruct": "llama3/demo",
+        "-m device -q": "-m device -q -k routing -n 0",
+        "--minutes 10": "--minutes 0.1",
+    }
+    cells = json.loads((ROOT / "notebooks" / "try.ipynb").read_text())["cells"]
+    text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    for old, new in changes.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (tmp_path / "try.ipy").write_text(text)
+    command = [sys.executable, "-m", "IPython", "--no-banner", "--colors=NoColor", "try.ipy"]
+    environment = environment_of_users(IPYTHONDIR=str(tmp_path / "ipython"))
+    for name in ("PYTEST_XDIST_WORKER", "TESTS_MARKED"):  # the tests that it starts are not these
+        environment.pop(name, None)
+    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert "The capital of France is Paris." in finished.stdout, finished.stdout + finished.stderr
+    assert "no accelerator . bfloat16" in finished.stdout and "CPU cores" in finished.stdout + finished.stderr
+    assert " passed" in finished.stdout and "| model | weights | step |" in finished.stdout, finished.stdout
+    assert "Traceback" not in finished.stdout + finished.stderr
