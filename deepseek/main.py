@@ -377,9 +377,18 @@ class SentencePieceTokenizer(SentencePieceBackend):
 
 
 class Progress:
-    """Reports on standard error what takes time before the first text: each compilation, and prefill as a bar."""
+    """Reports on standard error what takes time before the first text: each compilation, and prefill as a bar. Before
+    the first of them it says where the program runs."""
+
+    has_said_where = False
+
+    def say_where(self) -> None:
+        if not self.has_said_where and jax.process_index() == 0:
+            print(devices_found(), file=sys.stderr)
+        self.has_said_where = True
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        self.say_where()
         if stage == "prefill":
             if done == 0:
                 self.bar = progress_bar(total=total, desc="prefill", unit=" tokens", delay=0)
@@ -792,18 +801,16 @@ def main() -> None:
             print(f"{jax.device_count()} devices of {processes} processes", file=sys.stderr)
     flags = {"jax": jax.__version__} | {f"--{name}": value for name, value in vars(args).items() if name not in OWN}
     inputs = together(lambda: read_inputs(args), lambda inputs: flags | inputs.facts())
-    is_long = sum(file.stat().st_size for file in inputs.checkpoint.folder.glob("*.safetensors")) > 1e8
-    if is_first and is_long:  # else it can wait, and an error of loading stands alone
-        print(devices_found(), file=sys.stderr)
+    progress = Progress()
+    if sum(file.stat().st_size for file in inputs.checkpoint.folder.glob("*.safetensors")) > 1e8:  # it takes a while
+        progress.say_where()
     begin = time.perf_counter()
     weights = jax.block_until_ready(load(inputs.checkpoint, inputs.mesh, args.dtype, args.quantize))
     load_s = time.perf_counter() - begin
-    if is_first and not is_long:
-        print(devices_found(), file=sys.stderr)
     if not inputs.tokenizer.chat_template and not args.raw:
         print("note: this tokenizer has no chat template; the prompts are continued as they are", file=sys.stderr)
     options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "seed": args.seed}
-    options |= {"quantize_cache": args.quantize_cache, "stop_tokens": inputs.stop_tokens, "progress": Progress()}
+    options |= {"quantize_cache": args.quantize_cache, "stop_tokens": inputs.stop_tokens, "progress": progress}
     options |= {"draft": args.draft, "draft_tokens": args.draft_tokens}
     options["sampling"] = model.Sampling(args.temperature, args.top_k, args.top_p)
     generation = partial(decoding, weights, config=inputs.checkpoint.config, mesh=inputs.mesh, **options)
