@@ -492,14 +492,6 @@ class Format:
         """`product` in the way that suits TPUs."""
         return product(x, self, min_rows=8)
 
-    def expert_product(self, x: Array, expert: Array) -> Array:
-        """x [pairs, C], each row times the matrix of its expert, int32 [pairs]: float32 [pairs, O], for GPUs. In this
-        form XLA fuses the choice of the expert into the product: nothing is copied."""
-        values, scale = self.values_and_scale(jnp.float32)
-        x = self.in_order(padded(x, self)).astype(jnp.float32)
-        y = jnp.sum(x[:, None] * values[expert].astype(jnp.float32), axis=-1)
-        return y if scale is None else y * scale[expert]
-
     def rows(self, start: int, stop: int) -> Format:
         """Some rows of a matrix."""
         return jax.tree.map(lambda array: array[start:stop], self)
@@ -2453,11 +2445,11 @@ except ImportError:  # Windows has none, and a later jax may have none
 def suits_triton(q: Array, cache: LayerCache) -> bool:
     """Whether triton_attention can take these queries and this cache, on the GPU at hand: Triton knows widths that are
     powers of two, and NVIDIA's chips from Ampere on."""
-    (*_, M, H), S, dtype = q.shape, cache[0].shape[2], q.dtype
-    fits = H in (16, 32, 64, 128, 256) and all(side.shape[-1] == H for side in cache) and M % 16 == S % 64 == 0
+    (*_, T, H), S = q.shape, cache[0].shape[2]
+    fits = H in (16, 32, 64, 128, 256) and all(side.shape[-1] == H for side in cache) and T % 16 == S % 64 == 0
     device = jax.devices()[0]  # a CPU, if this is compiled for a GPU that is not at hand
     major = "9" if device.platform == "cpu" else getattr(device, "compute_capability", "").partition(".")[0]
-    return bool(triton) and fits and dtype.itemsize == 2 and major.isdigit() and int(major) >= 8
+    return bool(triton) and fits and q.dtype.itemsize == 2 and major.isdigit() and int(major) >= 8
 
 
 def triton_attention(q, cache, starts, places, mask: Mask, R: int, interpret=False) -> Array:
@@ -2465,6 +2457,7 @@ def triton_attention(q, cache, starts, places, mask: Mask, R: int, interpret=Fal
     "FlashAttention"), and a tile of queries reads only the blocks of slots that it sees. Args and result as in
     plain_attention, with queries [B, K, A, T, H]."""
     (B, K, A, T, H), S = q.shape, cache[0].shape[2]
+    # Within a fifth of the best of six sizes tried on an H100, with three stages; two need less of a chip's memory.
     tile, block, wraps = math.gcd(T, 64), 64 if H <= 128 else 32, mask.wraps(R * S, T)
 
     def kernel(q, cache, starts, places, shard, out, log_sum_exp):
@@ -3023,16 +3016,30 @@ def expert_loop(
     return jnp.sum(out[jnp.argsort(order)].reshape(B, k, D), axis=1)  # zeros for experts on other devices
 
 
+EXPERT_PRODUCTS = {}  # expert_product of formats that have a way of their own
+
+
+def expert_product(x: Array, w: Format, expert: Array) -> Array:
+    """x [pairs, C], each row times the matrix of its expert, int32 [pairs]: float32 [pairs, O], for GPUs. In this form
+    XLA fuses the choice of the expert into the product: nothing is copied."""
+    if own := EXPERT_PRODUCTS.get(type(w)):
+        return own(x, w, expert)
+    values, scale = w.values_and_scale(jnp.float32)
+    x = w.in_order(padded(x, w)).astype(jnp.float32)
+    y = jnp.sum(x[:, None] * values[expert].astype(jnp.float32), axis=-1)
+    return y if scale is None else y * scale[expert]
+
+
 def gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
     """For GPUs and a few pairs, each of which reads its expert. (A pair whose expert is on another device reads the
     last one here, times 0.)"""
     (B, k), E = ids.shape, w_down.shape[0]
     expert = jnp.minimum(ids.ravel(), E - 1)
-    gate_up = w_gate_up.expert_product(jnp.repeat(x, k, axis=0), expert)
+    gate_up = expert_product(jnp.repeat(x, k, axis=0), w_gate_up, expert)
     gate, up = jnp.split(gate_up if gate_up_bias is None else gate_up + gate_up_bias[expert], 2, axis=-1)
     h = activate(gate, up, jnp.where(ids < E, scores, 0).reshape(-1, 1)).astype(x.dtype)
     # The barrier: one sum over columns and pairs would give a GPU too few rows to work on.
-    of_pairs = jax.lax.optimization_barrier(w_down.expert_product(h, expert))
+    of_pairs = jax.lax.optimization_barrier(expert_product(h, w_down, expert))
     return jnp.sum(of_pairs.reshape(B, k, -1), axis=1)
 
 

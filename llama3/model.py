@@ -339,14 +339,6 @@ class Format:
         """`product` in the way that suits TPUs."""
         return product(x, self, min_rows=8)
 
-    def expert_product(self, x: Array, expert: Array) -> Array:
-        """x [pairs, C], each row times the matrix of its expert, int32 [pairs]: float32 [pairs, O], for GPUs. In this
-        form XLA fuses the choice of the expert into the product: nothing is copied."""
-        values, scale = self.values_and_scale(jnp.float32)
-        x = self.in_order(padded(x, self)).astype(jnp.float32)
-        y = jnp.sum(x[:, None] * values[expert].astype(jnp.float32), axis=-1)
-        return y if scale is None else y * scale[expert]
-
     def rows(self, start: int, stop: int) -> Format:
         """Some rows of a matrix."""
         return jax.tree.map(lambda array: array[start:stop], self)
@@ -2157,11 +2149,11 @@ except ImportError:  # Windows has none, and a later jax may have none
 def suits_triton(q: Array, cache: LayerCache) -> bool:
     """Whether triton_attention can take these queries and this cache, on the GPU at hand: Triton knows widths that are
     powers of two, and NVIDIA's chips from Ampere on."""
-    (*_, M, H), S, dtype = q.shape, cache[0].shape[2], q.dtype
-    fits = H in (16, 32, 64, 128, 256) and all(side.shape[-1] == H for side in cache) and M % 16 == S % 64 == 0
+    (*_, T, H), S = q.shape, cache[0].shape[2]
+    fits = H in (16, 32, 64, 128, 256) and all(side.shape[-1] == H for side in cache) and T % 16 == S % 64 == 0
     device = jax.devices()[0]  # a CPU, if this is compiled for a GPU that is not at hand
     major = "9" if device.platform == "cpu" else getattr(device, "compute_capability", "").partition(".")[0]
-    return bool(triton) and fits and dtype.itemsize == 2 and major.isdigit() and int(major) >= 8
+    return bool(triton) and fits and q.dtype.itemsize == 2 and major.isdigit() and int(major) >= 8
 
 
 def triton_attention(q, cache, starts, places, mask: Mask, R: int, interpret=False) -> Array:
@@ -2169,6 +2161,7 @@ def triton_attention(q, cache, starts, places, mask: Mask, R: int, interpret=Fal
     "FlashAttention"), and a tile of queries reads only the blocks of slots that it sees. Args and result as in
     plain_attention, with queries [B, K, A, T, H]."""
     (B, K, A, T, H), S = q.shape, cache[0].shape[2]
+    # Within a fifth of the best of six sizes tried on an H100, with three stages; two need less of a chip's memory.
     tile, block, wraps = math.gcd(T, 64), 64 if H <= 128 else 32, mask.wraps(R * S, T)
 
     def kernel(q, cache, starts, places, shard, out, log_sum_exp):
