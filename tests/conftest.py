@@ -15,6 +15,7 @@ from pathlib import Path
 command_line = argparse.ArgumentParser(add_help=False)
 command_line.add_argument("-m", default="")
 HAS_NVIDIA = Path("/proc/driver/nvidia/version").exists()
+# Workers have another command line, and this environment.
 ON_DEVICE = os.environ.setdefault("TESTS_MARKED", command_line.parse_known_args(sys.argv[1:])[0].m) == "device"
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # it has the environment of the process that started it

@@ -184,7 +184,7 @@ def largest_copy(text: str) -> int:
     [("v6e:4x4", (2, 1, 8)), ("v6e:4x4", (1, 8, 2)), ("v6e:8x8", (1, 16, 4)), ("v5p:4x4x4", (2, 4, 8))],
 )
 def test_meshes_that_split_an_axis_of_the_torus(topology, shape):
-    """jax.make_mesh refuses them. Of four devices along tp each has two others as neighbours, at least."""
+    """jax.make_mesh refuses them. Most devices along tp are neighbours of the next one."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = FOLDERS["llama3"].model.make_mesh(*shape, devices=devices)
     assert mesh.devices.shape == shape and set(mesh.devices.flat) == set(devices)

@@ -25,13 +25,8 @@ class Process:
     def __init__(self, *arguments, folder="llama3", devices=1, environment=(), program=()):
         self.out, self.err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115, read later
         # A shell has its background jobs ignore SIGINT, and so what they start.
-        command = [
-            "env",
-            "--default-signal=INT",
-            sys.executable,
-            *(program or [ROOT / folder / "main.py"]),
-            *map(str, arguments),
-        ]
+        program = program or [ROOT / folder / "main.py"]
+        command = ["env", "--default-signal=INT", sys.executable, *program, *map(str, arguments)]
         environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)} | dict(environment)
         self.process = subprocess.Popen(command, env=environment, stdout=self.out, stderr=self.err)
 
@@ -177,10 +172,8 @@ def test_one_is_missing_or_stopped():
     """Three runs at once, since they wait: process 1 of three is missing, process 0 of two, and one stops answering.
     With jax's own limits they would wait five minutes."""
     program = {"program": ["-c", IMPATIENT]}
-    stopped, waiting = (
-        start_endless(**program),
-        [*start(3, wanted=(0, 2), **program), *start(2, wanted=(1,), **program)],
-    )
+    stopped = start_endless(**program)
+    waiting = [*start(3, wanted=(0, 2), **program), *start(2, wanted=(1,), **program)]
     stopped[1].process.send_signal(signal.SIGSTOP)
     assert_aborted([stopped[0], *waiting])
     for process, count in zip(waiting, (3, 3, 2), strict=True):
