@@ -11,6 +11,7 @@ Results go to standard output, from process 0 alone; progress and statistics go 
 import argparse
 import contextlib
 import faulthandler
+import functools
 import glob
 import hashlib
 import json
@@ -26,7 +27,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -247,13 +247,8 @@ def read_markers(tokenizer) -> dict[int, str]:
 
 
 # Text is split by these patterns before a tiktoken vocabulary is applied; its file does not hold them. Sources: the
-# tokenizer.py of llama3 and of llama4 in Meta's package llama-models; tokenization_kimi.py of Moonshot's releases. Two
-# things differ from Llama 4's in Moonshot's: a run of Chinese characters stands apart, and no slash follows
-# punctuation.
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+# tokenizer.py of llama4 in Meta's package llama-models; tokenization_kimi.py of Moonshot's releases, in which a run of
+# Chinese characters stands apart, and no slash follows punctuation. transformers splits as Llama 3 does.
 LLAMA4_PATTERN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -261,7 +256,7 @@ LLAMA4_PATTERN = (
 )
 KIMI_PATTERN = r"[\p{Han}]+|" + LLAMA4_PATTERN.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"\n/]", r"\n]")
 TIKTOKEN_PATTERNS = {  # by model_type; Moonlight is a deepseek_v3
-    "llama": LLAMA3_PATTERN, "llama4": LLAMA4_PATTERN, "llama4_text": LLAMA4_PATTERN, "deepseek_v3": KIMI_PATTERN,
+    "llama": None, "llama4": LLAMA4_PATTERN, "llama4_text": LLAMA4_PATTERN, "deepseek_v3": KIMI_PATTERN,
     "kimi_k2": KIMI_PATTERN, "kimi_k25": KIMI_PATTERN,
 }  # fmt: skip
 
@@ -322,9 +317,8 @@ def tiktoken_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
     if max(map(int, special)) >= checkpoint.config.vocab_size:
         raise InputError(f"{folder}: added_tokens_decoder of tokenizer_config.json has an id beyond vocab_size")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    split = pre_tokenizers.Split(Regex(TIKTOKEN_PATTERNS[model_type]), "isolated")
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    if pattern := TIKTOKEN_PATTERNS[model_type]:
+        tokenizer.backend_tokenizer.pre_tokenizer[0] = pre_tokenizers.Split(Regex(pattern), "isolated")
     return tokenizer
 
 
@@ -376,27 +370,46 @@ class SentencePieceTokenizer(SentencePieceBackend):
 # What people see
 
 
+def say(text: str) -> None:
+    """A line on standard error, of process 0 alone."""
+    if jax.process_index() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+say_once = functools.cache(say)
+
+
+def devices_found() -> str:
+    """What the program runs on, and why it is a CPU if there is more in the machine."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+        return f"{jax.device_count()} x {device.device_kind}" + (f", {memory / 2**30:.0f} GiB" if memory else "")
+    found = f"{os.cpu_count()} CPU cores"
+    if jax.config.jax_platforms:
+        return f"{found}, as JAX_PLATFORMS={jax.config.jax_platforms} says"
+    for name, files in {"cuda": "/proc/driver/nvidia/version", "tpu": "/dev/accel0 /dev/vfio/0"}.items():
+        if any(map(os.path.exists, files.split())):
+            try:
+                jax.devices(name)
+            except RuntimeError as error:
+                return f"{found}: jax does not use the {name} device that is there ({one_line(error)})"
+    return f"{found}: jax found no GPU or TPU"
+
+
 class Progress:
-    """Reports on standard error what takes time before the first text: each compilation, and prefill as a bar. Before
-    the first of them it says where the program runs."""
-
-    has_said_where = False
-
-    def say_where(self) -> None:
-        if not self.has_said_where and jax.process_index() == 0:
-            print(devices_found(), file=sys.stderr)
-        self.has_said_where = True
+    """Reports on standard error what takes time before the first text: each compilation, and prefill as a bar."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        self.say_where()
+        say_once(devices_found())
         if stage == "prefill":
             if done == 0:
                 self.bar = progress_bar(total=total, desc="prefill", unit=" tokens", delay=0)
             self.bar.update(done - self.bar.n)
             if done == total:
                 self.bar.close()
-        elif jax.process_index() == 0:
-            print(f"{stage} ...", file=sys.stderr, flush=True)
+        else:
+            say(f"{stage} ...")
 
 
 class Part:
@@ -413,7 +426,7 @@ class Part:
     def new_text(self, is_whole: bool) -> str:
         """What was not given out yet; all of it if the part `is_whole`."""
         before, text = self.text(self.context, self.given), self.text(self.context)
-        is_byte = self.ids and re.fullmatch("<0x[0-9A-F]{2}>", self.tokenizer.convert_ids_to_tokens(self.ids[-1]))
+        is_byte = self.ids and re.fullmatch("<0x..>", self.tokenizer.convert_ids_to_tokens(self.ids[-1]))
         if not is_whole and (is_byte or text.endswith("\ufffd")):
             return ""
         if len(self.ids) > self.given:
@@ -421,116 +434,120 @@ class Part:
         return text[len(before) :]
 
 
-class Results:
-    """Collects generated tokens and prints the rows in order: text as it comes, JSON when a row is finished. `markers`,
-    those of read_markers, set reasoning apart."""
+class Answer:
+    """A row's tokens, and its parts one after another: reasoning, answer, or the name of a channel. `markers`, those of
+    read_markers, begin them, and so may the last tokens of the prompt; `hidden` tokens have no text."""
 
-    def __init__(self, args, tokenizer, prompts, prompt_tokens, markers=None):
-        self.args, self.tokenizer, self.prompts, self.prompt_tokens = args, tokenizer, prompts, prompt_tokens
-        self.rows, self.markers = [[] for _ in prompts], markers or {}
-        self.steps = [0 for _ in prompts]  # in which a row got tokens
-        self.hidden = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.parts = []  # of each row, one after another
-        for prompt in prompt_tokens:  # its last tokens may begin the reasoning
-            ends = [i for i in prompt[-4:] if tokenizer.decode([i]).strip()]
-            self.parts.append([Part(tokenizer, self.markers.get(ends[-1], "answer") if ends else "answer")])
-        self.print_row = self.print_text if args.output == "text" else self.print_json
-        self.printing = self.print_rows()
+    def __init__(self, tokenizer, markers: dict[int, str], hidden: set[int], heading: str, prompt_tokens: list[int]):
+        self.tokenizer, self.markers, self.hidden, self.heading = tokenizer, markers, hidden, heading
+        self.tokens, self.steps, self.finish_reason = [], 0, None  # steps: in which the row got tokens
+        ends = [i for i in prompt_tokens[-4:] if tokenizer.decode([i]).strip()]
+        self.parts = [Part(tokenizer, markers.get(ends[-1], "answer") if ends else "answer")]
+        self.printed = None  # the part that was printed last
 
-    def add(self, tokens) -> None:
-        """Takes the tokens of one step and prints what can be printed."""
-        for token in tokens:
-            if not math.isfinite(token.logprob):
-                raise InputError("the model's numbers are not finite: damaged weights, or try --dtype float32")
-            self.rows[token.row].append(token)
-            part, begun = self.parts[token.row][-1], self.markers.get(token.id)
-            if begun == part.kind != "name" and part.ids:  # a word of an answer about these words
-                begun = None
-            if begun == "message":  # channels are analysis, commentary and final
-                begun = "answer" if part.text().startswith("final") else "reasoning"
-            elif not begun and token.id not in self.hidden and self.tokenizer.convert_ids_to_tokens(token.id):
-                part.ids.append(token.id)
-                begun = part.kind == "name" and "\n" in part.text() and "reasoning"
-            if begun:
-                self.parts[token.row].append(Part(self.tokenizer, begun))
-        for row in {token.row for token in tokens}:
-            self.steps[row] += 1
-        next(self.printing, None)
+    def add(self, token: model.Token) -> None:
+        self.tokens.append(token)
+        self.finish_reason = token.finish_reason
+        part, begun = self.parts[-1], self.markers.get(token.id)
+        if begun == part.kind != "name" and part.ids:  # a word of an answer about these words
+            begun = None
+        if begun == "message":  # channels are analysis, commentary and final
+            begun = "answer" if part.text().startswith("final") else "reasoning"
+        elif not begun and token.id not in self.hidden and self.tokenizer.convert_ids_to_tokens(token.id):
+            part.ids.append(token.id)
+            begun = part.kind == "name" and "\n" in part.text() and "reasoning"
+        if begun:
+            self.parts.append(Part(self.tokenizer, begun))
 
-    def text(self, row: int, kind: str = "answer") -> str:
-        """A row's answer, or its reasoning."""
-        texts = [part.text() for part in self.parts[row] if part.kind == kind]
+    def new_text(self) -> str:
+        """What was not given out yet, the reasoning under a heading."""
+        new, self.heading = self.heading, ""
+        for part in self.parts:
+            text = part.new_text(part is not self.parts[-1] or self.finish_reason is not None)
+            if self.markers and part is not self.printed:
+                text = text.lstrip("\n")
+            if text and part.kind != "name":
+                if part is not self.printed:
+                    is_other = part.kind != (self.printed.kind if self.printed else "answer")
+                    new += "\n" * bool(self.printed) + f"[{part.kind}]\n" * is_other
+                new, self.printed = new + text, part
+        return new + "\n" * bool(self.finish_reason)
+
+    def text(self, kind: str = "answer") -> str:
+        """The whole answer, or the reasoning."""
+        texts = [part.text() for part in self.parts if part.kind == kind]
         if kind == "reasoning":
             return "\n".join(text.strip("\n") for text in texts)
         return "".join(texts).lstrip("\n") if self.markers else texts[0]
 
     def message(self) -> dict | None:
-        """The only row as a message for the chat template, None without an answer. A template that knows of no
+        """The answer as a message for the chat template, None if there is none. A template that knows of no
         reasoning_content takes thoughts out of the text itself."""
-        said, reasoning = self.text(0), self.text(0, "reasoning")
+        said, reasoning = self.text(), self.text("reasoning")
         template = str(self.tokenizer.chat_template)
         if not said.strip():
             return None
         if "</think>" in template and "reasoning_content" not in template:
-            said = self.tokenizer.decode([token.id for token in self.rows[0]], skip_special_tokens=True)
+            said = self.tokenizer.decode([token.id for token in self.tokens], skip_special_tokens=True)
         thoughts = dict.fromkeys(("reasoning_content", "thinking"), reasoning) if reasoning else {}
         return {"role": "assistant", "content": said} | thoughts
 
-    def note_cut(self) -> None:
-        """Says on standard error which answers were cut, and by which flag."""
-        cut = [len(row) for row in self.rows if row and row[-1].finish_reason == "length"]
-        if cut and jax.process_index() == 0:
-            flag = "max_new_tokens" if self.args.max_new_tokens in cut else "max_seq_len"
-            what = f"{len(cut)} of {len(self.rows)} answers" if len(self.rows) > 1 else "the answer"
-            print(f"note: {what} ended at --{flag} {getattr(self.args, flag)}", file=sys.stderr)
+
+class Results:
+    """Collects generated tokens and prints the rows in order: text as it comes, JSON when a row is finished."""
+
+    def __init__(self, args, tokenizer, prompts, prompt_tokens, markers=None):
+        self.args, self.prompts, self.prompt_tokens = args, prompts, prompt_tokens
+        hidden = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        headings = [f"> {prompt}\n" if len(prompts) > 1 else "" for prompt in prompts]
+        self.answers = [Answer(tokenizer, markers or {}, hidden, *row) for row in zip(headings, prompt_tokens)]
+        self.current = 0  # the first row that is not printed whole
+
+    def add(self, tokens: list[model.Token]) -> None:
+        """Takes the tokens of one step and prints what can be printed."""
+        for token in tokens:
+            if not math.isfinite(token.logprob):
+                raise InputError("the model's numbers are not finite: damaged weights, or try --dtype float32")
+            self.answers[token.row].add(token)
+        for row in {token.row for token in tokens}:
+            self.answers[row].steps += 1
+        while self.current < len(self.answers) and self.print_row(self.current):
+            self.current += 1
+
+    def print_row(self, row: int) -> str | None:
+        """Prints what is new of a row. Returns its finish_reason."""
+        answer = self.answers[row]
+        if self.args.output == "text":
+            write(answer.new_text())
+        elif answer.finish_reason:
+            write(json.dumps(self.json_row(row, answer)) + "\n")
+        return answer.finish_reason
+
+    def json_row(self, row: int, answer: Answer) -> dict:
+        reasoning = {"reasoning": answer.text("reasoning")} if answer.markers else {}
+        line = {"prompt": self.prompts[row], "text": answer.text(), **reasoning}
+        line |= {"prompt_tokens": self.prompt_tokens[row], "tokens": [token.id for token in answer.tokens]}
+        if self.args.logprobs:
+            line["logprobs"] = [token.logprob for token in answer.tokens]
+        if self.args.draft:  # the first token is prefill's
+            line["tokens_per_step"] = (len(answer.tokens) - 1) / (answer.steps - 1) if answer.steps > 1 else None
+        return line | {"finish_reason": answer.finish_reason}
 
     def break_off(self) -> None:
         """Prints the finished rows that were waiting for an unfinished one."""
-        if self.args.output == "text" and self.printed:
+        if self.args.output == "text":
             write("\n")
-        for row in range(self.current + 1, len(self.rows)):
-            if self.rows[row] and self.rows[row][-1].finish_reason:
-                next(self.print_row(row), None)
+        for row in range(self.current + 1, len(self.answers)):
+            if self.answers[row].finish_reason:
+                self.print_row(row)
 
-    def print_rows(self):
-        """Prints the rows. Like print_text and print_json it is a generator, and yields when it needs more tokens."""
-        for self.current in range(len(self.rows)):
-            yield from self.print_row(self.current)
-
-    def print_text(self, row: int):
-        """Prints a row's text as it comes, its reasoning under a heading."""
-        if len(self.rows) > 1:
-            write(f"> {self.prompts[row]}\n")
-        tokens, parts, taken, n, self.printed = self.rows[row], self.parts[row], 0, 0, None  # printed: a part, the last
-        while not taken or not tokens[taken - 1].finish_reason:
-            while taken == len(tokens):
-                yield
-            taken, n, new = len(tokens), len(parts) - 1, parts[n:]
-            for part in new:
-                text = part.new_text(part is not parts[-1] or tokens[-1].finish_reason is not None)
-                begins = part is not self.printed
-                text = text.lstrip("\n") if self.markers and begins else text
-                if text and part.kind != "name":
-                    if begins:
-                        is_other = part.kind != (self.printed.kind if self.printed else "answer")
-                        write("\n" * bool(self.printed) + f"[{part.kind}]\n" * is_other)
-                    self.printed = part
-                    write(text)
-        write("\n")
-
-    def print_json(self, row: int):
-        """Prints a row when it is finished."""
-        while not self.rows[row] or not self.rows[row][-1].finish_reason:
-            yield
-        ids = [token.id for token in self.rows[row]]
-        reasoning = {"reasoning": self.text(row, "reasoning")} if self.markers else {}
-        line = {"prompt": self.prompts[row], "text": self.text(row), **reasoning}
-        line |= {"prompt_tokens": self.prompt_tokens[row], "tokens": ids}
-        if self.args.logprobs:
-            line["logprobs"] = [token.logprob for token in self.rows[row]]
-        if self.args.draft:  # the first token is prefill's
-            line["tokens_per_step"] = (len(ids) - 1) / (self.steps[row] - 1) if len(ids) > 1 else None
-        write(json.dumps(line | {"finish_reason": self.rows[row][-1].finish_reason}) + "\n")
+    def note_cut(self) -> None:
+        """Says on standard error which answers were cut, and by which flag."""
+        cut = [len(answer.tokens) for answer in self.answers if answer.finish_reason == "length"]
+        if cut:
+            flag = "max_new_tokens" if self.args.max_new_tokens in cut else "max_seq_len"
+            what = f"{len(cut)} of {len(self.answers)} answers" if len(self.answers) > 1 else "the answer"
+            say(f"note: {what} ended at --{flag} {getattr(self.args, flag)}")
 
 
 def write(text: str) -> None:
@@ -553,9 +570,11 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
 
     No rate includes compilation. (With --quantize, `load_s` includes compiling the rounding, 0.1 s a shape.)
     """
-    device = mesh.devices.flat[0]
-    steps_per_s = measured["decode_steps"] / measured["decode_s"] if measured["decode_steps"] else None
-    busy = measured["busy_row_steps"]
+
+    def ratio(part, whole):
+        return measured[part] / measured[whole] if measured[whole] else None
+
+    device, steps_per_s = mesh.devices.flat[0], ratio("decode_steps", "decode_s") or None
     bandwidth = steps_per_s and measured["step_bytes"] * steps_per_s / 1e9
     peak = published(PEAK_GB_PER_S, device.device_kind)
     peak_bytes = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices())
@@ -569,12 +588,12 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
         "load_s": load_s,
         "compile_s": measured["compile_s"],
         "prefill_s": measured["prefill_s"],
-        "prefill_tokens_per_s": measured["prefill_tokens"] / measured["prefill_s"],
+        "prefill_tokens_per_s": ratio("prefill_tokens", "prefill_s"),
         "decode_steps_per_s": steps_per_s,
-        "decode_tokens_per_s": steps_per_s and measured["decode_tokens"] / measured["decode_s"],
-        "rows_busy": steps_per_s and busy / measured["row_steps"],
-        "tokens_per_step": measured["decode_tokens"] / busy if busy else None,
-        "drafts_accepted": measured["drafts_accepted"] / measured["drafts"] if measured["drafts"] else None,
+        "decode_tokens_per_s": steps_per_s and ratio("decode_tokens", "decode_s"),
+        "rows_busy": ratio("busy_row_steps", "row_steps"),
+        "tokens_per_step": ratio("decode_tokens", "busy_row_steps"),
+        "drafts_accepted": ratio("drafts_accepted", "drafts"),
         "step_bytes": measured["step_bytes"],
         "bandwidth_gb_per_s": bandwidth,
         "bandwidth_utilization": bandwidth and peak and bandwidth / (peak * mesh.size),
@@ -703,24 +722,6 @@ def decoding(
     return generate(weights, prompts, config, mesh, rows=rows, **options)
 
 
-def devices_found() -> str:
-    """What the program will run on, and why it is a CPU if there is more in the machine."""
-    device = jax.devices()[0]
-    if device.platform != "cpu":
-        memory = (device.memory_stats() or {}).get("bytes_limit")
-        return f"{jax.device_count()} x {device.device_kind}" + (f", {memory / 2**30:.0f} GiB" if memory else "")
-    found = f"{os.cpu_count()} CPU cores"
-    if jax.config.jax_platforms:
-        return f"{found}, as JAX_PLATFORMS={jax.config.jax_platforms} says"
-    for platform_name, files in {"cuda": "/proc/driver/nvidia/version", "tpu": "/dev/accel0 /dev/vfio/0"}.items():
-        if any(map(os.path.exists, files.split())):
-            try:
-                jax.devices(platform_name)
-            except RuntimeError as error:
-                return f"{found}: jax does not use the {platform_name} device that is there ({one_line(error)})"
-    return f"{found}: jax found no GPU or TPU"
-
-
 def enable_compilation_cache() -> None:
     """Keeps up to 4 GiB of compiled programs for the next run, in the user's cache folder. If that cannot be written,
     jax says so and goes on. Where JAX_COMPILATION_CACHE_DIR is set, jax's own variables decide."""
@@ -767,8 +768,7 @@ def read_inputs(args) -> Inputs:
     for row, ids in enumerate(prompt_tokens, 1):
         if is_raw and len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
             del ids[0]
-            if jax.process_index() == 0:
-                print(f"note: prompt {row} begins with {tokenizer.bos_token}, and gets no other", file=sys.stderr)
+            say(f"note: prompt {row} begins with {tokenizer.bos_token}, and gets no other")
     if not args.chat:
         model.check_prompts(prompt_tokens, config, args.max_seq_len, args.max_new_tokens)
     check_context(prompt_tokens, checkpoint.raw_config)
@@ -790,39 +790,36 @@ def main() -> None:
         enable_compilation_cache()
     join_hosts(args)
     convert.find_devices()
-    is_first, processes = jax.process_index() == 0, jax.process_count()
-    if processes > 1:  # process 0 alone prints results; what libraries print goes to standard error
-        results = os.dup(1) if is_first else os.open(os.devnull, os.O_WRONLY)
+    if (processes := jax.process_count()) > 1:  # process 0 prints results; what libraries print: standard error
+        results = os.dup(1) if jax.process_index() == 0 else os.open(os.devnull, os.O_WRONLY)
         sys.stdout = os.fdopen(results, "w", encoding="utf-8", errors="backslashreplace")
         os.dup2(2, 1)
         if args.chat:
             raise InputError(f"--chat needs one process alone, and there are {processes}")
-        if is_first:
-            print(f"{jax.device_count()} devices of {processes} processes", file=sys.stderr)
+        say(f"{jax.device_count()} devices of {processes} processes")
     flags = {"jax": jax.__version__} | {f"--{name}": value for name, value in vars(args).items() if name not in OWN}
     inputs = together(lambda: read_inputs(args), lambda inputs: flags | inputs.facts())
-    progress = Progress()
     if sum(file.stat().st_size for file in inputs.checkpoint.folder.glob("*.safetensors")) > 1e8:  # it takes a while
-        progress.say_where()
+        say_once(devices_found())
     begin = time.perf_counter()
     weights = jax.block_until_ready(load(inputs.checkpoint, inputs.mesh, args.dtype, args.quantize))
     load_s = time.perf_counter() - begin
     if not inputs.tokenizer.chat_template and not args.raw:
-        print("note: this tokenizer has no chat template; the prompts are continued as they are", file=sys.stderr)
+        say("note: this tokenizer has no chat template; the prompts are continued as they are")
     options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "seed": args.seed}
-    options |= {"quantize_cache": args.quantize_cache, "stop_tokens": inputs.stop_tokens, "progress": progress}
+    options |= {"quantize_cache": args.quantize_cache, "stop_tokens": inputs.stop_tokens, "progress": Progress()}
     options |= {"draft": args.draft, "draft_tokens": args.draft_tokens}
     options["sampling"] = model.Sampling(args.temperature, args.top_k, args.top_p)
-    generation = partial(decoding, weights, config=inputs.checkpoint.config, mesh=inputs.mesh, **options)
+    generation = functools.partial(decoding, weights, config=inputs.checkpoint.config, mesh=inputs.mesh, **options)
     measured = chat(args, inputs, generation) if args.chat else answer(args, inputs, generation)
     if not measured:
         return
     stats = statistics(inputs.checkpoint.raw_config, inputs.mesh, load_s, measured)
     if args.output == "json":
         write(json.dumps({"stats": stats}) + "\n")
-    elif is_first:
+    else:
         rounded = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in stats.items()}
-        print(f"stats: {json.dumps(rounded)}", file=sys.stderr)
+        say(f"stats: {json.dumps(rounded)}")
 
 
 def answer(args, inputs: Inputs, generation) -> dict:
@@ -834,7 +831,7 @@ def answer(args, inputs: Inputs, generation) -> dict:
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     shows_rows = args.output == "json" and not sys.stdout.isatty()  # they appear when they are finished
-    bar = progress_bar(total=len(results.rows), desc="decoding", unit=" rows") if shows_rows else None
+    bar = progress_bar(total=len(results.answers), desc="decoding", unit=" rows") if shows_rows else None
     try:
         with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
             for tokens in steps:
@@ -864,7 +861,7 @@ def chat(args, inputs: Inputs, generation) -> dict:
     sys.stdin.reconfigure(errors="surrogateescape")  # what is not in UTF-8 is refused by encode
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401, input() then edits lines of any length
-    print("chat: /reset starts anew, Ctrl-C stops an answer, /exit or end of file ends", file=sys.stderr, flush=True)
+    say("chat: /reset starts anew, Ctrl-C stops an answer, /exit or end of file ends")
     history, measured, kept = system_message(args), {}, {}
     while True:
         try:
@@ -891,11 +888,11 @@ def chat(args, inputs: Inputs, generation) -> dict:
             measured = of_turn
             results.note_cut()
         except InputError as error:
-            print(f"error: {users_line(error)}; /reset forgets the conversation", file=sys.stderr)
+            say(f"error: {users_line(error)}; /reset forgets the conversation")
             continue
         except KeyboardInterrupt:
             write("\n")
-        if results and (message := results.message()):
+        if results and (message := results.answers[0].message()):
             history = [*history, {"role": "user", "content": text}, message]
 
 

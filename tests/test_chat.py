@@ -223,7 +223,7 @@ def test_reasoning(capsys, family):
     assert (row["reasoning"], row["text"]) == (reasoning, text)
     assert printed.endswith(f"\n[answer]\n{text}\n" if reasoning else f"{text}\n")
     assert printed.startswith(f"[reasoning]\n{reasoning}\n") or not reasoning
-    message = collected(tokenizer, "Hm?", answer).message()
+    message = collected(tokenizer, "Hm?", answer).answers[0].message()
     messages = [{"role": "user", "content": "Hm?"}, message]
     (ids,) = llama3.main.encode(tokenizer, ["And?"], False, messages)
     assert tokenizer.decode(ids) == f"<u>Hm?{history}<u>And?{begin}"
@@ -233,8 +233,8 @@ def test_reasoning(capsys, family):
 def test_a_thought_that_was_cut_is_no_answer(capsys, family):
     tokenizer, (_, _, answer, (reasoning, _, _)) = tokenizer_of(family), FAMILIES[family]
     cut = answer[: answer.index(reasoning[:2]) + 2]
-    results = collected(tokenizer, "Hm?", cut, finish_reason="length")
-    assert results.message() is None and results.text(0, "reasoning") == reasoning[:2] and results.text(0) == ""
+    (row,) = collected(tokenizer, "Hm?", cut, finish_reason="length").answers
+    assert row.message() is None and row.text("reasoning") == reasoning[:2] and row.text() == ""
     assert capsys.readouterr().out == f"[reasoning]\n{reasoning[:2]}\n"
 
 
