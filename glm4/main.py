@@ -176,11 +176,6 @@ def read_prompts(args) -> list[str]:
 # Tokens
 
 
-def system_message(args) -> list[dict]:
-    """What stands before each prompt or conversation."""
-    return [{"role": "system", "content": args.system}] if args.system else []
-
-
 def encode(tokenizer, prompts, raw, history=(), template_args=None, remedy="") -> list[list[int]]:
     """Token ids of each prompt: as a user's message after those of `history`, by a template that takes `template_args`
     too, or `raw` as it stands. The template's errors end with the `remedy`.
@@ -207,12 +202,11 @@ def encode(tokenizer, prompts, raw, history=(), template_args=None, remedy="") -
 def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:
     """Raises InputError for a prompt longer than both LONG_PROMPT and max_position_embeddings: it would take hours, and
     the model was not trained for it. Released Gemma 3 does not say: it takes 131,072, transformers' default."""
-    places = [raw_config, raw_config.get("text_config")]
-    given = [place.get("max_position_embeddings") for place in places if isinstance(place, dict)]
-    given = [value for value in given if isinstance(value, int)]
-    context = max([LONG_PROMPT, *given])
+    text_config = raw_config.get("text_config")
+    said = raw_config | (text_config if isinstance(text_config, dict) else {})
+    context = said.get("max_position_embeddings")
     for row, prompt in enumerate(prompt_tokens, 1):
-        if given and len(prompt) > context:
+        if isinstance(context, int) and len(prompt) > max(LONG_PROMPT, context):
             raise InputError(f"prompt {row} has {len(prompt)} tokens, and the model takes {context}; shorten it")
 
 
@@ -737,6 +731,7 @@ class Inputs(NamedTuple):
 
     checkpoint: Checkpoint
     tokenizer: PreTrainedTokenizerFast | SentencePieceBackend
+    system: list[dict]  # what stands before each prompt or conversation
     prompts: list[str]
     prompt_tokens: list[list[int]]
     stop_tokens: tuple[int, ...]
@@ -764,7 +759,8 @@ def read_inputs(args) -> Inputs:
     if is_raw and (args.system or args.template_args):
         raise InputError(f"{folder}: its tokenizer has no chat template for --system or --template_args")
     remedy, first = "" if args.chat or args.system else "; --raw leaves the template out", prompts or ["Hello"]
-    prompt_tokens = encode(tokenizer, first, is_raw, system_message(args), args.template_args, remedy)
+    system = [{"role": "system", "content": args.system}] if args.system else []
+    prompt_tokens = encode(tokenizer, first, is_raw, system, args.template_args, remedy)
     for row, ids in enumerate(prompt_tokens, 1):
         if is_raw and len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
             del ids[0]
@@ -778,7 +774,7 @@ def read_inputs(args) -> Inputs:
         Path(args.profile).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=args.profile).close()  # the error of a folder that cannot be written names it
     stop_tokens, markers = read_stop_tokens(checkpoint, tokenizer), {} if is_raw else read_markers(tokenizer)
-    return Inputs(checkpoint, tokenizer, prompts, prompt_tokens, stop_tokens, markers, mesh)
+    return Inputs(checkpoint, tokenizer, system, prompts, prompt_tokens, stop_tokens, markers, mesh)
 
 
 def main() -> None:
@@ -862,22 +858,18 @@ def chat(args, inputs: Inputs, generation) -> dict:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401, input() then edits lines of any length
     say("chat: /reset starts anew, Ctrl-C stops an answer, /exit or end of file ends")
-    history, measured, kept = system_message(args), {}, {}
+    history, measured, kept, results = inputs.system, {}, {}, None
     while True:
         try:
+            if results and (message := results.answers[0].message()):
+                history = [*history, {"role": "user", "content": results.prompts[0]}, message]
+            results = None
             text = input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
-        except KeyboardInterrupt:
-            write("\n")
-            continue
-        except EOFError:
-            text = "/exit"
-        if text.strip() == "/exit":
-            return measured
-        if text.strip() in ("", "/reset"):
-            history = system_message(args) if text.strip() else history
-            continue
-        results = None
-        try:
+            if text.strip() == "/exit":
+                return measured
+            if text.strip() in ("", "/reset"):
+                history = inputs.system if text.strip() else history
+                continue
             prompt_tokens = encode(inputs.tokenizer, [text], False, history, args.template_args)
             check_context(prompt_tokens, inputs.checkpoint.raw_config)
             results = Results(args, inputs.tokenizer, [text], prompt_tokens, inputs.markers)
@@ -887,13 +879,13 @@ def chat(args, inputs: Inputs, generation) -> dict:
                 results.add(tokens)
             measured = of_turn
             results.note_cut()
-        except InputError as error:
-            say(f"error: {users_line(error)}; /reset forgets the conversation")
-            continue
         except KeyboardInterrupt:
             write("\n")
-        if results and (message := results.answers[0].message()):
-            history = [*history, {"role": "user", "content": text}, message]
+        except EOFError:
+            return measured
+        except InputError as error:
+            results = None
+            say(f"error: {users_line(error)}; /reset forgets the conversation")
 
 
 if __name__ == "__main__":

@@ -5,10 +5,13 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import ROOT, import_folder
@@ -268,3 +271,45 @@ def test_what_is_typed_in_a_conversation(monkeypatch, capsys):
     (hello, italy), turns = [line for line in out.splitlines() if line], histories[1:]
     assert turns == [["Be brief."], *[["Be brief.", "Hello!", hello]] * 2] and italy
     assert "/exit" in err.partition("\n")[0] or "\nchat: " in err
+
+
+def test_interrupts_at_any_moment(monkeypatch, capsys):
+    """A conversation goes on from what was printed, and what is kept gives the answers of a fresh start."""
+    turns = iter(["Hello!", *["What is the capital of France?", "And 3 plus 4?", "x" * 90] * 10, "Hello!", "/exit"])
+    random, timers, answers, arguments = np.random.default_rng(0), [], [], []
+    generate = llama3.main.generate
+
+    def typed(_):
+        while timers:  # what was not interrupted yet is now, at its prompt
+            timers.pop().join()
+        text = next(turns)
+        if answers and text != "/exit":
+            timers.append(threading.Timer(random.choice([0.005, 0.03, 0.1, 0.3, 1]), os.kill, (os.getpid(), 2)))
+            timers[-1].start()
+        return text
+
+    def recorded(weights, prompts, config, mesh, **options):
+        arguments[:] = weights, config, mesh, options
+        answers.append((prompts[0], []))
+        for tokens in generate(weights, prompts, config, mesh, **options):
+            answers[-1][1].extend(token.id for token in tokens)
+            yield tokens
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr(llama3.main, "generate", recorded)
+    monkeypatch.setattr(llama3.main, "is_interruptible", True)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr(sys, "argv", ["main.py", "--chat", "--dtype", "float32"])
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        llama3.convert.run(llama3.main.main)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    weights, config, mesh, options = arguments
+    fresh = [[] for _ in answers]
+    for tokens in generate(weights, [ids for ids, _ in answers], config, mesh, **options | {"rows": 8, "kept": None}):
+        for token in tokens:
+            fresh[token.row].append(token.id)
+    assert "Traceback" not in capsys.readouterr().err
+    assert len(answers) > 20 and 1 < sum(ids == whole for (_, ids), whole in zip(answers, fresh)) < len(answers)
+    assert all(ids == whole[: len(ids)] for (_, ids), whole in zip(answers, fresh))
