@@ -718,8 +718,9 @@ def decoding(
 
 def enable_compilation_cache() -> None:
     """Keeps up to 4 GiB of compiled programs for the next run, in the user's cache folder. If that cannot be written,
-    jax says so and goes on. Where JAX_COMPILATION_CACHE_DIR is set, jax's own variables decide."""
-    if not jax.config.jax_compilation_cache_dir:
+    jax says so and goes on. Where JAX_COMPILATION_CACHE_DIR is set, jax's own variables decide. Several processes need
+    it, a folder of all hosts: process 0 alone writes, and GPUs that compile would wait for one that reads."""
+    if not jax.config.jax_compilation_cache_dir and jax.process_count() == 1:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "open-llms-in-jax")
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", 4 * 2**30)
@@ -782,10 +783,10 @@ def main() -> None:
     args = parse_arguments()
     if sys.stdout is None or (args.chat and sys.stdin is None):
         raise InputError(f"standard {'output' if sys.stdout is None else 'input'} is closed")
-    if not args.no_compilation_cache:
-        enable_compilation_cache()
     join_hosts(args)
     convert.find_devices()
+    if not args.no_compilation_cache:
+        enable_compilation_cache()
     if (processes := jax.process_count()) > 1:  # process 0 prints results; what libraries print: standard error
         results = os.dup(1) if jax.process_index() == 0 else os.open(os.devnull, os.O_WRONLY)
         sys.stdout = os.fdopen(results, "w", encoding="utf-8", errors="backslashreplace")

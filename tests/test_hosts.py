@@ -105,15 +105,33 @@ def test_latents_and_experts():
     assert "4 devices of 2 processes" in outputs[0][2]
 
 
-def test_slurm_tells():
-    job = str(os.getpid() % 4096)  # of which jax makes its port
-    step = {"SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
+@pytest.mark.parametrize(
+    ("nodes", "tasks", "local"), [("localhost", "2", "01"), ("127.0.0.[1-2]", "1(x2)", "00")], ids=["a host", "two"]
+)
+def test_slurm_tells(nodes, tasks, local):
+    job = str((os.getpid() + len(nodes)) % 4096)  # of which jax makes its port
+    step = {"SLURM_JOB_ID": job, "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
+    step |= {"SLURM_STEP_NODELIST": nodes, "SLURM_STEP_TASKS_PER_NODE": tasks}
     processes = [
-        Process("--prompt", "Hello!", environment=step | {"SLURM_PROCID": i, "SLURM_LOCALID": i}) for i in ("0", "1")
+        Process("--prompt", "Hello!", environment=step | {"SLURM_PROCID": str(i), "SLURM_LOCALID": local[i]})
+        for i in range(2)
     ]
     outputs = [process.wait(120) for process in processes]
     assert [output[:2] for output in outputs] == [(0, "Hello! How can I help you?\n"), (0, "")], outputs
     assert "2 devices of 2 processes" in outputs[0][2]
+
+
+def test_compiled_programs_of_several(tmp_path):
+    """None are kept in a host's own folder, where only process 0 would find them in the next run. In a folder that the
+    user names they are, and the next run reads them."""
+    shared = {"JAX_COMPILATION_CACHE_DIR": tmp_path / "shared", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0}
+    kept = []
+    for environment in ({"XDG_CACHE_HOME": tmp_path, "JAX_COMPILATION_CACHE_DIR": ""}, shared, shared):
+        flags = {name: str(value) for name, value in environment.items()}
+        outputs = [process.wait(120) for process in start(2, "--max_new_tokens", 2, environment=flags)]
+        assert [status for status, _, _ in outputs] == [0, 0], outputs
+        kept.append({file.name for file in tmp_path.glob("**/*-cache")})
+    assert not kept[0] and kept[1] == kept[2] and any("jit_step" in name for name in kept[1])
 
 
 def test_a_cluster_that_jax_does_not_find():
