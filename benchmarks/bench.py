@@ -9,7 +9,7 @@ then --rounds times, of which the median counts. No figure includes compilation.
 
 MFU is the arithmetic of prefill over the published dense bfloat16 peak: 2 operations for each token and each number of
 a matrix that it meets (of experts, the chosen ones), 4 for each number of a query and each token attended to, and the
-output head for the last token alone. MBU is what a decode step has to read (model.py's step_bytes) over the published
+output head for the last token alone. MBU is what a decode step has to read (`step_bytes`) over the published
 bandwidth. They are null if the peak is not known, as for CPUs.
 
 --vs transformers runs the Hugging Face class in this same process on the same weights, alternating: a round of ours,
@@ -93,8 +93,8 @@ def measure(folder, weights, config, mesh, args, batch: int, length: int) -> dic
     stats = {}
     options = {"max_new_tokens": args.steps + 1, "quantize_cache": args.quantize_cache, "stats": stats}
     options |= {"draft": args.draft, "draft_tokens": args.draft_tokens}
-    folder.model.REPEATING = 0  # each step has drafts
-    for _ in folder.model.generate(weights, prompts, config, mesh, **options):
+    folder.generate.REPEATING = 0  # each step has drafts
+    for _ in folder.generate.generate(weights, prompts, config, mesh, **options):
         pass
     report = folder.main.statistics({"model_type": args.folder}, mesh, 0.0, stats)
     del report["load_s"], report["compile_s"]  # the second is of programs compiled before
@@ -176,14 +176,14 @@ def components(folder, weights, config, mesh, args, batch: int, length: int) -> 
 
     A part is a jax.named_scope of model.py; collectives stand for themselves, as a kernel's time includes its waiting.
     """
-    model, slots = folder.model, length + args.steps
+    model, generate, slots = folder.model, folder.generate, length + args.steps
     dtype = weights["norm"].dtype
     cache = model.zeros(model.abstract_cache(config, mesh, batch, slots, dtype, args.quantize_cache))
     numbers = np.zeros((batch, slots), np.int32), *np.full((3, batch), [[length], [length + 1], [slots]], np.int32)
     by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("dp"))
-    rows = model.Rows(*jax.device_put((*numbers, np.zeros((batch, 2), np.uint32)), by_rows))
-    options = {"T": 1, "config": config, "mesh": mesh, "sampling": model.Sampling()}
-    program = model.step.lower(weights, cache, rows, **options).compile()
+    rows = generate.Rows(*jax.device_put((*numbers, np.zeros((batch, 2), np.uint32)), by_rows))
+    options = {"T": 1, "config": config, "mesh": mesh, "sampling": generate.Sampling()}
+    program = generate.step.lower(weights, cache, rows, **options).compile()
     kinds = parts(program.as_text())
     cache, rows, _ = program(weights, cache, rows)
     jax.block_until_ready(rows)
@@ -207,7 +207,9 @@ def components(folder, weights, config, mesh, args, batch: int, length: int) -> 
 
 def bench(args) -> dict:
     """All measurements, and what is needed to repeat them."""
-    folder = SimpleNamespace(**{name: import_from(args.folder, name) for name in ("model", "convert", "main")})
+    folder = SimpleNamespace(
+        **{name: import_from(args.folder, name) for name in ("model", "generate", "convert", "main")}
+    )
     model = folder.model
     raw_config = read_config(args.folder, args.config, args.layers)
     config = model.Config.from_dict(raw_config)

@@ -20,7 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def import_from(folder: str, module: str) -> ModuleType:
-    """A module of a model folder: model, convert or main. One process uses one folder: the names are the same in all.
+    """A module of a model folder: model, generate, convert, main. One process uses one folder: all have these names.
 
     Raises ValueError where there is no such folder.
     """

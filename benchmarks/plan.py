@@ -144,28 +144,28 @@ def nbytes(shapes: str) -> int:
     return total
 
 
-def lower_program(model, config, mesh, args, T: int, b: int | None):
+def lower_program(generate, config, mesh, args, T: int, b: int | None):
     """A step of T tokens lowered, for all rows or for b of them on each device of dp; the abstract weights and
     cache."""
 
     def array(*shape, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P("dp")))
 
-    dtype, batch = jnp.dtype(args.dtype), args.batch
+    model, dtype, batch = generate.model, jnp.dtype(args.dtype), args.batch
     weights = model.abstract_weights(config, mesh, dtype, args.quantize)
     drafts = 0 if args.prefill else args.tokens - 1
     cache = model.abstract_cache(config, mesh, batch, args.max_seq_len, dtype, args.quantize_cache, drafts)
     history, seeds = array(batch, args.max_seq_len + 1), array(batch, 2, dtype=jnp.uint32)
-    rows = model.Rows(history, *[array(batch)] * 3, seeds)
+    rows = generate.Rows(history, *[array(batch)] * 3, seeds)
     places = array(b * mesh.shape["dp"]) if b else None
     options = {"T": T, "draft": args.draft, "drafts": args.tokens - 1}
-    options |= {"config": config, "mesh": mesh, "sampling": model.Sampling(), "stop_tokens": (1, 2)}
-    return model.step.lower(weights, cache, rows, places, **options), weights, cache
+    options |= {"config": config, "mesh": mesh, "sampling": generate.Sampling(), "stop_tokens": (1, 2)}
+    return generate.step.lower(weights, cache, rows, places, **options), weights, cache
 
 
 def plan(args) -> dict:
     """The report on one configuration: the keys of --json."""
-    model = import_from(args.folder, "model")
+    model, generate = (import_from(args.folder, name) for name in ("model", "generate"))
     config = model.Config.from_dict(read_config(args.folder, args.config, args.layers))
     if args.draft == "mtp":
         config = dataclasses.replace(config, uses_extra_layer=True)
@@ -182,15 +182,15 @@ def plan(args) -> dict:
         R = model.row_groups(args.batch // mesh.shape["dp"], R)[1]
     if args.prefill:
         piece = model.piece_lengths(args.prefill, config, mesh)[0]
-        taken = min(args.batch // mesh.shape["dp"], max(1, model.PREFILL_TOKENS // piece))  # rows of a device at once
+        taken = min(args.batch // mesh.shape["dp"], max(1, generate.PREFILL_TOKENS // piece))  # rows of a device
         args.max_seq_len = max(args.max_seq_len, math.ceil(args.prefill / piece) * piece)
     begin = time.perf_counter()
-    lowered, weights, cache = lower_program(model, config, mesh, args, piece or args.tokens, taken)
+    lowered, weights, cache = lower_program(generate, config, mesh, args, piece or args.tokens, taken)
     lengths = [args.max_seq_len] * args.batch
     one = model.make_mesh(devices=devices[:1])
     options = [config, one, args.batch, args.max_seq_len, args.dtype, args.quantize_cache]
     unsharded = model.abstract_weights(config, one, args.dtype, args.quantize), model.abstract_cache(*options)
-    floor_bytes = model.step_bytes(*unsharded, lengths, config, args.tokens)
+    floor_bytes = generate.step_bytes(*unsharded, lengths, config, args.tokens)
     report = {
         "mesh": dict(mesh.shape),
         "fits": False,
@@ -200,7 +200,7 @@ def plan(args) -> dict:
     }
     needed = flops(model, config, args.batch, 0, args.prefill) / mesh.size if piece else None
     if piece:
-        nbytes = weight_bytes(model, *unsharded, args.batch * args.prefill, config) / mesh.size
+        nbytes = weight_bytes(generate, *unsharded, args.batch * args.prefill, config) / mesh.size
         report |= {"piece": piece, "floor_ms": 1e3 * max(needed / chip.peak, nbytes / chip.bandwidth)}
     try:
         program = lowered.compile()
@@ -209,14 +209,14 @@ def plan(args) -> dict:
             raise ValueError(f"{args.target}: the compiler failed: {str(error)[:300]}") from error
         return report | dict.fromkeys(PROGRAM_KEYS)
     report["compile_s"] = time.perf_counter() - begin
-    nbytes = model.step_bytes(weights, cache, lengths, config, args.tokens)
+    nbytes = generate.step_bytes(weights, cache, lengths, config, args.tokens)
     if args.draft == "mtp":
-        nbytes += draft_bytes(model, weights, cache, args, config)
+        nbytes += draft_bytes(generate, weights, cache, args, config)
     runs = [Run(nbytes / mesh.size)]
     if piece:
         runs, rows = [], taken * mesh.shape["dp"]
         for start in range(0, args.prefill, piece):
-            nbytes = weight_bytes(model, weights, cache, rows * piece, config)
+            nbytes = weight_bytes(generate, weights, cache, rows * piece, config)
             nbytes += model.cache_bytes_read(cache, [start + piece] * rows, config)
             attention = rows * attention_flops(config, start, start + piece) / mesh.size
             operations = flops(model, config, rows, start, start + piece) / mesh.size
@@ -236,18 +236,19 @@ PROGRAM_KEYS = (  # null where the compiler finds that the program does not fit
 )  # fmt: skip
 
 
-def weight_bytes(model, weights: dict, cache: list, tokens: int, config) -> float:
+def weight_bytes(generate, weights: dict, cache: list, tokens: int, config) -> float:
     """Bytes of the weights that a step of so many tokens has to read, on all devices."""
     lengths = [1] * tokens
-    return model.step_bytes(weights, cache, lengths, config) - model.cache_bytes_read(cache, lengths, config)
+    of_cache = generate.model.cache_bytes_read(cache, lengths, config)
+    return generate.step_bytes(weights, cache, lengths, config) - of_cache
 
 
-def draft_bytes(model, weights: dict, cache: list, args, config) -> float:
+def draft_bytes(generate, weights: dict, cache: list, args, config) -> float:
     """Bytes that drafts of the extra layer read again, on all devices: the head for each, the layer for all but one."""
     others = {name: weight for name, weight in weights.items() if name != "extra"}
-    without = weight_bytes(model, others, cache, args.batch, dataclasses.replace(config, uses_extra_layer=False))
-    layer = weight_bytes(model, weights, cache, args.batch, config) - without
-    head = model.stored_bytes(weights.get("head", weights["embedding"]))
+    without = weight_bytes(generate, others, cache, args.batch, dataclasses.replace(config, uses_extra_layer=False))
+    layer = weight_bytes(generate, weights, cache, args.batch, config) - without
+    head = generate.model.stored_bytes(weights.get("head", weights["embedding"]))
     return (args.tokens - 2) * layer + (args.tokens - 1) * head
 
 

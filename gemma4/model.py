@@ -3,9 +3,9 @@
 It covers the text of `Gemma4ForConditionalGeneration` and `Gemma4UnifiedForConditionalGeneration` of transformers, and
 their `ForCausalLM`: the dense models, the one with experts, and the small ones with per-layer embeddings. Images and
 sound are left out on purpose. The file has three parts. "The model" is what makes this a Gemma 4: its configuration,
-its weights, its layers. "Running it" is the rest in plain JAX: sharding, decoding, attention over the cache, int8.
-"Fast on each machine" is the appendix: kernels, and what compilers need to be told. The last two consist of blocks that
-other models have too, with options that not every model uses. The file needs only jax and numpy.
+its weights, its layers. "Running it" is the rest in plain JAX: sharding, attention over the cache, int8. "Fast on each
+machine" is the appendix: kernels, and what compilers need to be told. The last two consist of blocks that other models
+have too, with options that not every model uses. The file needs only jax and numpy; generate.py decodes with it.
 
 Differs from gemma in: `Kind`, since layers that see all tokens have other heads than those with a window, their keys
 can be the values too, and the last layers can attend to keys and values of earlier ones; `attention`, which has a norm
@@ -15,7 +15,7 @@ weight; `feed_forward`, which can have experts beside the MLP; `add_per_layer_in
     config = Config.from_dict(json.loads(Path("config.json").read_text()))
     mesh = make_mesh(tp=jax.device_count())
     weights = ...  # the pytree that abstract_weights(config, mesh, dtype) describes; convert.load reads one
-    for tokens in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):
+    for tokens in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):  # of generate.py
         ...
 
 Some words of JAX. A pytree is nested dicts, lists and tuples of arrays; jax.tree.map applies a function to each array.
@@ -55,8 +55,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import NamedTuple, get_type_hints
 
@@ -64,7 +63,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, NamedSharding, P
-from jax.experimental import mesh_utils, multihost_utils
+from jax.experimental import mesh_utils
 from jax.experimental import pallas as pl
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
@@ -567,6 +566,20 @@ def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, ou
     return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
+def zeros(abstract) -> object:
+    """A pytree of zeros in the shapes, dtypes and shardings of `abstract`, made on the devices."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
+
+
+def stored_bytes(tree) -> int:
+    """Bytes of a pytree of arrays or ShapeDtypeStructs on all devices. A copy counts on each device that holds it."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices for x in leaves)
+
+
+ceil_div, power_of_two = pl.cdiv, pl.next_power_of_2  # both round up: a / b, and n to a power of two
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Number formats
 
@@ -944,504 +957,6 @@ def in_format(weights: dict, quantize: str | None) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Decoding
-
-
-class Rows(NamedTuple):
-    """The state of a batch, on the devices: a place for each row, which another prompt takes when a row has ended.
-
-    `history` int32 [B, the largest limit or more] holds a row's tokens: the prompt, the answer, and guesses of what
-    follows. `filled` int32 [B] says how many of them are in the cache, `lengths` int32 [B] how many are known: at least
-    one more. A row ends with `limits` int32 [B] tokens. `seeds` uint32 [B, 2] has its number, whatever its place, and
-    the seed of the run.
-    """
-
-    history: Array
-    filled: Array
-    lengths: Array
-    limits: Array
-    seeds: Array
-
-
-def refill(rows: Rows, is_new: Array, new: Rows) -> Rows:
-    """`rows` with those of `new` at the places where `is_new`, bool [B], says so."""
-    return jax.tree.map(lambda x, old: jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), x, old), new, rows)
-
-
-def look_up(rows: Rows, cache: list[LayerCache], drafts: int, *_) -> tuple[Array, list[LayerCache]]:
-    """Puts guesses into `history`, behind the tokens that are known: the `drafts` tokens that followed the latest
-    earlier occurrence of the last three, or else of the last two (Saxena 2023, "prompt lookup decoding"). If fewer
-    followed, they are repeated. Without an occurrence the guesses are arbitrary tokens. Returns history and cache."""
-    history, at, last = rows.history, jnp.arange(rows.history.shape[1]), rows.lengths[:, None] - 1
-
-    def agrees(back):  # of each token: is the one `back` places before it as the one `back` places before the last?
-        token = jnp.take_along_axis(history, last - back, axis=1, mode="clip")
-        return (jnp.roll(history, back, axis=1) == token) & (at >= back)
-
-    found = jnp.where(agrees(0) & agrees(1) & (at < last), at + 1 + len(at) * agrees(2), 0)
-    first = jnp.max(found, axis=1, keepdims=True) % len(at)
-    guesses = jnp.take_along_axis(history, first + jnp.arange(drafts) % (last + 1 - first), axis=1)
-    for i in range(drafts):
-        history = jnp.where(at == last + 1 + i, guesses[:, i : i + 1], history)
-    return history, cache
-
-
-DRAFTS = {"lookup": look_up}  # sources of drafts, called at the end of a step
-STATIC = "T", "draft", "drafts", "config", "mesh", "sampling", "stop_tokens"
-
-
-# XLA for CPUs uses half of a vector register of AVX-512 unless it is told. Other compilers do not look at it.
-COMPILER_OPTIONS = {"xla_cpu_prefer_vector_width": 512}
-
-
-@partial(jax.jit, static_argnames=STATIC, donate_argnames=("cache", "rows"), compiler_options=COMPILER_OPTIONS)
-def step(
-    weights: dict,
-    cache: list[LayerCache],
-    rows: Rows,
-    places: Array | None = None,
-    *,
-    T: int,
-    draft: str | None = None,
-    drafts: int = 0,
-    config: Config,
-    mesh: Mesh,
-    sampling: Sampling,
-    stop_tokens: tuple[int, ...] = (),
-):
-    """Takes T tokens of every row, from the first that the cache lacks: a piece of prompts or, with T up to FEW, a step
-    of decoding.
-
-    Such a step takes all rows. It chooses a token after the last one that is known, and after each of T - 1 drafts: the
-    guesses that stand behind it in `history`. It accepts drafts as long as they equal the chosen tokens (Leviathan et
-    al. 2023, "speculative decoding"; greedy or sampled, the tokens are those of steps of one). A row that still reads
-    its prompt only advances by T. One at its limit stands still, and the choice of a stop token sets the limit. Nothing
-    is ever taken back: what the cache holds beyond `filled` is overwritten before a token could see it.
-
-    A longer T, a multiple of the devices that share a row's cache, verifies nothing. It is for the rows at `places`
-    int32 [b], counted on each device of dp; a place that stands there twice is computed twice. By default it takes all
-    rows, too.
-
-    At the end `draft`, a name in DRAFTS, puts `drafts` guesses behind what is known, for the next step.
-
-    Returns the cache and the rows, both donated. Of the rows taken, on every device: `lengths` int32 [b], and the
-    chosen tokens int32 [b, T], one of a longer T, and their log-probabilities, float32. As many are new as `lengths`
-    has grown.
-    """
-
-    verified = T - 1 if T <= FEW else 0
-
-    def body(weights, cache, rows, places):
-        some = rows if places is None else jax.tree.map(lambda x: x[places], rows)
-        history, filled, lengths, limits, seeds = some
-        positions = filled[:, None] + jnp.arange(T)
-        tokens = jnp.take_along_axis(history, positions, axis=1, mode="clip")
-        R = cache_sharers(config, model_shards(mesh))
-        known = jnp.clip(jnp.minimum(lengths, limits - 1) - filled, 0, T)
-        attend = partial(cached_attention, places=places, batch=len(rows.filled), known=known, R=R)
-        x, cache = forward(weights, tokens, positions, cache, attend, config)
-        newest = lengths[:, None] - 1 + jnp.arange(1 + verified)
-        last_x = x if T == 1 else jnp.take_along_axis(x, jnp.clip(newest - positions[:, :1], 0, T - 1)[:, :, None], 1)
-        logits = output_logits(weights, last_x.reshape(-1, x.shape[-1]), config)
-        of_choices = jnp.repeat(seeds, 1 + verified, axis=0)
-        chosen, logprobs = (
-            y.reshape(newest.shape) for y in next_token(logits, newest.reshape(-1), of_choices, sampling)
-        )
-        guesses = jnp.take_along_axis(history, newest[:, 1:], axis=1, mode="clip")
-        stops = jnp.isin(chosen, np.array(stop_tokens, np.int32))
-        goes_on = (chosen[:, :verified] == guesses) & ~stops[:, :verified]
-        kept = jnp.sum(jnp.cumprod(goes_on, axis=1), axis=1, dtype=jnp.int32)
-        filled = jnp.minimum(jnp.minimum(filled + T, lengths + kept), limits - 1)
-        of_last = jnp.clip(filled - lengths, 0, verified)[:, None]
-        last, is_stop = (jnp.take_along_axis(x, of_last, axis=1) for x in (chosen, stops))
-        is_last = (jnp.arange(history.shape[1]) == filled[:, None]) & (filled >= lengths)[:, None]
-        limits = jnp.where(is_stop[:, 0] & (filled >= lengths), filled + 1, limits)
-        lengths = jnp.maximum(lengths, filled + 1)
-        some = Rows(jnp.where(is_last, last, history), filled, lengths, limits, seeds)
-        if draft:
-            history, cache = DRAFTS[draft](some, cache, drafts, weights, x, positions, attend, config, sampling)
-            some = some._replace(history=history)
-        rows = some if places is None else jax.tree.map(lambda x, new: x.at[places].set(new), rows, some)
-        # Every host needs the tokens of all rows, to see which rows have ended.
-        result = jax.lax.all_gather((lengths, chosen, logprobs), "dp", tiled=True)
-        return cache, rows, result
-
-    of_rows = Rows(*[P("dp")] * len(Rows._fields))
-    program = sharded(body, mesh, weights, config, (CACHE_SPEC, of_rows, P("dp")), (CACHE_SPEC, of_rows, P()))
-    return program(weights, cache, rows, places)
-
-
-class Sampling(NamedTuple):
-    """How the next token is chosen. `temperature` 0 takes the most probable one.
-
-    Otherwise the logits are divided by `temperature`, the `top_k` largest are kept (0: all), then of these the most
-    probable ones until their probabilities add up to `top_p` (Holtzman et al. 2020).
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-
-def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling) -> tuple[Array, Array]:
-    """The next tokens int32 [B] and their log-probabilities float32 [B], the same on all devices that share the rows.
-
-    The log-probability is that of the unmodified softmax. Sampling uses no random key twice: each position of each row
-    has its own.
-
-    Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seeds uint32 [B, 2], the
-    number of each row and the seed of the run.
-    """
-    if sampling.temperature == 0:
-        # Each device has a candidate: its largest logit, that token, and the sum of exp(logit - largest).
-        largest, V = jnp.max(logits, axis=-1), logits.shape[1]
-        local = jnp.min(jnp.where(logits == largest[:, None], jnp.arange(V), V - 1), axis=-1)  # an argmax
-        ids = local + jax.lax.axis_index(MODEL_AXES) * V
-        total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
-        # One collective for all three; float32 holds every id below 2**24 exactly.
-        candidates = jnp.stack([largest, total, ids.astype(jnp.float32)])
-        largest, total, ids = jax.lax.all_gather(candidates, MODEL_AXES, axis=1)  # [X, B] each
-        winner = jnp.argmax(largest, axis=0)[None]
-        logprobs = -jnp.log(jnp.sum(total * jnp.exp(largest - jnp.max(largest, axis=0)), axis=0))
-        return jnp.take_along_axis(ids, winner, axis=0)[0].astype(jnp.int32), logprobs
-    logits = jax.lax.all_gather(logits, MODEL_AXES, axis=1, tiled=True)
-    keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")  # a key of this generator is two numbers
-    keys = jax.vmap(jax.random.fold_in)(keys, positions)
-    kept = keep_probable(logits / sampling.temperature, sampling.top_k, sampling.top_p)
-    tokens = jax.vmap(jax.random.categorical)(keys, kept)
-    return tokens, jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)[:, 0]
-
-
-def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
-    """Logits [B, V] with -inf for all that `top_k` and then `top_p` leave out; the most probable token stays."""
-    if not top_k and top_p == 1:
-        return logits
-    V = logits.shape[-1]
-    descending = jax.lax.top_k(logits, min(top_k or V, V))[0]
-    smallest = descending[:, -1:]
-    if top_p < 1:
-        probabilities = jax.nn.softmax(descending, axis=-1)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        smallest = jnp.take_along_axis(descending, jnp.sum(before < top_p, axis=-1, keepdims=True) - 1, axis=-1)
-    return jnp.where(logits < smallest, -jnp.inf, logits)
-
-
-PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
-PREFILL_PIECE = 1024  # of one row: enough for each weight that is read to serve many tokens; not yet tuned on hardware
-SHORT_PIECES = 64, 16  # for what is left of a prompt, or new in a conversation; the shortest only on CPUs
-REPEATING = 0.75  # on CPUs "lookup" drafts if this share of the rows ends in four tokens that it had before
-LOOKAHEAD = 2  # steps started beyond the one whose tokens the host reads
-
-
-class Token(NamedTuple):
-    """A generated token of prompt `row`, with `finish_reason` "stop" or "length" if it is the row's last."""
-
-    row: int
-    id: int
-    logprob: float
-    finish_reason: str | None
-
-
-def generate(
-    weights: dict,
-    prompts: list[list[int]],
-    config: Config,
-    mesh: Mesh,
-    *,
-    rows: int | None = None,
-    max_new_tokens: int,
-    max_seq_len: int | None = None,
-    stop_tokens: tuple[int, ...] = (),
-    sampling: Sampling = Sampling(),
-    seed: int = 0,
-    draft: str | None = None,
-    draft_tokens: int = 3,
-    quantize_cache: str | None = None,
-    kept: dict | None = None,
-    stats: dict | None = None,
-    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
-) -> Iterator[list[Token]]:
-    """Decodes the prompts, `rows` of them at a time (by default all), and yields the new tokens of each step. When a
-    row ends, the next prompt takes its place: it is read in pieces, while the other rows keep their caches. The first
-    `next` raises InputError for prompts that check_prompts refuses.
-
-    A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
-    `max_seq_len` slots (by default as many as the longest row needs). What a row generates does not depend on the
-    others: sampling uses the seed and the row's number in `prompts`, `Token.row`.
-
-    With `draft`, a name in DRAFTS, steps verify `draft_tokens` guesses of each row, fewer than FEW. The tokens are the
-    same, but for rounding where two are as likely. On CPUs a draft costs nearly as much as a token, so there "lookup"
-    verifies drafts only while most rows repeat what they have.
-
-    A prompt that begins like the row before it in its place is read from where they differ, so what all prompts begin
-    with is read once for each place. `kept`, a dict that is empty at first, takes the places to the next call: so a
-    conversation reads only what is new. It is right too after a call that was broken off. A state does not go back:
-    where layers have states, this holds for a prompt that begins with all that its place has seen.
-
-    The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
-    reads them LOOKAHEAD steps later.
-
-    `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
-    row_steps (places times steps), busy_row_steps (those that gave a token), drafts (verified in these) and
-    drafts_accepted; at the end step_bytes, of a mean decode step. The time from one result to the next is prefill's if
-    the step behind it read a prompt, else decoding's. No time but the first includes compilation.
-    `progress(stage, done, total)` is called before a compilation, and with the tokens that were read of the first
-    prompts.
-    """
-    stats = {} if stats is None else stats
-    stats |= dict.fromkeys(("compile_s", "prefill_s", "decode_s"), 0.0)
-    stats |= dict.fromkeys(("prefill_tokens", "decode_steps", "decode_tokens", "row_steps", "busy_row_steps"), 0)
-    stats |= dict.fromkeys(("drafts", "drafts_accepted"), 0)
-    check_prompts(prompts, config, max_seq_len, max_new_tokens)
-    if not 0 < draft_tokens < FEW:
-        raise InputError(f"draft_tokens {draft_tokens} is not from 1 to {FEW - 1}")
-    longest, dp, dtype = max(map(len, prompts)), mesh.shape["dp"], weights["norm"].dtype
-    max_seq_len = max_seq_len or longest + max_new_tokens - 1  # the last token needs no slot
-    count, drafts = min(rows or len(prompts), len(prompts)), draft_tokens if draft else 0
-    batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
-    own = batch // dp  # places of a device
-    pieces = piece_lengths(longest if kept is None else max_seq_len, config, mesh)
-    wanted = abstract_cache(config, mesh, batch, max(max_seq_len, pieces[0]), dtype, quantize_cache, drafts)
-    has_states = not all(isinstance(layer, LayerCache) for layer in wanted)
-    waiting = list(range(len(prompts)))
-    in_flight = []  # of steps that the host has not read: tokens of prompts, places, the rows there, results
-    lengths, clock = np.zeros(count), time.perf_counter()  # lengths: tokens in the cache, summed over decoding steps
-
-    # What the host knows: `host` is the state after all steps that are started, with the tokens that were read; drafts
-    # may have filled more. A free place stands still at its limit. Of each place, `numbers` has its row, -1 if it is
-    # free; `prompt_lengths` that of the prompt; `known` how many tokens were read, with the prompt; `stored` how many
-    # slots were written at most.
-    zeros_and_ones = np.zeros(batch, np.int32), *np.ones((2, batch), np.int32), np.zeros((batch, 2), np.uint32)
-    host = Rows(np.zeros((batch, max_seq_len + 1), np.int32), *zeros_and_ones)
-    numbers, prompt_lengths, known, stored = np.full(batch, -1), *np.zeros((3, batch), np.int32)
-
-    def on_mesh(array):  # copied, since the host goes on writing in its own
-        sharding = NamedSharding(mesh, P("dp"))
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index].copy())
-
-    def fill():
-        """Gives the free places to prompts that wait, in their order: to each the one that shares most with it. Returns
-        which places have a new row, bool [B]."""
-        ring = tokens_held(cache, config, model_shards(mesh))
-
-        def shared(p):
-            """How many tokens at the beginning of `prompt` the cache has. One at least is left, to compute what
-            follows. A ring, with fewer slots than were stored, has forgotten what it needs if too much came after, and
-            a state does not go back at all."""
-            most = max(min(len(prompt), known[p], host.filled[p] + 1) - 1, 0)
-            n = np.argmin(np.append(host.history[p, :most] == prompt[:most], False))
-            if has_states:
-                return n if n == host.filled[p] else 0
-            return n if stored[p] <= ring or stored[p] - n <= PREFILL_PIECE else 0
-
-        is_new, free = np.zeros(batch, bool), np.flatnonzero(numbers[:count] < 0).tolist()
-        while free and waiting:
-            prompt = prompts[row := waiting.pop(0)]
-            p, length = max(free, key=shared), len(prompt)
-            free.remove(p)
-            host.filled[p] = shared(p)
-            stored[p] *= host.filled[p] > 0
-            is_new[p], numbers[p], host.history[p, :length], host.seeds[p] = True, row, prompt, (row, seed)
-            prompt_lengths[p] = known[p] = host.lengths[p] = length
-            host.limits[p] = min(length + max_new_tokens, max_seq_len + 1)
-        return is_new
-
-    def unread():
-        """How many tokens of its prompt no step has taken, for each place."""
-        return np.where(numbers < 0, 0, np.maximum(prompt_lengths - host.filled, 0))
-
-    def choose():
-        """The next step: its T, and the places [dp, b] that it takes on each device of dp. A prompt is read in the
-        longest pieces of which it fills at least half."""
-        left = unread()
-        if not left.any():
-            return 1 + drafts if drafts_pay() else 1, np.tile(np.arange(own), (dp, 1))
-        T = next((T for T in pieces if 2 * left.max() > T), pieces[-1])
-        reads = (left > (T // 2 if pieces[-1] < T else 0)).reshape(dp, own)
-        most = min(own, max(1, PREFILL_TOKENS // T))
-        b = most if 2 * reads.sum(axis=1).max() > most else 1  # two programs for each T
-        # A device with fewer rows to read takes some twice, or its first place one step further.
-        return T, np.array([np.resize(np.flatnonzero(row) if row.any() else 0, b) for row in reads])
-
-    def drafts_pay():
-        """Whether the next step verifies drafts. All hosts must decide alike: by the tokens, not by a clock."""
-
-        def repeats(p):  # whether the last four tokens occur earlier in the row
-            tokens = np.pad(host.history[p, : known[p]], (4, 0), constant_values=-1)
-            fours = np.lib.stride_tricks.sliding_window_view(tokens, 4)
-            return (fours[:-1] == fours[-1]).all(axis=1).any()
-
-        if draft != "lookup" or mesh.devices.flat[0].platform != "cpu":
-            return True
-        return np.mean([repeats(p) for p in np.flatnonzero(numbers >= 0)]) >= REPEATING
-
-    def tick(part=None):
-        """Adds the time since the last tick to a part of `stats`."""
-        nonlocal clock
-        begin, clock = clock, time.perf_counter()
-        if part:
-            stats[part] += clock - begin
-
-    def compiled(T, b):
-        """The program of steps of T tokens, of b rows on each device of dp."""
-        if (key := (T, b, draft, drafts, sampling, stop_tokens)) not in programs:
-            jax.block_until_ready(state)
-            tick(("prefill_s" if in_flight[-1][0] else "decode_s") if in_flight else None)
-            progress("compiling decoding" if T <= FEW else "compiling prefill", 0, 1)
-            taken = None if T <= FEW else on_mesh(np.zeros(b * dp, np.int32))
-            options = {"config": config, "mesh": mesh, "draft": draft, "drafts": drafts}
-            options |= {"sampling": sampling, "stop_tokens": stop_tokens}
-            programs[key] = step.lower(weights, cache, state, taken, T=T, **options).compile()
-            multihost_utils.sync_global_devices("compiled")  # the clock should not count others' compilation
-            tick("compile_s")
-        return programs[key]
-
-    def start(T, taken):
-        """Starts a step of T tokens for the places `taken` on each device of dp."""
-        nonlocal cache, state
-        program = compiled(T, taken.shape[1])
-        of_step = (taken + own * np.arange(dp)[:, None]).reshape(-1)
-        prompt_tokens = np.minimum(unread(), T)[np.unique(of_step)].sum()
-        most = np.minimum(host.filled + (1 + drafts) * len(in_flight), host.limits - 1)  # that the steps before it fill
-        stored[of_step] = np.maximum(stored, most + T)[of_step]
-        filled = np.minimum(host.filled + T, np.minimum(host.lengths, host.limits - 1))[of_step]
-        arguments = None if T <= FEW else on_mesh(taken.astype(np.int32).reshape(-1))
-        host.filled[of_step] = 0  # if this is broken off, nothing is known of these places
-        cache, state, result = program(weights, cache, state, arguments)
-        host.filled[of_step] = filled
-        host.lengths[of_step] = np.maximum(host.lengths, host.filled + 1)[of_step]
-        jax.tree.map(lambda x: x.copy_to_host_async(), result)
-        in_flight.append((prompt_tokens, of_step, numbers[of_step], result))
-
-    def read():
-        """The tokens of the oldest step that was started; places of rows that end with them become free."""
-        nonlocal lengths
-        prompt_tokens, of_step, rows_of_step, result = in_flight.pop(0)
-        after, chosen, logprobs = map(np.asarray, result)
-        tick("prefill_s" if prompt_tokens else "decode_s")
-        new = []
-        of_places = zip(of_step, rows_of_step, after, chosen.tolist(), logprobs.tolist(), strict=True)
-        for p, row, length, tokens, values in of_places:
-            for token, logprob in zip(tokens, values, strict=True):
-                if not (numbers[p] == row >= 0 and known[p] < length):  # the row has ended, or the drafts failed
-                    break
-                host.history[p, known[p]] = token
-                known[p] += 1
-                host.filled[p], host.lengths[p] = max(host.filled[p], known[p] - 1), max(host.lengths[p], known[p])
-                is_last = known[p] == host.limits[p]
-                reason = "stop" if token in stop_tokens else "length" if is_last else None
-                new.append(Token(int(row), token, logprob, reason))
-                if reason:  # the place stands still on the device too
-                    numbers[p], host.filled[p], host.lengths[p], host.limits[p] = -1, known[p] - 1, known[p], known[p]
-        stats["prefill_tokens"] += int(prompt_tokens)
-        if not prompt_tokens:
-            stats["decode_steps"] += 1
-            stats["decode_tokens"] += len(new)
-            stats["row_steps"] += count
-            busy = len({token.row for token in new})
-            stats["busy_row_steps"] += busy
-            stats["drafts"] += busy * (chosen.shape[1] - 1)
-            stats["drafts_accepted"] += len(new) - busy
-            lengths += after[:count] - 1
-        return new
-
-    kept = {} if kept is None else kept
-    cache, past, programs = (kept.pop(name, None) for name in ("cache", "past", "programs"))
-    # A step that was broken off has deleted the cache, and a conversation may have outgrown its slots.
-    shapes = [[x.shape for x in jax.tree.leaves(a)] for a in ((wanted, host.history), (cache, past and past[0]))]
-    if shapes[0] == shapes[1] and not any(x.is_deleted() for x in jax.tree.leaves(cache)):
-        host.history[:], host.filled[:], known, stored = past
-    else:
-        cache, programs = zeros(wanted), {}
-    try:
-        fill()
-        host.filled[numbers < 0] = known[numbers < 0] = 0  # the first slots of free places will be overwritten
-        state = jax.tree.map(on_mesh, host)
-        refilled = jax.jit(refill, out_shardings=jax.tree.map(lambda x: x.sharding, state), donate_argnums=0)
-        first_tokens = int(unread().sum())
-        T, taken = choose()
-        compiled(T, taken.shape[1]), compiled(1 + drafts if drafts_pay() else 1, own)
-        progress("prefill", 0, first_tokens)
-        while (live := numbers >= 0).any():
-            if (host.lengths < host.limits)[live].any() and len(in_flight) <= LOOKAHEAD:
-                start(*choose())
-                continue
-            new = read()
-            progress("prefill", min(stats["prefill_tokens"], first_tokens), first_tokens)
-            yield new
-            if waiting and (is_new := fill()).any():
-                state = refilled(state, on_mesh(is_new), jax.tree.map(on_mesh, host))
-        jax.block_until_ready(cache)  # steps in flight: no process may leave while others wait for it in a collective
-        mean_lengths = list(lengths / max(stats["decode_steps"], 1))
-        tokens = 1 + stats["drafts"] / max(stats["busy_row_steps"], 1)
-        stats["step_bytes"] = step_bytes(weights, cache, mean_lengths, config, tokens)
-    finally:
-        if has_states and drafts and in_flight:  # how many drafts these steps put into the states is not known
-            host.filled[numbers >= 0] = 0
-        kept |= {"cache": cache, "past": (host.history, host.filled, known, stored), "programs": programs}
-
-
-def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None, max_new_tokens: int) -> None:
-    """Raises InputError for no prompt, and one that is empty, longer than `max_seq_len` or outside the vocabulary; with
-    its answer, beyond `n_positions` of a model that has learned no more."""
-    positions = getattr(config, "n_positions", math.inf)
-    if not prompts:
-        raise InputError("there is no prompt")
-    for row, prompt in enumerate(prompts, 1):
-        if not prompt:
-            raise InputError(f"prompt {row} is empty: it has no tokens")
-        if max_seq_len and len(prompt) > max_seq_len:
-            raise InputError(f"prompt {row} has {len(prompt)} tokens, more than max_seq_len {max_seq_len}; raise it")
-        needed = len(prompt) + max_new_tokens - 1  # the last token needs none
-        if min(needed, max_seq_len or needed) > positions:
-            what = f"prompt {row} and its answer need {needed} positions, more than n_positions {positions}"
-            raise InputError(f"{what}; shorten it, lower max_new_tokens or give max_seq_len {positions}")
-        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-            raise InputError(f"prompt {row} has a token outside the model's vocabulary of {config.vocab_size}")
-
-
-def zeros(abstract) -> object:
-    """A pytree of zeros in the shapes, dtypes and shardings of `abstract`, made on the devices."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
-
-
-ceil_div, power_of_two = pl.cdiv, pl.next_power_of_2  # both round up: a / b, and n to a power of two
-
-
-def cache_slots(tokens: int) -> int:
-    """The slots to allocate for `tokens`, so that large blocks divide them: the next multiple of 256 or, beyond 2,048,
-    of an eighth of the next power of two."""
-    unit = max(256, power_of_two(tokens) // 8)
-    return ceil_div(tokens, unit) * unit
-
-
-def stored_bytes(tree) -> int:
-    """Bytes of a pytree of arrays or ShapeDtypeStructs on all devices. A copy counts on each device that holds it."""
-    leaves = jax.tree.leaves(tree)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices for x in leaves)
-
-
-def step_bytes(
-    weights: dict, cache: list[LayerCache], lengths: list[float], config: Config, tokens: float = 1.0
-) -> int:
-    """Bytes that a step of so many tokens a row has to read on all devices: all weights, `lengths` slots of the rows.
-    A tied embedding counts, since it is the head too; another one does not, and of that for each layer the rows of the
-    tokens do. Of experts it counts what a uniform router would choose on average."""
-    tokens *= len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
-
-    def read(weight, array):
-        chosen = 1 - (1 - config.num_experts_per_tok / weight.experts) ** tokens if weight.experts else 1
-        return chosen * stored_bytes(array)
-
-    total = sum(jax.tree.leaves(jax.tree.map(read, weights_of(config), weights)))
-    if "head" in weights:
-        total -= stored_bytes(weights["embedding"])
-    if table := weights.get("per_layer_embedding"):
-        total -= stored_bytes(table) * max(0, 1 - tokens / table.shape[0])
-    return int(total + cache_bytes_read(cache, lengths, config))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Rotary embedding
 
 
@@ -1592,6 +1107,7 @@ MASKED = -1e30
 
 CACHE_SPEC = P("dp", MODEL_AXES)  # rows over dp; kv heads, or what devices share of a cache, over ep x tp
 FEW = 8  # tokens of a row that a step takes as decoding does: with all rows, and all queries of a kv head together
+PREFILL_PIECE = 1024  # of a prompt, in one step: each weight that is read serves many; not yet tuned on hardware
 
 
 class Mask(NamedTuple):
@@ -1618,6 +1134,13 @@ class Mask(NamedTuple):
         of T new tokens overwrites one that another of them sees. Else a position beyond the slots is not stored."""
         span = self.window or self.chunk
         return bool(span) and slots >= span + T - 1
+
+
+def cache_slots(tokens: int) -> int:
+    """The slots to allocate for `tokens`, so that large blocks divide them: the next multiple of 256 or, beyond 2,048,
+    of an eighth of the next power of two."""
+    unit = max(256, power_of_two(tokens) // 8)
+    return ceil_div(tokens, unit) * unit
 
 
 def softcapped(x: Array, cap: float | None) -> Array:
@@ -2177,6 +1700,9 @@ def cache_layout(H: int, dtype: jnp.dtype, mesh: Mesh) -> tuple[int, jnp.dtype]:
     its slots innermost in memory, and be copied to another layout for the kernel in every step."""
     platform = mesh.devices.flat[0].platform
     return ceil_div(H, 128) * 128 if platform == "tpu" else H, jnp.float32 if platform == "cpu" else dtype
+
+
+SHORT_PIECES = 64, 16  # for what is left of a prompt, or new in a conversation; the shortest only on CPUs
 
 
 def piece_lengths(longest: int, config: Config, mesh: Mesh) -> list[int]:

@@ -46,8 +46,9 @@ import jax
 import model
 import numpy as np
 from convert import Checkpoint, find_checkpoint, load, memory_of, one_line, progress_bar, read_json, users_line
+from generate import DRAFTS, Sampling, Token, check_prompts, generate
 from jax.experimental import multihost_utils
-from model import InputError, generate, mesh_shape
+from model import InputError, mesh_shape
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast, SentencePieceBackend
 
@@ -110,7 +111,7 @@ def parse_arguments():
     add("--max_seq_len", type=count, help="cache slots for a sequence, default what prompts and max_new_tokens need")
     add("--batch_size", type=count, help="rows that decode at once, default as many as memory holds")
     drafts = "verify guesses of the next tokens: what followed the last ones before, or an extra layer's (mtp)"
-    add("--draft", choices=list(model.DRAFTS), help=drafts)
+    add("--draft", choices=list(DRAFTS), help=drafts)
     add("--draft_tokens", type=number(int, 1, model.FEW - 1), default=3, help="guesses a step, default 3")
     add("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16", help="default bfloat16")
     add("--quantize", choices=["int8", "int4"], help="weights in int8, or in groups of 4 bits")
@@ -439,7 +440,7 @@ class Answer:
         self.parts = [Part(tokenizer, markers.get(ends[-1], "answer") if ends else "answer")]
         self.printed = None  # the part that was printed last
 
-    def add(self, token: model.Token) -> None:
+    def add(self, token: Token) -> None:
         self.tokens.append(token)
         self.finish_reason = token.finish_reason
         part, begun = self.parts[-1], self.markers.get(token.id)
@@ -497,7 +498,7 @@ class Results:
         self.answers = [Answer(tokenizer, markers or {}, hidden, *row) for row in zip(headings, prompt_tokens)]
         self.current = 0  # the first row that is not printed whole
 
-    def add(self, tokens: list[model.Token]) -> None:
+    def add(self, tokens: list[Token]) -> None:
         """Takes the tokens of one step and prints what can be printed."""
         for token in tokens:
             if not math.isfinite(token.logprob):
@@ -699,8 +700,8 @@ def together(action, facts_of):
 
 def decoding(
     weights, prompts, config, mesh, *, batch_size, max_new_tokens, max_seq_len=None, quantize_cache=None, **options
-) -> Iterator[list[model.Token]]:
-    """What model.py's generate does, with `batch_size` rows at once: by default as many as memory holds, and at most
+) -> Iterator[list[Token]]:
+    """What generate.py does, with `batch_size` rows at once: by default as many as memory holds, and at most
     BATCH on a device. All other options are generate's."""
     dp, longest = mesh.shape["dp"], max(map(len, prompts))
     max_seq_len = max_seq_len or longest + max_new_tokens - 1
@@ -767,7 +768,7 @@ def read_inputs(args) -> Inputs:
             del ids[0]
             say(f"note: prompt {row} begins with {tokenizer.bos_token}, and gets no other")
     if not args.chat:
-        model.check_prompts(prompt_tokens, config, args.max_seq_len, args.max_new_tokens)
+        check_prompts(prompt_tokens, config, args.max_seq_len, args.max_new_tokens)
     check_context(prompt_tokens, checkpoint.raw_config)
     weights = model.in_format(checkpoint.weights, args.quantize)
     mesh = model.make_mesh(*mesh_shape(weights, jax.devices(), args.dp, args.ep, args.tp))
@@ -806,7 +807,7 @@ def main() -> None:
     options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "seed": args.seed}
     options |= {"quantize_cache": args.quantize_cache, "stop_tokens": inputs.stop_tokens, "progress": Progress()}
     options |= {"draft": args.draft, "draft_tokens": args.draft_tokens}
-    options["sampling"] = model.Sampling(args.temperature, args.top_k, args.top_p)
+    options["sampling"] = Sampling(args.temperature, args.top_k, args.top_p)
     generation = functools.partial(decoding, weights, config=inputs.checkpoint.config, mesh=inputs.mesh, **options)
     measured = chat(args, inputs, generation) if args.chat else answer(args, inputs, generation)
     if not measured:

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ("model", "convert", "main")
+MODULES = ("model", "generate", "convert", "main")
 UNKNOWN_PROMPT = [n * n * 31 % 251 + 1 for n in range(1500)]  # tokens that no demo has seen, several pieces of prefill
 # How tests interpret kernels: new memory holds NaN, and what is read out of bounds is an error. What another device or
 # another copy still reads or writes is a race; conftest.py then fails the test, so jax 0.12 need not raise by itself.
@@ -34,8 +34,8 @@ def in_turns(cases: list[tuple], *ways: tuple) -> list[tuple]:
 
 
 def import_folder(name: str) -> SimpleNamespace:
-    """The modules model, convert and main of a folder. They have the same names in every folder, so none stays
-    in sys.modules."""
+    """The modules model, generate, convert and main of a folder. They have the same names in every folder, so none
+    stays in sys.modules."""
     sys.path.insert(0, str(ROOT / name))
     try:
         return SimpleNamespace(**{module: importlib.import_module(module) for module in MODULES})
@@ -193,7 +193,7 @@ def decode(
     mesh = folder.model.make_mesh(*mesh, devices=jax.devices(platform)[: int(np.prod(mesh))])
     weights = folder.convert.load(checkpoint, mesh, dtype, quantize)
     rows = [[] for _ in prompts]
-    for tokens in folder.model.generate(weights, prompts, config, mesh, **options):
+    for tokens in folder.generate.generate(weights, prompts, config, mesh, **options):
         for token in tokens:
             rows[token.row].append(token)
     return rows

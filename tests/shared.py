@@ -1,10 +1,11 @@
-"""What the model folders share, so that each can be copied alone: main.py, convert.py, and the blocks of model.py.
+"""What the model folders share, so that each can be copied alone: main.py, convert.py, generate.py, and the blocks of
+model.py.
 
 A block is what stands below a heading of model.py after its first part, "The model". Blocks with the same heading are
 the same text. So are definitions of the first part with the same name, except for what makes a model its own.
 
     python3 tests/shared.py llama3            # all of llama3 that is shared, to every other folder
-    python3 tests/shared.py llama3 Decoding   # one block alone, or one definition
+    python3 tests/shared.py llama3 Products   # one block alone, or one definition
 """
 
 import ast
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("main.py", "convert.py")
+FILES = ("main.py", "convert.py", "generate.py")
 SECOND_HALF = "# " + 117 * "=" + "\n# Running it\n"
 OWN = {  # what makes a model its own
     "Config", "weights_of", "left_out", "attention", "feed_forward", "route", "weighed", "activation", "forward",

@@ -206,8 +206,8 @@ def collected(tokenizer, prompt, answer, output="text", finish_reason="stop"):
     (prompt_tokens,) = llama3.main.encode(tokenizer, [prompt], False)
     results = llama3.main.Results(args, tokenizer, [prompt], [prompt_tokens], llama3.main.read_markers(tokenizer))
     *ids, last = tokenizer(answer, add_special_tokens=False)["input_ids"]
-    for token in [*(llama3.model.Token(0, i, 0.0, None) for i in ids), llama3.model.Token(0, last, 0.0, finish_reason)]:
-        results.add([token])
+    for i, reason in [*((i, None) for i in ids), (last, finish_reason)]:
+        results.add([llama3.generate.Token(0, i, 0.0, reason)])
     return results
 
 

@@ -33,17 +33,17 @@ def full_size(name, folder="llama3", **changes):
 
 def compile_step(config, mesh, batch, slots, quantize, folder="llama3", quantize_cache="as weights", T=1):
     """The compiled decode step, with the cache in int8 if the weights are, unless `quantize_cache` says."""
-    model = FOLDERS[folder].model
+    model, generate = FOLDERS[folder].model, FOLDERS[folder].generate
 
     def array(*shape, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P("dp")))
 
-    rows = model.Rows(array(batch, slots + 1), *[array(batch)] * 3, array(batch, 2, dtype=jnp.uint32))
+    rows = generate.Rows(array(batch, slots + 1), *[array(batch)] * 3, array(batch, 2, dtype=jnp.uint32))
     weights = model.abstract_weights(config, mesh, jnp.bfloat16, quantize)
     quantize_cache = quantize if quantize_cache == "as weights" else quantize_cache
     cache = model.abstract_cache(config, mesh, batch, slots, jnp.bfloat16, quantize_cache)
-    options = {"T": T, "config": config, "mesh": mesh, "sampling": model.Sampling()}
-    return model.step.lower(weights, cache, rows, **options).compile()
+    options = {"T": T, "config": config, "mesh": mesh, "sampling": generate.Sampling()}
+    return generate.step.lower(weights, cache, rows, **options).compile()
 
 
 def tpu_mesh(topology, tp, ep=1):

@@ -305,7 +305,7 @@ def test_demos_in_float32(folder, assert_near):
 @pytest.mark.parametrize(("folder", "draft"), [("gpt_oss", "lookup"), ("deepseek", "mtp")])
 def test_demos_with_drafts(monkeypatch, folder, draft, assert_near):
     """In every step, on all devices, in float32."""
-    monkeypatch.setattr(FOLDERS[folder].model, "REPEATING", 0)
+    monkeypatch.setattr(FOLDERS[folder].generate, "REPEATING", 0)
     assert_near(answers(folder, all_devices(folder), draft=draft), golden(folder), 1e-4)
 
 

@@ -22,10 +22,10 @@ MTP, LOOKUP = ["--draft", "mtp"], ["--draft", "lookup"]
 
 def test_look_up():
     """The tokens after the latest earlier occurrence of the last three tokens, or of two, and then from there again."""
-    model, chance = import_folder("llama3").model, np.random.default_rng(0)
+    generate, chance = import_folder("llama3").generate, np.random.default_rng(0)
     history, lengths = chance.integers(0, 4, (200, 30)), chance.integers(1, 26, 200)
-    rows = model.Rows(jnp.asarray(history), None, jnp.asarray(lengths), None, None)
-    found = np.asarray(model.look_up(rows, [], 5)[0])
+    rows = generate.Rows(jnp.asarray(history), None, jnp.asarray(lengths), None, None)
+    found = np.asarray(generate.look_up(rows, [], 5)[0])
     for row, guessed, length in zip(history.tolist(), found.tolist(), lengths, strict=True):
         known = row[:length]
         for n in (3, 2):
@@ -48,17 +48,17 @@ def test_drafts_change_no_token(monkeypatch, name, mesh, rows, temperature, draf
     """Rows that accept different numbers, stop or end in the middle of a draft, and are refilled. The last slot of the
     longest row is the last of the cache."""
     folder, config, mesh, weights = demo(name, mesh)
-    model, prompts = folder.model, random_prompts([*LENGTHS[:6], 217])
+    model, generate, prompts = folder.model, folder.generate, random_prompts([*LENGTHS[:6], 217])
     monkeypatch.setattr(model, "SHORT_PIECES", (model.PREFILL_PIECE,))  # one program reads all prompts
     options = {"max_new_tokens": 40, "max_seq_len": 256, "seed": 5}
     prompts = [prompt[:216] for prompt in prompts] + [[5, 6, 7] * 20, [9] * 30]
-    options["sampling"] = model.Sampling(temperature, top_k=50, top_p=0.95)
-    wanted = collected(model.generate(weights, prompts, config, mesh, **options), len(prompts))
+    options["sampling"] = generate.Sampling(temperature, top_k=50, top_p=0.95)
+    wanted = collected(generate.generate(weights, prompts, config, mesh, **options), len(prompts))
     options["stop_tokens"] = tuple({row[n].id for row, n in zip(wanted, (30, 35), strict=False)})
     wanted = stopped(wanted, options["stop_tokens"])
-    monkeypatch.setattr(model, "REPEATING", 0)  # always drafts
+    monkeypatch.setattr(generate, "REPEATING", 0)  # always drafts
     options |= {"draft": "lookup", "draft_tokens": drafts, "rows": rows, "stats": (stats := {})}
-    assert_equal(collected(model.generate(weights, prompts, config, mesh, **options), len(prompts)), wanted)
+    assert_equal(collected(generate.generate(weights, prompts, config, mesh, **options), len(prompts)), wanted)
     assert 0 < stats["drafts_accepted"] < stats["drafts"] <= drafts * stats["busy_row_steps"]
     assert stats["decode_tokens"] == stats["busy_row_steps"] + stats["drafts_accepted"]
 
@@ -67,24 +67,24 @@ def test_a_ring_knows_how_far_drafts_wrote(monkeypatch):
     """Steps in flight, all of whose drafts are right, have filled a ring once around when a call is broken off. The
     next row shares its beginning with this one, which the ring has forgotten."""
     folder, config, mesh, weights = demo("gpt_oss", (1, 1, 1))
-    model, prompt, other = folder.model, [20] + [9] * 40, [20] + [9] * 15 + [7] * 5
+    model, generate, prompt, other = folder.model, folder.generate, [20] + [9] * 40, [20] + [9] * 15 + [7] * 5
     monkeypatch.setattr(model, "PREFILL_PIECE", 64)
     options = {"max_seq_len": 500, "kept": {}}
-    fresh = collected(model.generate(weights, [other], config, mesh, max_new_tokens=8, max_seq_len=500), 1)
-    (row,) = collected(model.generate(weights, [prompt], config, mesh, max_new_tokens=250, max_seq_len=500), 1)
+    fresh = collected(generate.generate(weights, [other], config, mesh, max_new_tokens=8, max_seq_len=500), 1)
+    (row,) = collected(generate.generate(weights, [prompt], config, mesh, max_new_tokens=250, max_seq_len=500), 1)
     answer = jnp.array(prompt + [token.id for token in row])
 
     def know(rows, cache, drafts, *_):
         at, last = jnp.arange(rows.history.shape[1]), rows.lengths[:, None] - 1
         return jnp.where((at > last) & (at <= last + drafts), jnp.resize(answer, at.shape), rows.history), cache
 
-    monkeypatch.setitem(model.DRAFTS, "know", know)
+    monkeypatch.setitem(generate.DRAFTS, "know", know)
     known, ring = len(prompt), min(layer[0].shape[2] for layer in model.abstract_cache(config, mesh, 1, 500, "float32"))
-    for tokens in model.generate(weights, [prompt], config, mesh, max_new_tokens=250, draft="know", **options):
+    for tokens in generate.generate(weights, [prompt], config, mesh, max_new_tokens=250, draft="know", **options):
         if (known := known + len(tokens)) > ring - 10:  # two more steps of four tokens are in flight
             break
     assert known == ring - 6
-    assert_equal(collected(model.generate(weights, [other], config, mesh, max_new_tokens=8, **options), 1), fresh)
+    assert_equal(collected(generate.generate(weights, [other], config, mesh, max_new_tokens=8, **options), 1), fresh)
 
 
 def save_with_extra_layer(path, case):
@@ -130,7 +130,7 @@ def reference_drafts(reference, mtp, tokens, count):
 def test_the_extra_layer_guesses_as_the_reference(tmp_path, case, mesh):
     """Hidden states, and the guesses behind a prompt read in two pieces, and behind each step that follows."""
     folder, reference, mtp = save_with_extra_layer(tmp_path, case)
-    model, N = folder.model, 3
+    model, generate, N = folder.model, folder.generate, 3
     checkpoint = folder.convert.open_checkpoint(tmp_path, extra_layer=True)
     config, mesh = checkpoint.config, model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
     weights, prompts = folder.convert.load(checkpoint, mesh, "float32"), random_prompts([30, 19, 25, 32])
@@ -139,11 +139,11 @@ def test_the_extra_layer_guesses_as_the_reference(tmp_path, case, mesh):
         history[b, : len(prompt)] = prompt
     by_rows = jax.sharding.NamedSharding(mesh, P("dp"))
     numbers = history, np.zeros(4, np.int32), lengths, np.full(4, 60, np.int32), np.zeros((4, 2), np.uint32)
-    rows = model.Rows(*jax.device_put(numbers, by_rows))
+    rows = generate.Rows(*jax.device_put(numbers, by_rows))
     cache = model.zeros(model.abstract_cache(config, mesh, 4, 64, jnp.float32, drafts=N))
-    options = {"config": config, "mesh": mesh, "sampling": model.Sampling(), "draft": "mtp", "drafts": N}
+    options = {"config": config, "mesh": mesh, "sampling": generate.Sampling(), "draft": "mtp", "drafts": N}
     for step, T in enumerate([16, 16, 1 + N, 1 + N, 1 + N]):
-        cache, rows, (after, *_) = model.step(weights, cache, rows, T=T, **options)
+        cache, rows, (after, *_) = generate.step(weights, cache, rows, T=T, **options)
         found = np.asarray(rows.history)
         for b, length in enumerate(np.asarray(after).tolist() if step else []):
             guesses, _ = reference_drafts(reference, mtp, found[b, :length].tolist(), N if T <= model.FEW else 1)
@@ -178,16 +178,16 @@ def test_guesses_of_the_extra_layer_change_no_token(tmp_path, monkeypatch, case,
     """Refilled rows, and a checkpoint that convert.py wrote, in int8 too."""
     folder, *_ = save_with_extra_layer(tmp_path / "source", case)
     folder.convert.convert(tmp_path / "source", tmp_path / "output", "float32", quantize)
-    model, prompts = folder.model, random_prompts(LENGTHS[:6])
+    model, generate, prompts = folder.model, folder.generate, random_prompts(LENGTHS[:6])
     monkeypatch.setattr(model, "SHORT_PIECES", (model.PREFILL_PIECE,))  # one program reads all prompts
-    options = {"max_new_tokens": 12, "sampling": model.Sampling(temperature), "seed": 5}
+    options = {"max_new_tokens": 12, "sampling": generate.Sampling(temperature), "seed": 5}
     found = []
     for uses in (False, True):
         checkpoint = folder.convert.open_checkpoint(tmp_path / "output", extra_layer=uses)
         grid = model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
         weights, stats = folder.convert.load(checkpoint, grid, "float32"), {}
         options |= {"draft": "mtp", "draft_tokens": drafts, "rows": 4, "stats": stats} if uses else {}
-        steps = model.generate(weights, prompts, checkpoint.config, grid, **options)
+        steps = generate.generate(weights, prompts, checkpoint.config, grid, **options)
         found.append(collected(steps, len(prompts)))
     assert_equal(*found, atol=1e-3 if quantize else 1e-4)
     assert stats["drafts"] and stats["decode_tokens"] == stats["busy_row_steps"] + stats["drafts_accepted"]

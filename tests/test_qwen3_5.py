@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from test_parity import qwen3_5, qwen_35, qwen_35_moe, random_prompts
 from transformers import AutoConfig
 
-model = qwen3_5.model
+model, generate = qwen3_5.model, qwen3_5.generate
 TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}  # compile faster than four
 
 
@@ -142,7 +142,7 @@ def test_the_kernel_compiles_for_tpus(topology, K, N, T, drafts):
 def test_drafts_change_no_token(tmp_path, monkeypatch, draft_tokens, mesh):
     """Of rows that repeat themselves, so that some drafts are kept and others fail; more prompts than rows."""
     monkeypatch.setattr(model, "PREFILL_PIECE", 64)
-    monkeypatch.setattr(model, "REPEATING", 0.3)  # on CPUs, steps with drafts and without
+    monkeypatch.setattr(generate, "REPEATING", 0.3)  # on CPUs, steps with drafts and without
     _, *reference = qwen_35_moe(vocab_size=20)
     save_random(tmp_path, *reference)
     random = np.random.default_rng(0)
@@ -290,7 +290,7 @@ def test_a_conversation_goes_on(tmp_path, draft):
     for n, stop_tokens in enumerate([(stop,), (), (), ()]):
         stats = {}
         of_call = options | {"stop_tokens": stop_tokens, "stats": stats}
-        steps = model.generate(weights, [tokens], checkpoint.config, mesh, kept=kept, **of_call)
+        steps = generate.generate(weights, [tokens], checkpoint.config, mesh, kept=kept, **of_call)
         row = [token for step in steps for token in step]
         fresh = decode(qwen3_5, tmp_path, [tokens], stop_tokens=stop_tokens, max_new_tokens=9, max_seq_len=200)[0]
         assert [token.id for token in row] == [token.id for token in fresh]
@@ -298,7 +298,7 @@ def test_a_conversation_goes_on(tmp_path, draft):
         read.append(stats["prefill_tokens"])
         tokens += [*(token.id for token in row), *random_prompts(10 + n)[0]]
         if n == 1:
-            steps = model.generate(weights, [tokens], checkpoint.config, mesh, kept=kept, **of_call)
+            steps = generate.generate(weights, [tokens], checkpoint.config, mesh, kept=kept, **of_call)
             next(steps), steps.close()
         if n == 2:
             tokens = tokens[:70]

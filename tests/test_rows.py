@@ -68,16 +68,16 @@ def assert_equal(rows, others, atol=1e-4):
 def test_more_prompts_than_rows(monkeypatch, name, mesh, rows, temperature):
     """A row's tokens are those of all prompts at once, whatever place it takes and when. Some rows end early."""
     folder, config, mesh, weights = demo(name, mesh)
-    model, prompts = folder.model, random_prompts(LENGTHS)
+    model, generate, prompts = folder.model, folder.generate, random_prompts(LENGTHS)
     monkeypatch.setattr(model, "SHORT_PIECES", (model.PREFILL_PIECE,))  # one program reads all prompts
-    options = {"max_new_tokens": 20, "sampling": model.Sampling(temperature), "seed": 5}
-    whole = collected(model.generate(weights, prompts, config, mesh, **options), len(prompts))
+    options = {"max_new_tokens": 20, "sampling": generate.Sampling(temperature), "seed": 5}
+    whole = collected(generate.generate(weights, prompts, config, mesh, **options), len(prompts))
     options["stop_tokens"] = tuple({row[n].id for row, n in zip(whole, (3, 0, 9, 12), strict=False)})
     whole = stopped(whole, options["stop_tokens"])
     assert "stop" in {row[-1].finish_reason for row in whole}
     monkeypatch.setattr(model, "PREFILL_PIECE", 64)
     stats = {}
-    some = collected(model.generate(weights, prompts, config, mesh, rows=rows, stats=stats, **options), len(prompts))
+    some = collected(generate.generate(weights, prompts, config, mesh, rows=rows, stats=stats, **options), len(prompts))
     assert_equal(some, whole)
     assert stats["prefill_tokens"] == sum(LENGTHS)
     wanted = sum(len(row) - 1 for row in whole)  # the first token is prefill's, but for rows that go on meanwhile
@@ -90,11 +90,11 @@ def test_more_prompts_than_rows(monkeypatch, name, mesh, rows, temperature):
 def test_what_prompts_share_is_read_once():
     """The first prompts of two places read it, and those after them only what differs. The last one is all shared."""
     folder, config, mesh, weights = demo("llama3", (1, 1, 1))
-    model, beginning = folder.model, random_prompts([100])[0]
+    generate, beginning = folder.generate, random_prompts([100])[0]
     prompts = [beginning + end for end in random_prompts([7, 9, 20, 3, 5], seed=1)] + [beginning]
-    apart = collected(model.generate(weights, prompts, config, mesh, max_new_tokens=8), 6)
+    apart = collected(generate.generate(weights, prompts, config, mesh, max_new_tokens=8), 6)
     stats = {}
-    rows = collected(model.generate(weights, prompts, config, mesh, rows=2, max_new_tokens=8, stats=stats), 6)
+    rows = collected(generate.generate(weights, prompts, config, mesh, rows=2, max_new_tokens=8, stats=stats), 6)
     assert_equal(rows, apart)
     assert stats["prefill_tokens"] == 107 + 109 + 20 + 3 + 5 + 1
     assert stats["row_steps"] == stats["decode_tokens"] == 6 * 7  # no place waits: each first token is prefill's
@@ -114,9 +114,9 @@ def test_steps_that_verify(name, mesh, temperature, quantize_cache, T):
     """Drafts that are right, wrong, half right or left to chance: the tokens of steps of one, and a row advances past
     those that agree. Rows read prompts, decode, and end, each at its own pace."""
     folder, config, mesh, weights = demo(name, mesh)
-    model, (prompts, new) = folder.model, (random_prompts([3, 30, 11, 1]), 18)
-    options = {"sampling": model.Sampling(temperature), "seed": 5, "quantize_cache": quantize_cache}
-    wanted = collected(model.generate(weights, prompts, config, mesh, max_new_tokens=new, **options), 4)
+    model, generate, (prompts, new) = folder.model, folder.generate, (random_prompts([3, 30, 11, 1]), 18)
+    options = {"sampling": generate.Sampling(temperature), "seed": 5, "quantize_cache": quantize_cache}
+    wanted = collected(generate.generate(weights, prompts, config, mesh, max_new_tokens=new, **options), 4)
     history, limits = np.zeros((4, 64), np.int32), np.array([len(prompt) + new for prompt in prompts], np.int32)
     for b, prompt in enumerate(prompts):
         answer = np.array([token.id for token in wanted[b]])
@@ -128,12 +128,12 @@ def test_steps_that_verify(name, mesh, temperature, quantize_cache, T):
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     numbers = history, np.zeros(4, np.int32), lengths, limits, np.array([(b, 5) for b in range(4)], np.uint32)
     by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("dp"))
-    rows = model.Rows(*jax.device_put(numbers, by_rows))
+    rows = generate.Rows(*jax.device_put(numbers, by_rows))
     cache = model.zeros(model.abstract_cache(config, mesh, 4, 64, jnp.float32, quantize_cache))
     given, steps = [[] for _ in prompts], np.zeros(4, int)
     fixed = {"config": config, "mesh": mesh, "sampling": options["sampling"]}
     while min(map(len, given)) < new:
-        cache, rows, (after, chosen, logprobs) = model.step(weights, cache, rows, T=T, **fixed)
+        cache, rows, (after, chosen, logprobs) = generate.step(weights, cache, rows, T=T, **fixed)
         for b in range(4):
             grown = int(after[b] - lengths[b])
             given[b] += zip(np.asarray(chosen)[b, :grown].tolist(), np.asarray(logprobs)[b, :grown], strict=True)
@@ -176,7 +176,7 @@ def test_a_conversation_keeps_its_cache(tmp_path, monkeypatch, kind, mesh):
         model_class = Gemma4ForCausalLM
     folder = import_folder(name)
     save_random(tmp_path, model_class, config)
-    model, convert = folder.model, folder.convert
+    model, generate, convert = folder.model, folder.generate, folder.convert
     monkeypatch.setattr(model, "PREFILL_PIECE", 32)
     checkpoint = convert.open_checkpoint(tmp_path)
     grid = model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
@@ -186,18 +186,20 @@ def test_a_conversation_keeps_its_cache(tmp_path, monkeypatch, kind, mesh):
     for new, staying in ((300, 0), (40, 308), (70, 345), (33, 423), (5, 20), (500, 25), (60, 520), (1, 570)):
         prompt = tokens[:staying] + random_prompts([new], seed=new)[0]
         stats = {}
-        steps = model.generate(weights, [prompt], checkpoint.config, grid, kept=kept, stats=stats, **options)
+        steps = generate.generate(weights, [prompt], checkpoint.config, grid, kept=kept, stats=stats, **options)
         (row,) = collected(steps, 1)
         assert_equal(decode(folder, tmp_path, [prompt], mesh, **options), [row])
         tokens = prompt + [token.id for token in row]
         read.append(stats["prefill_tokens"])
-        steps = model.generate(weights, [[*tokens, 1, 2, 3]], checkpoint.config, grid, kept=kept, **options)
+        steps = generate.generate(weights, [[*tokens, 1, 2, 3]], checkpoint.config, grid, kept=kept, **options)
         for _ in range(new % 4):
             next(steps)
         steps.close()
     # A conversation that outgrows its slots is read again.
     prompt, options["max_seq_len"], stats = [*tokens, 4], 2048, {}
-    (row,) = collected(model.generate(weights, [prompt], checkpoint.config, grid, kept=kept, stats=stats, **options), 1)
+    (row,) = collected(
+        generate.generate(weights, [prompt], checkpoint.config, grid, kept=kept, stats=stats, **options), 1
+    )
     assert_equal(decode(folder, tmp_path, [prompt], mesh, **options), [row])
     assert stats["prefill_tokens"] == len(prompt)
     # A ring forgets what is further back than a piece, and then all is read again.
@@ -207,7 +209,7 @@ def test_a_conversation_keeps_its_cache(tmp_path, monkeypatch, kind, mesh):
 def test_broken_off_while_it_compiles():
     """The cache has what was computed, and not the piece whose program was missing."""
     folder, config, mesh, weights = demo("llama3", (1, 1, 1))
-    model, prompt, kept, seen = folder.model, random_prompts([1100])[0], {}, []
+    generate, prompt, kept, seen = folder.generate, random_prompts([1100])[0], {}, []
 
     def progress(stage, *_):
         seen.append(stage)
@@ -216,9 +218,9 @@ def test_broken_off_while_it_compiles():
 
     options = {"max_new_tokens": 4, "max_seq_len": 2048}
     with pytest.raises(KeyboardInterrupt):
-        list(model.generate(weights, [prompt], config, mesh, kept=kept, progress=progress, **options))
-    whole = collected(model.generate(weights, [prompt], config, mesh, **options), 1)
-    assert_equal(collected(model.generate(weights, [prompt], config, mesh, kept=kept, **options), 1), whole)
+        list(generate.generate(weights, [prompt], config, mesh, kept=kept, progress=progress, **options))
+    whole = collected(generate.generate(weights, [prompt], config, mesh, **options), 1)
+    assert_equal(collected(generate.generate(weights, [prompt], config, mesh, kept=kept, **options), 1), whole)
 
 
 def test_pieces_divide_a_prompt_evenly():

@@ -32,7 +32,7 @@ def reference_probabilities(y, temperature, top_k, top_p):
 )
 def test_kept_tokens_and_their_probabilities(temperature, top_k, top_p):
     y = np.random.default_rng(0).normal(0, 3, (5, 50)).astype(np.float32)
-    kept = llama3.model.keep_probable(jnp.array(y) / temperature, top_k, top_p)
+    kept = llama3.generate.keep_probable(jnp.array(y) / temperature, top_k, top_p)
     for row, logits in zip(jax.nn.softmax(kept), y, strict=True):
         np.testing.assert_allclose(row, reference_probabilities(logits, temperature, top_k, top_p), atol=1e-5)
 
@@ -40,13 +40,13 @@ def test_kept_tokens_and_their_probabilities(temperature, top_k, top_p):
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
 def test_drawn_frequencies(mesh):
     """4,000 draws through next_token on a mesh: frequencies, log-probabilities, fresh draws for rows and positions."""
-    model, draws = llama3.model, 4000
+    model, generate, draws = llama3.model, llama3.generate, 4000
     y = np.random.default_rng(1).normal(0, 2, 24).astype(np.float32)
     devices = model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
-    sampling = model.Sampling(0.8, 10, 0.95)
+    sampling = generate.Sampling(0.8, 10, 0.95)
     P = jax.sharding.PartitionSpec
     program = jax.shard_map(
-        lambda y, positions, seeds: model.next_token(y, positions, seeds, sampling),
+        lambda y, positions, seeds: generate.next_token(y, positions, seeds, sampling),
         mesh=devices,
         in_specs=(P("dp", model.MODEL_AXES), P("dp"), P("dp")),
         out_specs=P("dp"),
@@ -67,12 +67,12 @@ def test_drawn_frequencies(mesh):
 
 def test_seed_and_mesh():
     """The same seed draws the same on every mesh, another seed does not; top_k 1 is greedy."""
-    model = llama3.model
+    generate = llama3.generate
     prompts = [[507, 291, 261], [507, 300]]
 
     def ids(mesh=(1, 1, 1), seed=0, sampling=None):
-        options = {"max_new_tokens": 24, "seed": seed, "sampling": sampling or model.Sampling(2.0)}
+        options = {"max_new_tokens": 24, "seed": seed, "sampling": sampling or generate.Sampling(2.0)}
         return [[token.id for token in row] for row in decode(llama3, DEMO, prompts, mesh, **options)]
 
     assert ids() == ids((2, 1, 4)) != ids(seed=1)
-    assert ids(sampling=model.Sampling(1.0, top_k=1)) == ids(sampling=model.Sampling())
+    assert ids(sampling=generate.Sampling(1.0, top_k=1)) == ids(sampling=generate.Sampling())

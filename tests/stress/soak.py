@@ -38,7 +38,7 @@ def main() -> None:
     args = parser.parse_args()
     if not 1 <= args.minutes < math.inf:
         raise ValueError(f"--minutes {args.minutes} is less than 1")
-    model, convert = (import_from(args.folder, module) for module in ("model", "convert"))
+    model, generate, convert = (import_from(args.folder, name) for name in ("model", "generate", "convert"))
     compilations = []
 
     def listen(event: str, seconds: float, **_) -> None:
@@ -57,7 +57,7 @@ def main() -> None:
     while time.perf_counter() < end:
         rows, length = SHAPES[batches % len(SHAPES)]
         prompts = [[chance.randrange(config.vocab_size) for _ in range(length)] for _ in range(rows)]
-        for step in model.generate(weights, prompts, config, mesh, max_new_tokens=16 * rows):
+        for step in generate.generate(weights, prompts, config, mesh, max_new_tokens=16 * rows):
             tokens += len(step)
         batches += 1
         resident.append((time.perf_counter(), resident_mb()))
