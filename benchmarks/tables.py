@@ -20,7 +20,7 @@ PAGES = ("README.md", "docs/performance.md", "benchmarks/results/README.md", *(f
 KINDS = "decode|prefill|speeds|checks|divergences|summary|index|sizes|weights"
 MARKED = re.compile(rf"(<!-- ({KINDS}) (\S[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 RATES = {"gb_per_s": "GB/s", "tflops": "TFLOP/s"}  # keys of check.py's rows
-MEMORY_SHARE = 0.85  # of a device's memory, as in main.py
+MEMORY_SHARE = 0.85  # of a device's memory, as in generate.py
 V5E_SLICES = (1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)
 MACHINES = [  # in the order of their memory: name, bytes of all devices, platform, number of devices
     *((name, gb * 1e9, "gpu", 1) for name, gb in {"RTX 4090": 24, "L40S": 48, "H100": 80, "H200": 141}.items()),

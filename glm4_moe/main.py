@@ -26,7 +26,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +44,7 @@ import convert
 import jax
 import model
 import numpy as np
-from convert import Checkpoint, find_checkpoint, load, memory_of, one_line, progress_bar, read_json, users_line
+from convert import Checkpoint, find_checkpoint, load, one_line, progress_bar, read_json, users_line
 from generate import DRAFTS, Sampling, Token, check_prompts, generate
 from jax.experimental import multihost_utils
 from model import InputError, mesh_shape
@@ -55,9 +54,7 @@ from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTra
 DEMO = Path(__file__).resolve().parent / "demo"
 PROMPTS_CHARACTERS = 2**28  # a larger --prompts_file, such as /dev/zero, is refused
 LONG_PROMPT = 2**15  # tokens; a shorter prompt is taken whatever max_position_embeddings says, as in transformers
-BATCH = 256  # rows of a device: by data sheets, beyond 240 (TPU v5e) or 295 (H100) computing outlasts reading bfloat16
 CHAT_SLOTS = 4096  # of the cache of a conversation at first
-MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
 PATIENCE = 30  # seconds of waiting for other processes, before a line says so
 MESSAGE_BYTES = 2**16  # of the message that each process sends to the others before loading
 OWN = ("model_path", "prompt", "prompt_file", "prompts_file", "coordinator", "process_id")  # may differ between hosts
@@ -698,25 +695,6 @@ def together(action, facts_of):
 # The program
 
 
-def decoding(
-    weights, prompts, config, mesh, *, batch_size, max_new_tokens, max_seq_len=None, quantize_cache=None, **options
-) -> Iterator[list[Token]]:
-    """What generate.py does, with `batch_size` rows at once: by default as many as memory holds, and at most
-    BATCH on a device. All other options are generate's."""
-    dp, longest = mesh.shape["dp"], max(map(len, prompts))
-    max_seq_len = max_seq_len or longest + max_new_tokens - 1
-    slots = max(max_seq_len, model.piece_lengths(longest, config, mesh)[0])
-    cache = model.abstract_cache(config, mesh, dp, slots, weights["norm"].dtype, quantize_cache)  # a row for each of dp
-    size, used, memory = model.stored_bytes(cache), model.stored_bytes(weights), memory_of(mesh)
-    fitting = max(1, int((MEMORY_SHARE * memory - used) // size))
-    rows = min(len(prompts), batch_size or min(fitting, BATCH) * dp)
-    if used + model.ceil_div(rows, dp) * size > memory:
-        what = f"a cache of {rows} x {slots} tokens"
-        raise InputError(f"no memory for {what}; lower max_new_tokens, max_seq_len or batch_size")
-    options |= {"max_new_tokens": max_new_tokens, "max_seq_len": max_seq_len, "quantize_cache": quantize_cache}
-    return generate(weights, prompts, config, mesh, rows=rows, **options)
-
-
 def enable_compilation_cache() -> None:
     """Keeps up to 4 GiB of compiled programs for the next run, in the user's cache folder. If that cannot be written,
     jax says so and goes on. Where JAX_COMPILATION_CACHE_DIR is set, jax's own variables decide. Several processes need
@@ -804,11 +782,11 @@ def main() -> None:
     load_s = time.perf_counter() - begin
     if not inputs.tokenizer.chat_template and not args.raw:
         say("note: this tokenizer has no chat template; the prompts are continued as they are")
-    options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "seed": args.seed}
+    options = {"max_new_tokens": args.max_new_tokens, "rows": args.batch_size, "seed": args.seed}
     options |= {"quantize_cache": args.quantize_cache, "stop_tokens": inputs.stop_tokens, "progress": Progress()}
     options |= {"draft": args.draft, "draft_tokens": args.draft_tokens}
     options["sampling"] = Sampling(args.temperature, args.top_k, args.top_p)
-    generation = functools.partial(decoding, weights, config=inputs.checkpoint.config, mesh=inputs.mesh, **options)
+    generation = functools.partial(generate, weights, config=inputs.checkpoint.config, mesh=inputs.mesh, **options)
     measured = chat(args, inputs, generation) if args.chat else answer(args, inputs, generation)
     if not measured:
         return

@@ -33,13 +33,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+if __name__ == "__main__" and __package__:  # python3 -m llama3.convert
+    sys.path.insert(0, os.path.dirname(__file__))
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes  # numpy's bfloat16 and FP8
 import model
 import numpy as np
+from generate import memory_of
 from jax import NamedSharding
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from model import Config, InputError, Int4Groups, Int8, Part, Plain, Weight, in_format, weights_of
 from safetensors import SafetensorError, safe_open
@@ -767,20 +770,6 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Loading
-
-
-def memory_of(mesh: Mesh) -> float:
-    """Bytes of memory of a mesh's devices, infinite if they do not tell. CPUs share the machine's.
-
-    All processes must call it. All get the same result, from the process with the least.
-    """
-    devices = mesh.local_devices
-    if devices[0].platform == "cpu":
-        local = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:
-        local = sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in devices)
-    least = float(np.min(multihost_utils.process_allgather(np.float32(local))))
-    return least * mesh.size / len(devices)
 
 
 def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", quantize: str | None = None) -> dict:

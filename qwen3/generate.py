@@ -11,6 +11,7 @@ before them. The file is the same in every folder; model.py explains the letters
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -208,6 +209,8 @@ def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
 PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
 REPEATING = 0.75  # on CPUs "lookup" drafts if this share of the rows ends in four tokens that it had before
 LOOKAHEAD = 2  # steps started beyond the one whose tokens the host reads
+BATCH = 256  # rows of a device: by data sheets, beyond 240 (TPU v5e) or 295 (H100) computing outlasts reading bfloat16
+MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
 
 
 class Token(NamedTuple):
@@ -238,9 +241,9 @@ def generate(
     stats: dict | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Iterator[list[Token]]:
-    """Decodes the prompts, `rows` of them at a time (by default all), and yields the new tokens of each step. When a
-    row ends, the next prompt takes its place: it is read in pieces, while the other rows keep their caches. The first
-    `next` raises InputError for prompts that check_prompts refuses.
+    """Decodes the prompts, `rows` of them at a time (by default as many as memory holds), and yields the new tokens of
+    each step. When a row ends, the next prompt takes its place: it is read in pieces, while the other rows keep their
+    caches. The first `next` raises InputError for prompts that check_prompts refuses, and for a cache beyond memory.
 
     A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
     `max_seq_len` slots (by default as many as the longest row needs). What a row generates does not depend on the
@@ -272,13 +275,18 @@ def generate(
     check_prompts(prompts, config, max_seq_len, max_new_tokens)
     if not 0 < draft_tokens < FEW:
         raise InputError(f"draft_tokens {draft_tokens} is not from 1 to {FEW - 1}")
-    longest, dp, dtype = max(map(len, prompts)), mesh.shape["dp"], weights["norm"].dtype
+    longest, dp, drafts = max(map(len, prompts)), mesh.shape["dp"], draft_tokens if draft else 0
     max_seq_len = max_seq_len or longest + max_new_tokens - 1  # the last token needs no slot
-    count, drafts = min(rows or len(prompts), len(prompts)), draft_tokens if draft else 0
+    pieces = model.piece_lengths(longest if kept is None else max_seq_len, config, mesh)
+
+    def cache_of(batch):
+        slots, dtype = max(max_seq_len, pieces[0]), weights["norm"].dtype
+        return model.abstract_cache(config, mesh, batch, slots, dtype, quantize_cache, drafts)
+
+    count = rows_at_once(len(prompts), rows, weights, cache_of(dp), mesh)
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
     own = batch // dp  # places of a device
-    pieces = model.piece_lengths(longest if kept is None else max_seq_len, config, mesh)
-    wanted = model.abstract_cache(config, mesh, batch, max(max_seq_len, pieces[0]), dtype, quantize_cache, drafts)
+    wanted = cache_of(batch)
     has_states = not all(isinstance(layer, LayerCache) for layer in wanted)
     waiting = list(range(len(prompts)))
     in_flight = []  # of steps that the host has not read: tokens of prompts, places, the rows there, results
@@ -475,6 +483,33 @@ def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | N
             raise InputError(f"{what}; shorten it, lower max_new_tokens or give max_seq_len {positions}")
         if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
             raise InputError(f"prompt {row} has a token outside the model's vocabulary of {config.vocab_size}")
+
+
+def rows_at_once(prompts: int, wanted: int | None, weights: dict, cache: list[LayerCache], mesh: Mesh) -> int:
+    """How many rows decode at once: `wanted`, by default as many as fit beside the weights and at most BATCH on a
+    device. `cache` is that of a row on each device of dp. Raises InputError if the rows do not fit."""
+    dp, memory = mesh.shape["dp"], memory_of(mesh)
+    used, size = model.stored_bytes(weights), model.stored_bytes(cache)
+    fitting = max(1, int((MEMORY_SHARE * memory - used) // size))
+    rows = min(prompts, wanted or min(fitting, BATCH) * dp)
+    if used + ceil_div(rows, dp) * size > memory:
+        what = f"a cache of {rows} rows, {size / dp / 1e9:.3g} GB each"
+        raise InputError(f"no memory for {what}; lower max_new_tokens, max_seq_len or batch_size")
+    return rows
+
+
+def memory_of(mesh: Mesh) -> float:
+    """Bytes of memory of a mesh's devices, infinite if they do not tell. CPUs share the machine's.
+
+    All processes must call it. All get the same result, from the process with the least.
+    """
+    devices = mesh.local_devices
+    if devices[0].platform == "cpu":
+        local = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        local = sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in devices)
+    least = float(np.min(multihost_utils.process_allgather(np.float32(local))))
+    return least * mesh.size / len(devices)
 
 
 def step_bytes(

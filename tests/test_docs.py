@@ -136,7 +136,7 @@ def test_links_and_programs_exist(page):
 
 
 def test_tables_are_those_of_the_results():
-    assert tables.MEMORY_SHARE == import_folder("llama3").main.MEMORY_SHARE
+    assert tables.MEMORY_SHARE == import_folder("llama3").generate.MEMORY_SHARE
     for page in tables.PAGES:
         text = (ROOT / page).read_text()
         assert "<!-- end -->" in text and tables.filled(text) == text, f"{page}: run python3 benchmarks/tables.py"

@@ -470,7 +470,7 @@ def test_more_than_memory_holds(main, monkeypatch):
         assert_refused(main("--prompt", "Hello!"), "the weights take 0.0 GB and the devices have 0.0")
     for allocate in (np.empty, jnp.empty):
         with monkeypatch.context() as patch:
-            patch.setattr(FOLDERS["llama3"].main, "decoding", lambda *_, f=allocate, **__: f(2**50, np.uint8))
+            patch.setattr(FOLDERS["llama3"].main, "generate", lambda *_, f=allocate, **__: f(2**50, np.uint8))
             assert_refused(main("--prompt", "Hello!"), "out of memory")
 
 

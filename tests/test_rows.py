@@ -241,18 +241,17 @@ def test_pieces_divide_a_prompt_evenly():
 def test_how_many_rows_memory_holds(monkeypatch):
     """As many as fit beside the weights, or as asked. A row that does not fit is refused before anything is decoded."""
     folder, config, mesh, weights = demo("llama3", (2, 1, 2))
-    main, model, prompts = folder.main, folder.model, [[7] * 512] * 9
-    cache = model.stored_bytes(model.abstract_cache(config, mesh, 2, 512 + 99, weights["norm"].dtype))
-    options, given = {"batch_size": None, "max_new_tokens": 100}, []
-    monkeypatch.setattr(main, "generate", lambda *_, rows, max_seq_len, **__: given.append((rows, max_seq_len)))
-    for share, rows in ((1, 2), (2, 2), (2.5, 4), (4, 6), (40, 9)):
-        memory = model.stored_bytes(weights) + share * 1.001 * cache
-        monkeypatch.setattr(main, "memory_of", lambda mesh, memory=memory: memory)
-        monkeypatch.setattr(main, "MEMORY_SHARE", 0.99)
-        main.decoding(weights, prompts, config, mesh, **options)
-        assert given.pop() == (rows, 611), share
-    main.decoding(weights, prompts, config, mesh, **options | {"batch_size": 5})
-    assert given.pop() == (5, 611)
-    monkeypatch.setattr(main, "memory_of", lambda mesh: model.stored_bytes(weights) + 0.9 * cache)
-    with pytest.raises(model.InputError, match="no memory for a cache of 2 x 611 tokens"):
-        main.decoding(weights, prompts, config, mesh, **options)
+    generate, model = folder.generate, folder.model
+    abstract = model.abstract_cache(config, mesh, 2, 512 + 99, weights["norm"].dtype)
+    used, size = model.stored_bytes(weights), model.stored_bytes(abstract)
+    monkeypatch.setattr(generate, "MEMORY_SHARE", 0.99)
+    for share, asked, rows in ((1, None, 2), (2, None, 2), (2.5, None, 4), (4, None, 6), (40, None, 9), (40, 5, 5)):
+        monkeypatch.setattr(generate, "memory_of", lambda mesh, share=share: used + share * 1.001 * size)
+        assert generate.rows_at_once(9, asked, weights, abstract, mesh) == rows, share
+    prompts, stats = [[7] * 512] * 9, {}
+    monkeypatch.setattr(generate, "memory_of", lambda mesh: used + 2.5 * size)
+    whole = collected(generate.generate(weights, prompts, config, mesh, max_new_tokens=3, stats=stats), 9)
+    assert len(whole) == 9 and stats["row_steps"] == 4 * stats["decode_steps"]
+    monkeypatch.setattr(generate, "memory_of", lambda mesh: used + 0.9 * size)
+    with pytest.raises(model.InputError, match="no memory for a cache of 2 rows"):
+        list(generate.generate(weights, prompts, config, mesh, max_new_tokens=100))
