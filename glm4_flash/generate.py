@@ -30,6 +30,10 @@ from model import CACHE_SPEC, FEW, MODEL_AXES, Config, InputError, LayerCache, c
 class Rows(NamedTuple):
     """The state of a batch, on the devices: a place for each row, which another prompt takes when a row has ended.
 
+        history  [ prompt ........... answer ........ | guesses ... | ........ ]
+                 0               filled         lengths                  limits
+                   in the cache    known, not yet computed
+
     `history` int32 [B, the largest limit or more] holds a row's tokens: the prompt, the answer, and guesses of what
     follows. `filled` int32 [B] says how many of them are in the cache, `lengths` int32 [B] how many are known: at least
     one more. A row ends with `limits` int32 [B] tokens. `seeds` uint32 [B, 2] has its number, whatever its place, and
@@ -46,6 +50,35 @@ class Rows(NamedTuple):
 def refill(rows: Rows, is_new: Array, new: Rows) -> Rows:
     """`rows` with those of `new` at the places where `is_new`, bool [B], says so."""
     return jax.tree.map(lambda x, old: jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), x, old), new, rows)
+
+
+def accept(rows: Rows, chosen: Array, stop_tokens: tuple[int, ...], T: int) -> Rows:
+    """The rows after a step that computed T tokens of each, from `filled` on.
+
+    `chosen` int32 [B, 1 + verified] has the tokens that follow the last known one, and then each of the guesses behind
+    it. Guesses are accepted as long as they equal the tokens that were chosen in their place, and the token after the
+    last of them is known too. A row that still reads its prompt only advances by T. One at its limit stands still, and
+    a stop token sets the limit. Nothing is ever taken back: what the cache holds beyond `filled` is overwritten before
+    a token could see it.
+    """
+    history, filled, lengths, limits, seeds = rows
+    verified = chosen.shape[1] - 1
+    is_stop = jnp.isin(chosen, np.array(stop_tokens, np.int32))
+    guesses = jnp.take_along_axis(history, lengths[:, None] + jnp.arange(verified), axis=1, mode="clip")
+    goes_on = (chosen[:, :verified] == guesses) & ~is_stop[:, :verified]
+    accepted = jnp.sum(jnp.cumprod(goes_on, axis=1), axis=1, dtype=jnp.int32)
+    filled = jnp.minimum(jnp.minimum(filled + T, lengths + accepted), limits - 1)
+    has_new = filled >= lengths  # else the row reads its prompt, or stands still
+    of_last = jnp.clip(filled - lengths, 0, verified)[:, None]
+    last, ends = (jnp.take_along_axis(x, of_last, axis=1) for x in (chosen, is_stop))
+    is_last = (jnp.arange(history.shape[1]) == filled[:, None]) & has_new[:, None]
+    return Rows(
+        history=jnp.where(is_last, last, history),
+        filled=filled,
+        lengths=jnp.maximum(lengths, filled + 1),
+        limits=jnp.where(ends[:, 0] & has_new, filled + 1, limits),
+        seeds=seeds,
+    )
 
 
 def look_up(rows: Rows, cache: list[LayerCache], drafts: int, *_) -> tuple[Array, list[LayerCache]]:
@@ -94,10 +127,8 @@ def step(
     of decoding.
 
     Such a step takes all rows. It chooses a token after the last one that is known, and after each of T - 1 drafts: the
-    guesses that stand behind it in `history`. It accepts drafts as long as they equal the chosen tokens (Leviathan et
-    al. 2023, "speculative decoding"; greedy or sampled, the tokens are those of steps of one). A row that still reads
-    its prompt only advances by T. One at its limit stands still, and the choice of a stop token sets the limit. Nothing
-    is ever taken back: what the cache holds beyond `filled` is overwritten before a token could see it.
+    guesses that stand behind it in `history`; see `accept` (Leviathan et al. 2023, "speculative decoding"; greedy or
+    sampled, the tokens are those of steps of one).
 
     A longer T, a multiple of the devices that share a row's cache, verifies nothing. It is for the rows at `places`
     int32 [b], counted on each device of dp; a place that stands there twice is computed twice. By default it takes all
@@ -113,37 +144,26 @@ def step(
     verified = T - 1 if T <= FEW else 0
 
     def body(weights, cache, rows, places):
-        some = rows if places is None else jax.tree.map(lambda x: x[places], rows)
-        history, filled, lengths, limits, seeds = some
-        positions = filled[:, None] + jnp.arange(T)
-        tokens = jnp.take_along_axis(history, positions, axis=1, mode="clip")
+        taken = rows if places is None else jax.tree.map(lambda x: x[places], rows)
+        positions = taken.filled[:, None] + jnp.arange(T)
+        tokens = jnp.take_along_axis(taken.history, positions, axis=1, mode="clip")
         R = model.cache_sharers(config, model.model_shards(mesh))
-        known = jnp.clip(jnp.minimum(lengths, limits - 1) - filled, 0, T)
+        known = jnp.clip(jnp.minimum(taken.lengths, taken.limits - 1) - taken.filled, 0, T)
         attend = partial(model.cached_attention, places=places, batch=len(rows.filled), known=known, R=R)
         x, cache = model.forward(weights, tokens, positions, cache, attend, config)
-        newest = lengths[:, None] - 1 + jnp.arange(1 + verified)
+        newest = taken.lengths[:, None] - 1 + jnp.arange(1 + verified)
         last_x = x if T == 1 else jnp.take_along_axis(x, jnp.clip(newest - positions[:, :1], 0, T - 1)[:, :, None], 1)
         logits = model.output_logits(weights, last_x.reshape(-1, x.shape[-1]), config)
-        of_choices = jnp.repeat(seeds, 1 + verified, axis=0)
+        seeds = jnp.repeat(taken.seeds, 1 + verified, axis=0)
         choose = partial(next_token, sampling=sampling)
-        chosen, logprobs = (y.reshape(newest.shape) for y in choose(logits, newest.reshape(-1), of_choices))
-        guesses = jnp.take_along_axis(history, newest[:, 1:], axis=1, mode="clip")
-        stops = jnp.isin(chosen, np.array(stop_tokens, np.int32))
-        goes_on = (chosen[:, :verified] == guesses) & ~stops[:, :verified]
-        kept = jnp.sum(jnp.cumprod(goes_on, axis=1), axis=1, dtype=jnp.int32)
-        filled = jnp.minimum(jnp.minimum(filled + T, lengths + kept), limits - 1)
-        of_last = jnp.clip(filled - lengths, 0, verified)[:, None]
-        last, is_stop = (jnp.take_along_axis(x, of_last, axis=1) for x in (chosen, stops))
-        is_last = (jnp.arange(history.shape[1]) == filled[:, None]) & (filled >= lengths)[:, None]
-        limits = jnp.where(is_stop[:, 0] & (filled >= lengths), filled + 1, limits)
-        lengths = jnp.maximum(lengths, filled + 1)
-        some = Rows(jnp.where(is_last, last, history), filled, lengths, limits, seeds)
+        chosen, logprobs = (y.reshape(newest.shape) for y in choose(logits, newest.reshape(-1), seeds))
+        taken = accept(taken, chosen, stop_tokens, T)
         if draft:
-            history, cache = DRAFTS[draft](some, cache, drafts, weights, x, positions, attend, config, choose)
-            some = some._replace(history=history)
-        rows = some if places is None else jax.tree.map(lambda x, new: x.at[places].set(new), rows, some)
+            history, cache = DRAFTS[draft](taken, cache, drafts, weights, x, positions, attend, config, choose)
+            taken = taken._replace(history=history)
+        rows = taken if places is None else jax.tree.map(lambda x, new: x.at[places].set(new), rows, taken)
         # Every host needs the tokens of all rows, to see which rows have ended.
-        result = jax.lax.all_gather((lengths, chosen, logprobs), "dp", tiled=True)
+        result = jax.lax.all_gather((taken.lengths, chosen, logprobs), "dp", tiled=True)
         return cache, rows, result
 
     of_rows = Rows(*[P("dp")] * len(Rows._fields))

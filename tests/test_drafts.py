@@ -37,6 +37,42 @@ def test_look_up():
         assert guessed[:length] == known and guessed[length + 5 :] == row[length + 5 :]
 
 
+def accepted(history: list, filled: int, lengths: int, limits: int, chosen: list, stops: tuple, T: int):
+    """What generate.accept makes of a row, token by token."""
+    for position in range(filled, filled + T):
+        if position == limits - 1 or position == lengths:  # the last token is not computed, nor one that is not known
+            break
+        filled = position + 1
+        if filled == lengths:
+            guess, token, *chosen = history[lengths], *chosen
+            history[lengths], lengths = token, lengths + 1
+            limits = lengths if token in stops else limits
+            if token != guess or not chosen:
+                break
+    return history, filled, lengths, limits
+
+
+@pytest.mark.parametrize("T", [1, 2, 4, 8, 16])
+def test_accept(T):
+    """Right, wrong and half-right guesses, stops and limits inside them, rows that read prompts or stand still."""
+    generate, chance = import_folder("llama3").generate, np.random.default_rng(T)
+    B, verified, stops = 3000, T - 1 if T <= 8 else 0, (3, 4)
+    lengths = chance.integers(1, 20, B)
+    filled = np.where(chance.random(B) < 0.7, lengths - 1, chance.integers(0, lengths))
+    limits = np.minimum(lengths + chance.integers(0, 12, B), 31)
+    history = chance.integers(0, 30, (B, 32))
+    at = lengths[:, None] + np.arange(1 + verified)
+    chosen = np.where(chance.random(at.shape) < 0.8, np.take_along_axis(history, np.minimum(at, 31), 1), 3)
+    wanted = [
+        accepted(row.tolist(), *map(int, numbers), tokens.tolist(), stops, T)
+        for row, *numbers, tokens in zip(history, filled, lengths, limits, chosen, strict=True)
+    ]
+    rows = generate.Rows(*map(jnp.asarray, (history, filled, lengths, limits)), None)
+    found = generate.accept(rows, jnp.asarray(chosen), stops, T)
+    for column, values in zip(found[:4], zip(*wanted, strict=True), strict=True):
+        np.testing.assert_array_equal(column, values)
+
+
 @pytest.mark.parametrize(
     ("name", "mesh", "rows", "temperature", "drafts"),
     [
