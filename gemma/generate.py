@@ -10,9 +10,11 @@ before them. The file is the same in every folder; model.py explains the letters
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -242,6 +244,146 @@ class Token(NamedTuple):
     finish_reason: str | None
 
 
+class Step(NamedTuple):
+    """A step that was started: how many tokens of prompts it reads, its places, int [b], and the rows there."""
+
+    prompt_tokens: int
+    places: np.ndarray
+    rows: np.ndarray
+
+
+@dataclasses.dataclass
+class Places:
+    """What the host knows of a batch, whatever the device does: which prompt has which place, the steps that were
+    started, the tokens that were read.
+
+    `rows` is the state after all steps that were started; drafts may have filled more, and a stop token that is not
+    read yet less. A free place stands still at its limit. Of each place, `numbers` has its row, -1 if it is free;
+    `prompt_lengths` that of the prompt; `known` how many tokens were read, with the prompt; `stored` how many slots
+    were written at most.
+
+    Prompts take `count` of the `batch` places, and those of a device of `dp` stand together. `reusable(shared, filled,
+    stored)` says how many of the tokens that a prompt shares with a place its cache can keep. `past`, the places of an
+    earlier call, has the same batch and slots; its cache is still there.
+    """
+
+    prompts: list[list[int]]
+    count: int
+    batch: int
+    dp: int
+    pieces: list[int]  # the lengths in which prompts are read
+    drafts: int
+    seed: int
+    max_new_tokens: int
+    max_seq_len: int
+    stop_tokens: tuple[int, ...]
+    reusable: Callable[[int, int, int], int]
+    past: dataclasses.InitVar[Places | None] = None
+
+    def __post_init__(self, past):
+        batch = self.batch
+        zeros_and_ones = np.zeros(batch, np.int32), *np.ones((2, batch), np.int32), np.zeros((batch, 2), np.uint32)
+        self.rows = Rows(np.zeros((batch, self.max_seq_len + 1), np.int32), *zeros_and_ones)
+        self.numbers, self.prompt_lengths, self.known, self.stored = np.full(batch, -1), *np.zeros((3, batch), np.int32)
+        self.waiting, self.in_flight = deque(range(len(self.prompts))), deque()  # in flight: a Step that was not read
+        if past:
+            self.rows.history[:], self.rows.filled[:], self.known, self.stored = past.contents()
+        self.fill()
+        self.rows.filled[self.numbers < 0] = self.known[self.numbers < 0] = 0  # slots of free places are overwritten
+
+    def contents(self) -> tuple[np.ndarray, ...]:
+        """What the cache has of each place, for a later call."""
+        return self.rows.history, self.rows.filled, self.known, self.stored
+
+    def fill(self) -> np.ndarray:
+        """Gives the free places to prompts that wait, in their order: to each the one that shares most with it. Returns
+        which places have a new row, bool [batch]."""
+        rows, is_new = self.rows, np.zeros(self.batch, bool)
+        free = np.flatnonzero(self.numbers[: self.count] < 0).tolist()
+        while free and self.waiting:
+            prompt = self.prompts[number := self.waiting.popleft()]
+            p, length = max(free, key=lambda p: self.shared(p, prompt)), len(prompt)
+            free.remove(p)
+            rows.filled[p] = self.shared(p, prompt)
+            self.stored[p] *= rows.filled[p] > 0
+            is_new[p], self.numbers[p], rows.history[p, :length] = True, number, prompt
+            rows.seeds[p] = number, self.seed
+            self.prompt_lengths[p] = self.known[p] = rows.lengths[p] = length
+            rows.limits[p] = min(length + self.max_new_tokens, self.max_seq_len + 1)
+        return is_new
+
+    def shared(self, p: int, prompt: list[int]) -> int:
+        """How many tokens at the beginning of a prompt the cache of a place can keep. One at least is left, to compute
+        what follows."""
+        filled = self.rows.filled[p]
+        most = max(min(len(prompt), self.known[p], filled + 1) - 1, 0)
+        n = np.argmin(np.append(self.rows.history[p, :most] == prompt[:most], False))
+        return self.reusable(n, filled, self.stored[p])
+
+    def unread(self) -> np.ndarray:
+        """How many tokens of its prompt no step has taken, for each place."""
+        return np.where(self.numbers < 0, 0, np.maximum(self.prompt_lengths - self.rows.filled, 0))
+
+    def choose(self, verifies: Callable[[], bool]) -> tuple[int, np.ndarray]:
+        """The next step: its T, and the places [dp, b] that it takes, counted on each device of dp. A prompt is read in
+        the longest pieces of which it fills at least half. A step of decoding takes all, with their drafts if it
+        `verifies` them."""
+        left, own = self.unread(), self.batch // self.dp
+        if not left.any():
+            return 1 + self.drafts * verifies(), np.tile(np.arange(own), (self.dp, 1))
+        T = next((T for T in self.pieces if 2 * left.max() > T), self.pieces[-1])
+        reads = (left > (T // 2 if self.pieces[-1] < T else 0)).reshape(self.dp, own)
+        most = min(own, max(1, PREFILL_TOKENS // T))
+        b = most if 2 * reads.sum(axis=1).max() > most else 1  # two programs for each T
+        # A device with fewer rows to read takes some twice, or its first place one step further.
+        return T, np.array([np.resize(np.flatnonzero(row) if row.any() else 0, b) for row in reads])
+
+    def start(self, T: int, taken: np.ndarray) -> None:
+        """Foresees what a step will do to the places that `choose` gave."""
+        rows, own = self.rows, self.batch // self.dp
+        places = (taken + own * np.arange(self.dp)[:, None]).reshape(-1)
+        prompt_tokens = int(np.minimum(self.unread(), T)[np.unique(places)].sum())
+        most = np.minimum(rows.filled + (1 + self.drafts) * len(self.in_flight), rows.limits - 1)  # before this step
+        self.stored[places] = np.maximum(self.stored, most + T)[places]
+        rows.filled[places] = np.minimum(rows.filled + T, np.minimum(rows.lengths, rows.limits - 1))[places]
+        rows.lengths[places] = np.maximum(rows.lengths, rows.filled + 1)[places]
+        self.in_flight.append(Step(prompt_tokens, places, self.numbers[places]))
+
+    def read(self, lengths: np.ndarray, chosen: list[list[int]], logprobs: list[list[float]]) -> list[Token]:
+        """The new tokens of the oldest step in flight, from its results. Places of rows that end with them are free."""
+        rows, new, step = self.rows, [], self.in_flight.popleft()
+        for p, row, length, tokens, values in zip(step.places, step.rows, lengths, chosen, logprobs, strict=True):
+            for token, logprob in zip(tokens, values, strict=True):
+                if not (self.numbers[p] == row >= 0 and self.known[p] < length):  # it has ended, or the drafts failed
+                    break
+                rows.history[p, self.known[p]] = token
+                known = self.known[p] = self.known[p] + 1
+                rows.filled[p], rows.lengths[p] = max(rows.filled[p], known - 1), max(rows.lengths[p], known)
+                reason = "stop" if token in self.stop_tokens else "length" if known == rows.limits[p] else None
+                new.append(Token(int(row), token, logprob, reason))
+                if reason:  # the place stands still on the device too
+                    self.numbers[p], rows.filled[p], rows.lengths[p], rows.limits[p] = -1, known - 1, known, known
+        return new
+
+    def is_busy(self) -> bool:
+        """Whether a row has not ended."""
+        return bool((self.numbers >= 0).any())
+
+    def has_more(self) -> bool:
+        """Whether another step would give a row a token, as far as the host knows."""
+        return bool((self.rows.lengths < self.rows.limits)[self.numbers >= 0].any())
+
+    def repeating(self) -> float:
+        """The share of the rows whose last four tokens occur earlier in them."""
+
+        def repeats(p):
+            tokens = np.pad(self.rows.history[p, : self.known[p]], (4, 0), constant_values=-1)
+            fours = np.lib.stride_tricks.sliding_window_view(tokens, 4)
+            return (fours[:-1] == fours[-1]).all(axis=1).any()
+
+        return np.mean([repeats(p) for p in np.flatnonzero(self.numbers >= 0)])
+
+
 def generate(
     weights: dict,
     prompts: list[list[int]],
@@ -305,80 +447,37 @@ def generate(
 
     count = rows_at_once(len(prompts), rows, weights, cache_of(dp), mesh)
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
-    own = batch // dp  # places of a device
     wanted = cache_of(batch)
     has_states = not all(isinstance(layer, LayerCache) for layer in wanted)
-    waiting = list(range(len(prompts)))
-    in_flight = []  # of steps that the host has not read: tokens of prompts, places, the rows there, results
-    lengths, clock = np.zeros(count), time.perf_counter()  # lengths: tokens in the cache, summed over decoding steps
+    ring = model.tokens_held(wanted, config, model.model_shards(mesh))
 
-    # What the host knows: `host` is the state after all steps that are started, with the tokens that were read; drafts
-    # may have filled more. A free place stands still at its limit. Of each place, `numbers` has its row, -1 if it is
-    # free; `prompt_lengths` that of the prompt; `known` how many tokens were read, with the prompt; `stored` how many
-    # slots were written at most.
-    zeros_and_ones = np.zeros(batch, np.int32), *np.ones((2, batch), np.int32), np.zeros((batch, 2), np.uint32)
-    host = Rows(np.zeros((batch, max_seq_len + 1), np.int32), *zeros_and_ones)
-    numbers, prompt_lengths, known, stored = np.full(batch, -1), *np.zeros((3, batch), np.int32)
+    def reusable(shared, filled, stored):
+        """A ring, with fewer slots than were stored, has forgotten what it needs if too much came after, and a state
+        does not go back at all."""
+        if has_states:
+            return shared if shared == filled else 0
+        return shared if stored <= ring or stored - shared <= model.PREFILL_PIECE else 0
+
+    kept = {} if kept is None else kept
+    cache, past, programs = (kept.pop(name, None) for name in ("cache", "places", "programs"))
+    options = {"drafts": drafts, "seed": seed, "max_new_tokens": max_new_tokens, "max_seq_len": max_seq_len}
+    shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (wanted, cache)]
+    if shapes[0] != shapes[1] or past.rows.history.shape != (
+        batch,
+        max_seq_len + 1,
+    ):  # a conversation outgrew its slots
+        cache, past, programs = model.zeros(wanted), None, {}
+    places = Places(prompts, count, batch, dp, pieces, **options, stop_tokens=stop_tokens, reusable=reusable, past=past)
+    results = deque()  # of the steps in flight
+    lengths, clock = np.zeros(count), time.perf_counter()  # lengths: tokens in the cache, summed over decoding steps
 
     def on_mesh(array):  # copied, since the host goes on writing in its own
         sharding = NamedSharding(mesh, P("dp"))
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index].copy())
 
-    def fill():
-        """Gives the free places to prompts that wait, in their order: to each the one that shares most with it. Returns
-        which places have a new row, bool [B]."""
-        ring = model.tokens_held(cache, config, model.model_shards(mesh))
-
-        def shared(p):
-            """How many tokens at the beginning of `prompt` the cache has. One at least is left, to compute what
-            follows. A ring, with fewer slots than were stored, has forgotten what it needs if too much came after, and
-            a state does not go back at all."""
-            most = max(min(len(prompt), known[p], host.filled[p] + 1) - 1, 0)
-            n = np.argmin(np.append(host.history[p, :most] == prompt[:most], False))
-            if has_states:
-                return n if n == host.filled[p] else 0
-            return n if stored[p] <= ring or stored[p] - n <= model.PREFILL_PIECE else 0
-
-        is_new, free = np.zeros(batch, bool), np.flatnonzero(numbers[:count] < 0).tolist()
-        while free and waiting:
-            prompt = prompts[row := waiting.pop(0)]
-            p, length = max(free, key=shared), len(prompt)
-            free.remove(p)
-            host.filled[p] = shared(p)
-            stored[p] *= host.filled[p] > 0
-            is_new[p], numbers[p], host.history[p, :length], host.seeds[p] = True, row, prompt, (row, seed)
-            prompt_lengths[p] = known[p] = host.lengths[p] = length
-            host.limits[p] = min(length + max_new_tokens, max_seq_len + 1)
-        return is_new
-
-    def unread():
-        """How many tokens of its prompt no step has taken, for each place."""
-        return np.where(numbers < 0, 0, np.maximum(prompt_lengths - host.filled, 0))
-
-    def choose():
-        """The next step: its T, and the places [dp, b] that it takes on each device of dp. A prompt is read in the
-        longest pieces of which it fills at least half."""
-        left = unread()
-        if not left.any():
-            return 1 + drafts if drafts_pay() else 1, np.tile(np.arange(own), (dp, 1))
-        T = next((T for T in pieces if 2 * left.max() > T), pieces[-1])
-        reads = (left > (T // 2 if pieces[-1] < T else 0)).reshape(dp, own)
-        most = min(own, max(1, PREFILL_TOKENS // T))
-        b = most if 2 * reads.sum(axis=1).max() > most else 1  # two programs for each T
-        # A device with fewer rows to read takes some twice, or its first place one step further.
-        return T, np.array([np.resize(np.flatnonzero(row) if row.any() else 0, b) for row in reads])
-
-    def drafts_pay():
+    def verifies():
         """Whether the next step verifies drafts. All hosts must decide alike: by the tokens, not by a clock."""
-
-        def repeats(p):  # whether the last four tokens occur earlier in the row
-            tokens = np.pad(host.history[p, : known[p]], (4, 0), constant_values=-1)
-            fours = np.lib.stride_tricks.sliding_window_view(tokens, 4)
-            return (fours[:-1] == fours[-1]).all(axis=1).any()
-
-        if draft != "lookup" or mesh.devices.flat[0].platform != "cpu":
-            return True
-        return np.mean([repeats(p) for p in np.flatnonzero(numbers >= 0)]) >= REPEATING
+        return draft != "lookup" or mesh.devices.flat[0].platform != "cpu" or places.repeating() >= REPEATING
 
     def tick(part=None):
         """Adds the time since the last tick to a part of `stats`."""
@@ -391,7 +490,7 @@ def generate(
         """The program of steps of T tokens, of b rows on each device of dp."""
         if (key := (T, b, draft, drafts, sampling, stop_tokens)) not in programs:
             jax.block_until_ready(state)
-            tick(("prefill_s" if in_flight[-1][0] else "decode_s") if in_flight else None)
+            tick(("prefill_s" if places.in_flight[-1].prompt_tokens else "decode_s") if places.in_flight else None)
             progress("compiling decoding" if T <= FEW else "compiling prefill", 0, 1)
             taken = None if T <= FEW else on_mesh(np.zeros(b * dp, np.int32))
             options = {"config": config, "mesh": mesh, "draft": draft, "drafts": drafts}
@@ -402,88 +501,59 @@ def generate(
         return programs[key]
 
     def start(T, taken):
-        """Starts a step of T tokens for the places `taken` on each device of dp."""
+        """Starts a step of T tokens for the places `taken` on each device of dp. While a program has the cache, nothing
+        of it is kept: if this is broken off, the next call begins anew."""
         nonlocal cache, state
         program = compiled(T, taken.shape[1])
-        of_step = (taken + own * np.arange(dp)[:, None]).reshape(-1)
-        prompt_tokens = np.minimum(unread(), T)[np.unique(of_step)].sum()
-        most = np.minimum(host.filled + (1 + drafts) * len(in_flight), host.limits - 1)  # that the steps before it fill
-        stored[of_step] = np.maximum(stored, most + T)[of_step]
-        filled = np.minimum(host.filled + T, np.minimum(host.lengths, host.limits - 1))[of_step]
         arguments = None if T <= FEW else on_mesh(taken.astype(np.int32).reshape(-1))
-        host.filled[of_step] = 0  # if this is broken off, nothing is known of these places
-        cache, state, result = program(weights, cache, state, arguments)
-        host.filled[of_step] = filled
-        host.lengths[of_step] = np.maximum(host.lengths, host.filled + 1)[of_step]
+        given, cache = cache, None
+        places.start(T, taken)
+        given, state, result = program(weights, given, state, arguments)
         jax.tree.map(lambda x: x.copy_to_host_async(), result)
-        in_flight.append((prompt_tokens, of_step, numbers[of_step], result))
+        results.append(result)
+        cache = given
 
     def read():
-        """The tokens of the oldest step that was started; places of rows that end with them become free."""
+        """The tokens of the oldest step that was started."""
         nonlocal lengths
-        prompt_tokens, of_step, rows_of_step, result = in_flight.pop(0)
-        after, chosen, logprobs = map(np.asarray, result)
-        tick("prefill_s" if prompt_tokens else "decode_s")
-        new = []
-        of_places = zip(of_step, rows_of_step, after, chosen.tolist(), logprobs.tolist(), strict=True)
-        for p, row, length, tokens, values in of_places:
-            for token, logprob in zip(tokens, values, strict=True):
-                if not (numbers[p] == row >= 0 and known[p] < length):  # the row has ended, or the drafts failed
-                    break
-                host.history[p, known[p]] = token
-                known[p] += 1
-                host.filled[p], host.lengths[p] = max(host.filled[p], known[p] - 1), max(host.lengths[p], known[p])
-                is_last = known[p] == host.limits[p]
-                reason = "stop" if token in stop_tokens else "length" if is_last else None
-                new.append(Token(int(row), token, logprob, reason))
-                if reason:  # the place stands still on the device too
-                    numbers[p], host.filled[p], host.lengths[p], host.limits[p] = -1, known[p] - 1, known[p], known[p]
-        stats["prefill_tokens"] += int(prompt_tokens)
-        if not prompt_tokens:
-            stats["decode_steps"] += 1
-            stats["decode_tokens"] += len(new)
-            stats["row_steps"] += count
+        after, chosen, logprobs = map(np.asarray, results.popleft())
+        is_prefill = places.in_flight[0].prompt_tokens > 0
+        tick("prefill_s" if is_prefill else "decode_s")
+        stats["prefill_tokens"] += places.in_flight[0].prompt_tokens
+        new = places.read(after, chosen.tolist(), logprobs.tolist())
+        if not is_prefill:
             busy = len({token.row for token in new})
-            stats["busy_row_steps"] += busy
-            stats["drafts"] += busy * (chosen.shape[1] - 1)
-            stats["drafts_accepted"] += len(new) - busy
+            counts = {"decode_steps": 1, "decode_tokens": len(new), "row_steps": count, "busy_row_steps": busy}
+            counts |= {"drafts": busy * (chosen.shape[1] - 1), "drafts_accepted": len(new) - busy}
+            for name, n in counts.items():
+                stats[name] += n
             lengths += after[:count] - 1
         return new
 
-    kept = {} if kept is None else kept
-    cache, past, programs = (kept.pop(name, None) for name in ("cache", "past", "programs"))
-    # A step that was broken off has deleted the cache, and a conversation may have outgrown its slots.
-    shapes = [[x.shape for x in jax.tree.leaves(a)] for a in ((wanted, host.history), (cache, past and past[0]))]
-    if shapes[0] == shapes[1] and not any(x.is_deleted() for x in jax.tree.leaves(cache)):
-        host.history[:], host.filled[:], known, stored = past
-    else:
-        cache, programs = model.zeros(wanted), {}
     try:
-        fill()
-        host.filled[numbers < 0] = known[numbers < 0] = 0  # the first slots of free places will be overwritten
-        state = jax.tree.map(on_mesh, host)
+        state = jax.tree.map(on_mesh, places.rows)
         refilled = jax.jit(refill, out_shardings=jax.tree.map(lambda x: x.sharding, state), donate_argnums=0)
-        first_tokens = int(unread().sum())
-        T, taken = choose()
-        compiled(T, taken.shape[1]), compiled(1 + drafts if drafts_pay() else 1, own)
+        first_tokens = int(places.unread().sum())
+        T, taken = places.choose(verifies)
+        compiled(T, taken.shape[1]), compiled(1 + drafts * verifies(), batch // dp)
         progress("prefill", 0, first_tokens)
-        while (live := numbers >= 0).any():
-            if (host.lengths < host.limits)[live].any() and len(in_flight) <= LOOKAHEAD:
-                start(*choose())
+        while places.is_busy():
+            if places.has_more() and len(results) <= LOOKAHEAD:
+                start(*places.choose(verifies))
                 continue
             new = read()
             progress("prefill", min(stats["prefill_tokens"], first_tokens), first_tokens)
             yield new
-            if waiting and (is_new := fill()).any():
-                state = refilled(state, on_mesh(is_new), jax.tree.map(on_mesh, host))
+            if places.waiting and (is_new := places.fill()).any():
+                state = refilled(state, on_mesh(is_new), jax.tree.map(on_mesh, places.rows))
         jax.block_until_ready(cache)  # steps in flight: no process may leave while others wait for it in a collective
         mean_lengths = list(lengths / max(stats["decode_steps"], 1))
         tokens = 1 + stats["drafts"] / max(stats["busy_row_steps"], 1)
         stats["step_bytes"] = step_bytes(weights, cache, mean_lengths, config, tokens)
     finally:
-        if has_states and drafts and in_flight:  # how many drafts these steps put into the states is not known
-            host.filled[numbers >= 0] = 0
-        kept |= {"cache": cache, "past": (host.history, host.filled, known, stored), "programs": programs}
+        if has_states and drafts and places.in_flight:  # how many drafts these steps put into the states is not known
+            places.rows.filled[places.numbers >= 0] = 0
+        kept |= {"cache": cache, "places": places, "programs": programs}
 
 
 def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None, max_new_tokens: int) -> None:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.torch import load_file, save_file
 from test_main import assert_refused, json_rows, main  # noqa: F401 (a fixture)
 from test_parity import deepseek_3, flash, glm_moe, qwen_35_moe
-from test_rows import LENGTHS, assert_equal, collected, demo, random_prompts, stopped
+from test_rows import LENGTHS, accepted, assert_equal, collected, demo, random_prompts, stopped
 
 MTP, LOOKUP = ["--draft", "mtp"], ["--draft", "lookup"]
 
@@ -35,21 +35,6 @@ def test_look_up():
                 assert guessed == known + (again * 5)[:5] + row[length + 5 :]
                 break
         assert guessed[:length] == known and guessed[length + 5 :] == row[length + 5 :]
-
-
-def accepted(history: list, filled: int, lengths: int, limits: int, chosen: list, stops: tuple, T: int):
-    """What generate.accept makes of a row, token by token."""
-    for position in range(filled, filled + T):
-        if position == limits - 1 or position == lengths:  # the last token is not computed, nor one that is not known
-            break
-        filled = position + 1
-        if filled == lengths:
-            guess, token, *chosen = history[lengths], *chosen
-            history[lengths], lengths = token, lengths + 1
-            limits = lengths if token in stops else limits
-            if token != guess or not chosen:
-                break
-    return history, filled, lengths, limits
 
 
 @pytest.mark.parametrize("T", [1, 2, 4, 8, 16])

@@ -255,3 +255,114 @@ def test_how_many_rows_memory_holds(monkeypatch):
     monkeypatch.setattr(generate, "memory_of", lambda mesh: used + 0.9 * size)
     with pytest.raises(model.InputError, match="no memory for a cache of 2 rows"):
         list(generate.generate(weights, prompts, config, mesh, max_new_tokens=100))
+
+
+def accepted(history: list, filled: int, lengths: int, limits: int, chosen: list, stops: tuple, T: int):
+    """What generate.accept makes of a row, token by token."""
+    for position in range(filled, filled + T):
+        if position == limits - 1 or position == lengths:  # the last token is not computed, nor one that is not known
+            break
+        filled = position + 1
+        if filled == lengths:
+            guess, token, *chosen = history[lengths], *chosen
+            history[lengths], lengths = token, lengths + 1
+            limits = lengths if token in stops else limits
+            if token != guess or not chosen:
+                break
+    return history, filled, lengths, limits
+
+
+class Device:
+    """A batch whose next token is a sum of those before it, and a cache of the tokens themselves."""
+
+    VOCABULARY, STOPS = 40, (0, 1)
+
+    def __init__(self, generate, chance, drafts):
+        self.generate, self.chance, self.drafts, self.cache = generate, chance, drafts, None
+
+    def next(self, tokens):
+        return (sum(tokens) * 7 + len(tokens)) % self.VOCABULARY
+
+    def fill(self, is_new, rows):
+        new = self.generate.Rows(*(column.copy() for column in rows))
+        self.rows = new if is_new is None else self.generate.refill(self.rows, is_new, new)
+        self.rows = self.generate.Rows(*map(np.array, self.rows))
+        if self.cache is None:
+            self.cache = np.full(rows.history.shape, -1)
+
+    def step(self, T, places):
+        """What generate.step does and returns."""
+        history, filled, lengths, limits, _ = self.rows
+        results = {}
+        for p in set(places.tolist()):
+            row, first = history[p].tolist(), filled[p]
+            self.cache[p, first : first + T] = row[first : first + T]
+            ends = range(lengths[p], lengths[p] + (T if T <= self.generate.FEW else 1))
+            chosen = [self.next(row[:n]) for n in ends]
+            numbers = int(first), int(lengths[p]), int(limits[p])
+            history[p], filled[p], lengths[p], limits[p] = accepted(row, *numbers, chosen, self.STOPS, T)
+            assert (self.cache[p, : filled[p]] == history[p, : filled[p]]).all()
+            for i in range(self.drafts):  # most of them right
+                if (n := lengths[p] + i) < history.shape[1]:
+                    history[p, n] = self.next(history[p, :n]) if self.chance.random() < 0.8 else 5
+            results[p] = int(lengths[p]), chosen, [0.0] * len(chosen)
+        return zip(*(results[p] for p in places.tolist()), strict=True)
+
+
+def test_places():
+    """Random lists of prompts, and conversations: every prompt ends as it would alone, in places that never hold what
+    the device does not have; what is shared is read once."""
+    generate, random_lists = import_folder("llama3").generate, np.random.default_rng(0)
+    read = shared = 0
+    for _ in range(300):
+        chance = np.random.default_rng(random_lists.integers(2**32))
+        dp, drafts, new = int(chance.integers(1, 3)), int(chance.integers(4)), int(chance.integers(1, 12))
+        batch, slots = dp * int(chance.integers(1, 4)), int(chance.integers(70, 90))
+        count = int(chance.integers(batch - dp + 1, batch + 1))
+        device, past, beginning = Device(generate, chance, drafts), None, []
+        for _ in range(3):  # turns of a conversation
+            prompts = [
+                (beginning if chance.random() < 0.7 else []) + chance.integers(2, 40, chance.integers(1, 40)).tolist()
+                for _ in range(chance.integers(count, 9))
+            ]
+            prompts = [prompt[:slots] for prompt in prompts]
+            sizes = {"count": count, "batch": batch, "dp": dp, "pieces": [32, 16], "drafts": drafts, "seed": 0}
+            limits = {"max_new_tokens": new, "max_seq_len": slots, "stop_tokens": device.STOPS}
+            kinds = {"reusable": lambda shared, filled, stored: shared, "past": past}
+            places, answers, results = generate.Places(prompts, **sizes, **limits, **kinds), [[] for _ in prompts], []
+            device.fill(None, places.rows)
+            shared += places.rows.filled.sum()
+            begun = max(places.numbers)
+            while places.is_busy():
+                if places.has_more() and len(results) <= generate.LOOKAHEAD:
+                    T, taken = places.choose(lambda chance=chance: chance.random() < 0.7)
+                    places.start(T, taken)
+                    read += places.in_flight[-1].prompt_tokens
+                    results.append(device.step(T, places.in_flight[-1].places))
+                    continue
+                for token in places.read(*results.pop(0)):
+                    answers[token.row].append(token)
+                is_new = places.fill()
+                if is_new.any():
+                    assert set(places.numbers[is_new]) == set(range(begun + 1, begun + 1 + is_new.sum()))  # in order
+                    begun += is_new.sum()
+                    shared += places.rows.filled[is_new].sum()
+                    device.fill(is_new, places.rows)
+            for prompt, answer in zip(prompts, answers, strict=True):
+                tokens = [*prompt]
+                while len(tokens) < min(len(prompt) + new, slots + 1):
+                    tokens.append(device.next(tokens))
+                    if tokens[-1] in device.STOPS:
+                        break
+                assert [token.id for token in answer] == tokens[len(prompt) :]
+                is_stop = tokens[-1] in device.STOPS
+                assert [token.finish_reason for token in answer] == [None] * (len(answer) - 1) + [
+                    "stop" if is_stop else "length"
+                ]
+            shared -= sum(map(len, prompts))
+            past, beginning = (
+                places,
+                max(([*p, *(t.id for t in a)] for p, a in zip(prompts, answers, strict=True)), key=len),
+            )
+            beginning = beginning[: slots - 20]
+    assert read + shared == 0
