@@ -462,10 +462,7 @@ def generate(
     cache, past, programs = (kept.pop(name, None) for name in ("cache", "places", "programs"))
     options = {"drafts": drafts, "seed": seed, "max_new_tokens": max_new_tokens, "max_seq_len": max_seq_len}
     shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (wanted, cache)]
-    if shapes[0] != shapes[1] or past.rows.history.shape != (
-        batch,
-        max_seq_len + 1,
-    ):  # a conversation outgrew its slots
+    if shapes[0] != shapes[1] or past.max_seq_len != max_seq_len:  # nothing is kept, or it has outgrown its slots
         cache, past, programs = model.zeros(wanted), None, {}
     places = Places(prompts, count, batch, dp, pieces, **options, stop_tokens=stop_tokens, reusable=reusable, past=past)
     results = deque()  # of the steps in flight
