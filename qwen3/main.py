@@ -441,8 +441,8 @@ class Answer:
         self.tokens.append(token)
         self.finish_reason = token.finish_reason
         part, begun = self.parts[-1], self.markers.get(token.id)
-        if begun == part.kind != "name" and part.ids:  # a word of an answer about these words
-            begun = None
+        if begun in (part.kind, "reasoning") and part.kind != "name" and part.text().strip():
+            begun = None  # a word of an answer about these words
         if begun == "message":  # channels are analysis, commentary and final
             begun = "answer" if part.text().startswith("final") else "reasoning"
         elif not begun and token.id not in self.hidden and self.tokenizer.convert_ids_to_tokens(token.id):
@@ -461,7 +461,8 @@ class Answer:
             if text and part.kind != "name":
                 if part is not self.printed:
                     is_other = part.kind != (self.printed.kind if self.printed else "answer")
-                    new += "\n" * bool(self.printed) + f"[{part.kind}]\n" * is_other
+                    new += "\n" * bool(self.printed and (is_other or part.kind == "reasoning"))
+                    new += f"[{part.kind}]\n" * is_other
                 new, self.printed = new + text, part
         return new + "\n" * bool(self.finish_reason)
 
@@ -473,16 +474,18 @@ class Answer:
         return "".join(texts).lstrip("\n") if self.markers else texts[0]
 
     def message(self) -> dict | None:
-        """The answer as a message for the chat template, None if there is none. A template that knows of no
-        reasoning_content takes thoughts out of the text itself."""
+        """The answer as a message for the chat template, None if there is none. Line ends before it are the template's.
+        One that knows of no reasoning_content takes thoughts out of the text itself."""
         said, reasoning = self.text(), self.text("reasoning")
         template = str(self.tokenizer.chat_template)
         if not said.strip():
             return None
         if "</think>" in template and "reasoning_content" not in template:
-            said = self.tokenizer.decode([token.id for token in self.tokens], skip_special_tokens=True)
-        thoughts = dict.fromkeys(("reasoning_content", "thinking"), reasoning) if reasoning else {}
-        return {"role": "assistant", "content": said} | thoughts
+            said = self.tokenizer.decode(
+                [token.id for token in self.tokens if token.id in self.markers or token.id not in self.hidden]
+            )
+        thoughts = dict.fromkeys(("reasoning_content", "thinking"), reasoning) if self.markers else {}
+        return {"role": "assistant", "content": said.lstrip("\n")} | thoughts
 
 
 class Results:

@@ -157,7 +157,14 @@ FAMILIES = {  # what the template does with an answer, how it begins one; an ans
         "<think>\nWell, é.\n</think>\n\nIt is </think> é.<e>",
         ("Well, é.", "It is </think> é.", "<a>It is </think> é.<e>"),
     ),
+    "qwen3, another word": (
+        THINK_APART,
+        "<a>",
+        "<think>\nIf\n</think>\n\nA <think>!<e>",
+        ("If", "A <think>!", "<a>A <think>!<e>"),
+    ),
     "qwen3, not thinking": (THINK_APART, "<a><think>\n\n</think>\n\n", "Yes.\n<e>", ("", "Yes.\n", "<a>Yes.\n<e>")),
+    "qwen3, no thought": (THINK_APART, "<a>", "No </think>!\n<e>", ("", "No </think>!\n", "<a>No </think>!\n<e>")),
     "r1": (
         "{{ '<a>' + m.content.split('</think>')[-1] }}<e>",
         "<a><think>\n",
