@@ -18,8 +18,8 @@ LINKING = [*PAGES, *ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("*/
 PROGRAMS = ["llama3/main.py", "llama3/convert.py"]
 PROGRAMS += ["benchmarks/plan.py", "benchmarks/bench.py", "benchmarks/precision.py", "benchmarks/check.py"]
 OTHER_FLAGS = {  # of other programs (pytest, say, or here gcloud, Slurm, mpirun and ipyparallel), by page
-    "hosts": {"accelerator", "command", "exclusive", "file", "gpus", "host", "ip", "nodes", "ntasks", "version",
-              "worker", "zone"},
+    "hosts": {"accelerator", "command", "exclusive", "file", "gpus", "host", "ip", "nodes", "ntasks", "python",
+              "version", "worker", "zone"},
 }  # fmt: skip
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 RUN = re.compile(r"\(run by `(tests/test_\w+\.py)`\):\Z")
