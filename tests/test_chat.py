@@ -282,14 +282,14 @@ def test_what_is_typed_in_a_conversation(monkeypatch, capsys):
 
 def test_interrupts_at_any_moment(monkeypatch, capsys):
     """A conversation goes on from what was printed, and what is kept gives the answers of a fresh start."""
-    turns = iter(["Hello!", *["What is the capital of France?", "And 3 plus 4?", "x" * 90] * 10, "Hello!", "/exit"])
+    turns = iter(["Hello!", *["What is the capital of France?", "And 3 plus 4?", "x" * 90] * 10, "Hello!"])
     random, timers, answers, arguments = np.random.default_rng(0), [], [], []
     generate = llama3.main.generate
 
     def typed(_):
         while timers:  # what was not interrupted yet is now, at its prompt
             timers.pop().join()
-        text = next(turns)
+        text = next(turns, "/exit")
         if answers and text != "/exit":
             timers.append(threading.Timer(random.choice([0.005, 0.03, 0.1, 0.3, 1]), os.kill, (os.getpid(), 2)))
             timers[-1].start()
