@@ -641,7 +641,14 @@ def join_hosts(args) -> None:
     faulthandler.dump_traceback_later(360, exit=True, file=2)
     try:
         with patience(f"all {count} processes" if count else "all hosts"):
-            jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, devices)
+            for tries_left in (2, 1, 0):
+                try:
+                    jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, devices)
+                    break
+                except OSError:  # a lost connection to the metadata server of a TPU, which jax does not try again
+                    if not tries_left:
+                        raise
+                    time.sleep(1)
     except Exception as error:  # each way of finding the hosts fails with exceptions of its own
         if isinstance(error, ValueError) and not is_launched:  # jax knows no cluster: a TPU host that is alone
             return
@@ -767,7 +774,9 @@ def main() -> None:
         raise InputError(f"standard {'output' if sys.stdout is None else 'input'} is closed")
     join_hosts(args)
     convert.find_devices()
-    if not args.no_compilation_cache:
+    if args.no_compilation_cache:  # JAX_COMPILATION_CACHE_DIR may name one
+        jax.config.update("jax_enable_compilation_cache", False)
+    else:
         enable_compilation_cache()
     if (processes := jax.process_count()) > 1:  # process 0 prints results; what libraries print: standard error
         results = os.dup(1) if jax.process_index() == 0 else os.open(os.devnull, os.O_WRONLY)

@@ -555,7 +555,7 @@ def test_standard_output_that_is_full():
 
 
 def test_compiled_programs_are_kept(tmp_path):
-    """In the user's cache folder, unless a flag says not to; a second run compiles nothing anew."""
+    """In the user's cache folder, unless a flag says not to, whatever variables say; a second run compiles nothing."""
     environment = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
     environment["XDG_CACHE_HOME"] = str(tmp_path)
     command = [
@@ -570,9 +570,9 @@ def test_compiled_programs_are_kept(tmp_path):
         "--dp",
         "8",
     ]
-    kept = []
-    for options in (["--no_compilation_cache"], [], []):
-        subprocess.run([*command, *options], env=environment, capture_output=True, check=True)
+    kept, named = [], {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "named")}
+    for variables, options in ((named, ["--no_compilation_cache"]), ({}, []), ({}, [])):
+        subprocess.run([*command, *options], env=environment | variables, capture_output=True, check=True)
         kept.append({file.name for file in tmp_path.glob("*/*-cache")})
     assert not kept[0] and kept[1] == kept[2] and any("jit_step" in name for name in kept[1])
 
