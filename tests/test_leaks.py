@@ -1,0 +1,130 @@
+"""What a folder carries and never uses: an option of another family in a block of all, or what nothing calls any more.
+
+A definition of model.py counts as used if a file of the folder names it. A parameter with a default and a field with
+one count as set if a call in the folder gives them. Only names are compared, so a method's users are those of all
+methods of this name.
+"""
+
+import ast
+import functools
+from collections import Counter, defaultdict
+
+import pytest
+from shared import ROOT, folders
+
+FILES = ("model", "generate", "convert", "main")
+ALLOWED = {
+    "the benchmarks': programs that are compiled ahead of time": {"abstract_weights"},
+    "the tests': kernels that are interpreted, and in small blocks": {
+        "attention_kernel(block)", "attention_kernel(interpret)", "attention_kernel(queries)",
+        "delta_kernel(interpret)", "exchange_kernel(interpret)", "expert_kernel(interpret)", "expert_kernel(tile)",
+        "expert_loop(columns)", "lanes_product(block)", "lanes_product(interpret)", "routing_kernel(interpret)",
+        "streamed_product(block)", "streamed_product(interpret)", "triton_attention(interpret)",
+    },
+    "config.json's: read_rope gives what stands there": {
+        "LinearRope.mscale_all_dim", "ProportionalRope.factor",
+        "YarnRope.attention_factor", "YarnRope.beta_fast", "YarnRope.beta_slow", "YarnRope.mscale",
+        "YarnRope.truncate",
+    },
+    "of some families, in a block of all: to become a hook, a table's row or a block of their own": {
+        "Format.kernel_product", "Format.piece(count)", "Int4Lanes.kernel_product", "Int4Lanes.piece(count)",
+        "Mask.chunk", "Mask.softcap", "Mask.window", "Mxfp4Lanes.zero", "Part.groups", "Part.of_group",
+        "Part.replicated", "Part.rows", "Part.within", "bias(dtype)", "bias(experts)", "bias(suffix)",
+        "by_input(experts)", "by_input(transposed)", "by_output(per_head)", "cached_attention(sinks)",
+        "check_routing", "check_routing(best)", "experts(biases)", "linear_halves", "linear_halves(bias)",
+        "read_heads", "read_list", "read_rope(interleaved)", "read_rope(part)",
+        "read_rope(rope_theta)", "rms_norm", "rotate", "store_many(is_own)", "whole(dtype)", "whole(transposed)",
+    },
+}  # fmt: skip
+
+
+def read(folder: str) -> dict[str, str]:
+    return {name: (ROOT / folder / f"{name}.py").read_text() for name in FILES}
+
+
+@functools.cache
+def unused_in(folder: str) -> set[str]:
+    return unused(read(folder))
+
+
+def unused(files: dict[str, str]) -> set[str]:
+    """Names of what model.py defines and nothing uses: `definition`, `Class.method`, `function(parameter)`,
+    `Class.field`."""
+    trees = {name: ast.parse(text) for name, text in files.items()}
+    named, calls = Counter(), defaultdict(list)
+
+    def name_of(node):
+        return getattr(node, "id", None) or getattr(node, "attr", None)
+
+    for node in (node for tree in trees.values() for node in ast.walk(tree)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):  # getattr(model, "name")
+            named[node.value] += 1
+        elif isinstance(node, (ast.Name, ast.Attribute, ast.alias)):
+            named[getattr(node, "name", None) or name_of(node)] += 1
+        elif isinstance(node, ast.Call):
+            calls[name_of(node.func)].append((node.args, node.keywords))
+            if node.args and name_of(node.func) in ("partial", "replace"):  # arguments of their first argument
+                calls[name_of(node.args[0])].append((node.args[1:], node.keywords))
+
+    def is_given(function, name, place):
+        def gives(arguments, keywords):
+            by_place = any(isinstance(x, ast.Starred) for x in arguments) or len(arguments) > place
+            return by_place or any(keyword.arg in (name, None) for keyword in keywords)
+
+        return any(gives(*call) for call in calls[function])
+
+    found = set()
+
+    def look_into(function, owner=""):
+        own = sum(name_of(node) == function.name for node in ast.walk(function))
+        if named[function.name] <= own and not function.name.startswith("__"):
+            found.add(owner + function.name)
+            return
+        arguments = function.args
+        places = arguments.posonlyargs + arguments.args
+        is_method = bool(places) and places[0].arg in ("self", "cls")
+        given = [(x.arg, i - is_method) for i, x in enumerate(places)][len(places) - len(arguments.defaults) :]
+        pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        given += [(x.arg, 999) for x, default in pairs if default is not None]
+        found.update(f"{owner}{function.name}({x})" for x, i in given if not is_given(function.name, x, i))
+
+    for node in trees["model"].body:
+        if isinstance(node, ast.FunctionDef):
+            look_into(node)
+        elif isinstance(node, ast.ClassDef):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef):
+                    look_into(method, f"{node.name}.")
+            fields = [field for field in node.body if isinstance(field, ast.AnnAssign)]
+            for i, field in enumerate(fields if node.name != "Config" else ()):
+                set_later = any(
+                    k.arg == field.target.id for name in ("replace", "_replace") for _, ks in calls[name] for k in ks
+                )
+                if field.value is not None and not set_later and not is_given(node.name, field.target.id, i):
+                    found.add(f"{node.name}.{field.target.id}")
+    return found
+
+
+@pytest.mark.parametrize("folder", folders())
+def test_a_folder_uses_what_it_has(folder):
+    leaks = unused_in(folder) - set().union(*ALLOWED.values())
+    assert not leaks, f"{folder}/model.py carries what nothing in the folder uses: {', '.join(sorted(leaks))}"
+
+
+def test_the_list_is_not_longer_than_needed():
+    longer = set().union(*ALLOWED.values()) - set().union(*map(unused_in, folders()))
+    assert not longer, f"used or gone, so not to be allowed: {', '.join(sorted(longer))}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "name"),
+    [
+        ("def rms_norm(x: Array, ", "def rms_norm(x: Array, *, factor: float = 1.0, ", "rms_norm(factor)"),
+        ("    rows: tuple[int, int] | None", "    planted: int = 0\n    rows: tuple[int, int] | None", "Part.planted"),
+        ("def linear(", "def planted():\n    return planted\n\n\ndef linear(", "planted"),
+    ],
+)
+def test_a_planted_leak_is_found(before, after, name):
+    files = read("llama3")
+    changed = files["model"].replace(before, after, 1)
+    assert changed != files["model"] and unused(files | {"model": changed}) - unused_in("llama3") == {name}
