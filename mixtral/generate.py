@@ -257,10 +257,10 @@ class Places:
     """What the host knows of a batch, whatever the device does: which prompt has which place, the steps that were
     started, the tokens that were read.
 
-    `rows` is the state after all steps that were started; drafts may have filled more, and a stop token that is not
-    read yet less. A free place stands still at its limit. Of each place, `numbers` has its row, -1 if it is free;
-    `prompt_lengths` that of the prompt; `known` how many tokens were read, with the prompt; `stored` how many slots
-    were written at most.
+    `rows` is the state after all steps that were started. The device is ahead of it where drafts were accepted, and
+    behind it where it met a stop token that was not read yet. A free place stands still at its limit. Of each place,
+    `numbers` has its row, -1 if it is free; `prompt_lengths` that of the prompt; `known` how many tokens were read,
+    with the prompt; `stored` how many slots were written at most.
 
     Prompts take `count` of the `batch` places, and those of a device of `dp` stand together. `reusable(shared, filled,
     stored)` says how many of the tokens that a prompt shares with a place its cache can keep. `past`, the places of an

@@ -368,9 +368,6 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-say_once = functools.cache(say)
-
-
 def devices_found() -> str:
     """What the program runs on, and why it is a CPU if there is more in the machine."""
     device = jax.devices()[0]
@@ -389,11 +386,17 @@ def devices_found() -> str:
     return f"{found}: jax found no GPU or TPU"
 
 
+@functools.cache
+def say_devices() -> None:
+    """Says what the program runs on, at the first call alone."""
+    say(devices_found())
+
+
 class Progress:
     """Reports on standard error what takes time before the first text: each compilation, and prefill as a bar."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        say_once(devices_found())
+        say_devices()
         if stage == "prefill":
             if done == 0:
                 self.bar = progress_bar(total=total, desc="prefill", unit=" tokens", delay=0)
@@ -778,7 +781,8 @@ def main() -> None:
         jax.config.update("jax_enable_compilation_cache", False)
     else:
         enable_compilation_cache()
-    if (processes := jax.process_count()) > 1:  # process 0 prints results; what libraries print: standard error
+    processes = jax.process_count()
+    if processes > 1:  # process 0 alone prints results; what libraries print goes to standard error
         results = os.dup(1) if jax.process_index() == 0 else os.open(os.devnull, os.O_WRONLY)
         sys.stdout = os.fdopen(results, "w", encoding="utf-8", errors="backslashreplace")
         os.dup2(2, 1)
@@ -788,7 +792,7 @@ def main() -> None:
     flags = {"jax": jax.__version__} | {f"--{name}": value for name, value in vars(args).items() if name not in OWN}
     inputs = together(lambda: read_inputs(args), lambda inputs: flags | inputs.facts())
     if sum(file.stat().st_size for file in inputs.checkpoint.folder.glob("*.safetensors")) > 1e8:  # it takes a while
-        say_once(devices_found())
+        say_devices()
     begin = time.perf_counter()
     weights = jax.block_until_ready(load(inputs.checkpoint, inputs.mesh, args.dtype, args.quantize))
     load_s = time.perf_counter() - begin
