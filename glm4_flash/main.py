@@ -393,9 +393,14 @@ def say_devices() -> None:
 
 
 class Progress:
-    """Reports on standard error what takes time before the first text: each compilation, and prefill as a bar."""
+    """Reports on standard error what takes time before the first text: each compilation, and prefill as a bar. Calls
+    `check` each time."""
+
+    def __init__(self, check=lambda: None):
+        self.check = check
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        self.check()
         say_devices()
         if stage == "prefill":
             if done == 0:
@@ -814,22 +819,41 @@ def main() -> None:
         say(f"stats: {json.dumps(rounded)}")
 
 
+@contextlib.contextmanager
+def interrupts_noted():
+    """Within it Ctrl-C raises nothing, since jax turns an exception amid its own callbacks into another. What is
+    yielded raises KeyboardInterrupt if there was one."""
+    noted = []
+
+    def check():
+        if noted:
+            raise KeyboardInterrupt
+
+    if is_interruptible:
+        signal.signal(signal.SIGINT, lambda *_: noted.append(True))
+    try:
+        yield check
+    finally:
+        if is_interruptible:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def answer(args, inputs: Inputs, generation) -> dict:
     """Decodes the prompts and prints the results. Returns what was measured."""
     measured = {}
     results = Results(args, inputs.tokenizer, inputs.prompts, inputs.prompt_tokens, inputs.markers)
     steps = generation(inputs.prompt_tokens, max_seq_len=args.max_seq_len, stats=measured)
     results.add(next(steps))  # the first token is prefill's, what follows is the decode loop
-    if is_interruptible:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     shows_rows = args.output == "json" and not sys.stdout.isatty()  # they appear when they are finished
     bar = progress_bar(total=len(results.answers), desc="decoding", unit=" rows") if shows_rows else None
     try:
-        with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
+        profiler = jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext()
+        with interrupts_noted() as check, profiler:
             for tokens in steps:
                 results.add(tokens)
                 if bar:
                     bar.update(sum(token.finish_reason is not None for token in tokens))
+                check()
     except KeyboardInterrupt:
         results.break_off()
         print("error: interrupted", file=sys.stderr, flush=True)
@@ -871,8 +895,11 @@ def chat(args, inputs: Inputs, generation) -> dict:
             results = Results(args, inputs.tokenizer, [text], prompt_tokens, inputs.markers)
             slots = max(CHAT_SLOTS, model.power_of_two(len(prompt_tokens[0]) + args.max_new_tokens - 1))
             slots, of_turn = min(slots, args.max_seq_len or slots), {}
-            for tokens in generation(prompt_tokens, max_seq_len=slots, kept=kept, stats=of_turn):
-                results.add(tokens)
+            with interrupts_noted() as check:
+                progress = Progress(check)
+                for tokens in generation(prompt_tokens, max_seq_len=slots, kept=kept, stats=of_turn, progress=progress):
+                    results.add(tokens)
+                    check()
             measured = of_turn
             results.note_cut()
         except KeyboardInterrupt:

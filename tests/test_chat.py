@@ -313,8 +313,9 @@ def test_interrupts_at_any_moment(monkeypatch, capsys):
     finally:
         signal.signal(signal.SIGINT, handler)
     weights, config, mesh, options = arguments
-    fresh = [[] for _ in answers]
-    for tokens in generate(weights, [ids for ids, _ in answers], config, mesh, **options | {"rows": 8, "kept": None}):
+    fresh, prompts = [[] for _ in answers], [ids for ids, _ in answers]
+    options |= {"rows": 8, "kept": None, "progress": llama3.main.Progress()}
+    for tokens in generate(weights, prompts, config, mesh, **options):
         for token in tokens:
             fresh[token.row].append(token.id)
     assert "Traceback" not in capsys.readouterr().err
