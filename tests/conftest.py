@@ -2,14 +2,17 @@
 
 Tests run on eight virtual CPU devices, and libtpu is told that it only compiles. With `-m device` those of this marker
 run on whatever jax finds, compiled as users do: a TPU belongs to one process, several share a GPU. They need no package
-but jax, pytest, pytest-xdist and main.py's own.
+but jax, pytest, pytest-xdist and main.py's own. After `--minutes` none begins; a case of each test comes before the
+second of any.
 """
 
 import argparse
+import collections
 import gc
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 command_line = argparse.ArgumentParser(add_help=False)
@@ -17,6 +20,7 @@ command_line.add_argument("-m", default="")
 HAS_NVIDIA = Path("/proc/driver/nvidia/version").exists()
 # Workers have another command line, and this environment.
 ON_DEVICE = os.environ.setdefault("TESTS_MARKED", command_line.parse_known_args(sys.argv[1:])[0].m) == "device"
+BEGIN = float(os.environ.setdefault("TESTS_BEGAN", str(time.time())))
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # it has the environment of the process that started it
     os.environ["PYTHONPATH"] = str(Path(__file__).parent / "without_torch")  # of the programs that tests start
@@ -63,11 +67,30 @@ def recorded(new=interpreter.RaceDetectionState, **options):
 interpreter.RaceDetectionState = recorded
 
 
+def pytest_addoption(parser):
+    parser.addoption("--minutes", type=float, default=5, help="with -m device: begin no test after this, default 5")
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "optimized: compiles as users do, with all optimizations")
     config.addinivalue_line("markers", "device: runs on an accelerator too: pytest -m device")
-    if ON_DEVICE:  # what a later version of a library advises against is no failure there
-        config.addinivalue_line("filterwarnings", "default")
+    if ON_DEVICE:
+        config.addinivalue_line("filterwarnings", "default")  # what a later library advises against is no failure there
+        config.option.dist, config.option.maxschedchunk = "load", 1  # each process takes the next test
+
+
+def pytest_collection_modifyitems(items):
+    if ON_DEVICE:
+        seen = collections.Counter()
+        for item in items:
+            item.case = seen[item.function]
+            seen[item.function] += 1
+        items.sort(key=lambda item: item.case)
+
+
+def pytest_runtest_setup(item):
+    if ON_DEVICE and time.time() - BEGIN >= 60 * item.config.option.minutes:
+        pytest.skip("not begun: the minutes were over")
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -91,6 +114,9 @@ def pytest_terminal_summary(terminalreporter):
         device = jax.devices()[0]
         versions = f"jax {jax.__version__}, {' '.join(device.client.platform_version.split())}"
         terminalreporter.section(f"{jax.device_count()} x {device.device_kind}, {versions}")
+        late = sum("minutes" in report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
+        if late:
+            terminalreporter.write_line(f"{late} tests were not begun: the minutes were over, see --minutes")
         for report in terminalreporter.stats.get("passed", []):
             for name, value in report.user_properties:
                 terminalreporter.write_line(f"{report.nodeid.partition('::')[2]}: {name} {value}")

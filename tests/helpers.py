@@ -211,7 +211,8 @@ def assert_matches(reference, prompts, rows, atol: float = 1e-3) -> None:
 
 
 def environment_of_users(torch: bool = False, **changes: str) -> dict[str, str]:
-    """The environment for a program as its users run it: as many devices as there are, all optimizations. `torch` says
-    whether transformers finds it."""
+    """The environment for a program as its users run it: as many devices as there are, all optimizations, nothing of
+    the tests'. `torch` says whether transformers finds it."""
     dropped = ["JAX_NUM_CPU_DEVICES", "JAX_DISABLE_MOST_OPTIMIZATIONS", "OMP_NUM_THREADS", *["PYTHONPATH"] * torch]
+    dropped += ["PYTEST_XDIST_WORKER", "TESTS_MARKED", "TESTS_BEGAN"]
     return {name: value for name, value in os.environ.items() if name not in dropped} | changes

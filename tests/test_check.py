@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import subprocess
 import sys
 import time
 
@@ -107,3 +109,25 @@ def test_the_tightest_fits_by_the_compiler():
     command = [folder, "--config", config, "--target", "v5e:1x1", "--batch", "8", "--max_seq_len", "1088", "--json"]
     (report,) = check.output_of(["benchmarks/plan.py", *command, "--quantize", weights], time.monotonic() + 600)
     assert report["fits"] and report["estimated_ms"] >= report["floor_ms"] > 9
+
+
+def test_minutes_of_the_tests_on_devices():
+    """A case of each test comes first; what the minutes leave out is counted."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "device",
+        "--minutes",
+        "0",
+        "-n",
+        "0",
+        "-v",
+        "tests/test_device.py",
+    ]
+    environment = environment_of_users(torch=True)
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    names = re.findall(r"::(\w+).*SKIPPED", ran.stdout)
+    kinds, left_out = set(names), re.search(r"(\d+) tests were not begun: the minutes were over", ran.stdout)
+    assert ran.returncode == 0 and 10 < len(kinds) <= int(left_out[1]) and set(names[: len(kinds)]) == kinds
