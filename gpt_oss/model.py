@@ -50,6 +50,7 @@ to the residual stream's dtype first, which halves the traffic. Norms, rotary em
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterator
 from functools import partial
@@ -101,7 +102,7 @@ class Config:
     attention_bias: bool = True
     experts_are_mxfp4: bool = False  # in the checkpoint
 
-    n_group = topk_group = 1  # constants: `choose_experts` can limit the choice to some groups of experts
+    n_group = topk_group = 1  # constants: `chosen_experts` can limit the choice to some groups of experts
 
     @classmethod
     def from_dict(cls, config: dict, names: Collection[str] = ()) -> Config:
@@ -238,11 +239,11 @@ def feed_forward(x: Array, w: dict, config: Config) -> Array:
 def route(logits: Array, config: Config) -> tuple[Array, Array]:
     """The experts of each token, int32 [B, k], and the weights of their outputs, float32 [B, k], from the router's
     float32 logits [B, E]: the highest logits. B counts tokens here, and E all experts."""
-    return choose_experts(logits, logits, best=1, config=config)  # `best` is of a group, and there are no groups
+    return chosen_experts(logits, logits, best=1, config=config)  # `best` is of a group, and there are no groups
 
 
 def weighed(scores: Array, config: Config) -> Array:
-    """The weights [B, k] of the chosen experts' outputs, from their logits: a softmax over these alone. choose_experts
+    """The weights [B, k] of the chosen experts' outputs, from their logits: a softmax over these alone. chosen_experts
     calls it."""
     return jax.nn.softmax(scores, axis=1)
 
@@ -354,6 +355,32 @@ ceil_div, power_of_two = pl.cdiv, pl.next_power_of_2  # both round up: a / b, an
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What differs by machine
+
+
+FAST = {}  # (name of a function, platform): what takes its place there
+PRODUCTS = {}  # (platform, format): what multiplies there instead of `product`
+
+
+def platform() -> str:
+    """What the devices of the mesh are: "cpu", "tpu" or, whatever else they are, "gpu"."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return "cpu" if device.device_kind == "cpu" else "tpu" if device.device_kind.startswith("TPU") else "gpu"
+
+
+def by_machine(plain):
+    """`plain` or, where FAST has a row for it, what is faster on this machine. (jax.lax.platform_dependent would trace
+    all of them.) `plain` says what is computed, and is right everywhere."""
+
+    @functools.wraps(plain)
+    def chosen(*arguments, **options):
+        return FAST.get((plain.__name__, platform()), plain)(*arguments, **options)
+
+    chosen.plain = plain
+    return chosen
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Number formats
 
 
@@ -399,44 +426,11 @@ class Format:
         None where there is none."""
         raise NotImplementedError
 
-    def cpu_product(self, x: Array) -> Array:
-        """`product` in the way that suits CPUs."""
-        return product(x, self)
-
-    def gpu_product(self, x: Array) -> Array:
-        """`product` in the way that suits GPUs. Of one row XLA reads the matrix faster if it sees a sum: an H100 reads
-        one of 28,672 x 4,096 at 2.98 TB/s, in int8 at 2.84, instead of 2.71 and 2.16."""
-        if len(x) > 1:
-            return product(x, self)
-        values, scale = self.values_and_scale(x.dtype)
-        x = jax.lax.optimization_barrier(self.in_order(padded(x, self)))  # it is not to be computed again for each sum
-        y = jnp.sum(x.astype(jnp.float32) * values.astype(jnp.float32), axis=-1)[None]
-        return y if scale is None else y * scale
-
-    def tpu_product(self, x: Array) -> Array:
-        """`product` in the way that suits TPUs."""
-        return product(x, self, min_rows=8)
-
     def rows(self, start: int, stop: int) -> Format:
         """Some rows of a matrix."""
         return jax.tree.map(lambda array: array[start:stop], self)
 
-    # Of these the first that divides an expert's columns: what CPUs multiply one row with at a time.
-    expert_columns = (2048,)
-    # What TPUs' expert_kernel takes at a time: columns of an expert, and at least so many tokens.
-    kernel_columns, kernel_rows = 128, 1
-
-    def piece(self, e: Array, axis: int, i: int | Array, n: int, count: int = 1) -> list[tuple]:
-        """Where `count` times n rows (axis 0) or columns (1) of expert e are in each array, from row i * n on."""
-        part = pl.ds(pl.multiple_of(i * n, n), count * n)
-        index = (part, slice(None)) if axis == 0 else (slice(None), part)
-        return [(e if a.ndim == 3 else pl.ds(e, 1), *index)[: a.ndim] for a in jax.tree.leaves(self)]
-
-    def kernel_product(self, x: Array) -> Array:
-        """x [B, C] times a piece [O, C] in a kernel for TPUs: float32 [B, O]."""
-        values, scale = self.values_and_scale(x.dtype)
-        y = einsum("bc,oc->bo", x, values)
-        return y if scale is None else y * scale
+    kernel_columns = 128  # of an expert, which a kernel for TPUs takes at a time
 
 
 def format_of_arrays(cls: type) -> type:
@@ -466,12 +460,6 @@ class Plain(Format):
     def values_and_scale(self, dtype):
         return self.values, None
 
-    def cpu_product(self, x):
-        return plain_cpu_product(x, self.values)
-
-    def tpu_product(self, x):
-        return streamed_product(x, self.values) if is_streamed(x, self.values) else super().tpu_product(x)
-
 
 @format_of_arrays
 class Int8(Format):
@@ -495,14 +483,6 @@ class Int8(Format):
 
     def values_and_scale(self, dtype):
         return self.values.astype(dtype), self.scale
-
-    def cpu_product(self, x):
-        return int8_cpu_product(x, self.values) * self.scale
-
-    def tpu_product(self, x):
-        if is_streamed(x, self.values):
-            return streamed_product(x, self.values) * self.scale
-        return super().tpu_product(x)
 
 
 def quantize(x: Array) -> Int8:
@@ -1008,6 +988,18 @@ def attention_scores(q: Array, k: Format, mask: Array, softcap: float | None = N
     return jnp.where(mask, softcapped(scores, softcap), MASKED)
 
 
+@by_machine
+def query_key_product(q: Array, k: Array) -> Array:
+    """q [B, K, A, M, H] times k [B, K, S, H]: float32 [B, K, A, M, S]."""
+    return einsum("bkamh,bksh->bkams", q, k)
+
+
+@by_machine
+def probability_value_product(p: Array, v: Array) -> Array:
+    """p [B, K, A, M, S] times v [B, K, S, W]: float32 [B, K, A, M, W]."""
+    return einsum("bkams,bksw->bkamw", p, v)
+
+
 def attention_with_sum(scores: Array, v: Format, dtype: jnp.dtype) -> tuple[Array, Array]:
     """The softmax of scores [B, K, A, M, S] times values v [B, K, S, W], float32 [B, K, A, M, W], and the log-sum-exp
     of the scores, float32 [B, K, A, M, 1]. `dtype` is for the product with rounded values."""
@@ -1172,27 +1164,21 @@ def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask
         places = jnp.arange(len(q)) if places is None else places
         cache = store_many(cache, new, starts, places, mask, R)
         return attend_to_stored(q, cache, starts, places, mask, T, R), cache
-
-    def plain(q, new, cache, starts, **sizes):
-        cache = store_few(cache, new, starts, mask, R)
-        return plain_attention(q, cache, starts, None, mask, T, R, run, **sizes), cache
-
-    kernel = partial(attention_kernel, mask=mask, T=T, R=R, run=run)
-    block = 128 if len(q) > 8 else 512  # stays in the processor's cache; blocks that a row has not filled are not read
-    on_cpu = partial(plain, rows=1, block=block) if cache[0].shape[2] > block else plain
-    return by_platform(q, new, cache, starts, cpu=on_cpu, tpu=kernel, default=plain)
+    if platform() == "tpu":
+        return attention_kernel(q, new, cache, starts, mask=mask, T=T, R=R, run=run)
+    cache, block, sizes = store_few(cache, new, starts, mask, R), 128 if len(q) > 8 else 512, {}
+    if platform() == "cpu" and cache[0].shape[2] > block:
+        sizes = {"rows": 1, "block": block}  # stays in the processor's cache; what a row has not filled is not read
+    return plain_attention(q, cache, starts, None, mask, T, R, run, **sizes), cache
 
 
+@by_machine
 def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -> Array:
-    """store_and_attend of many tokens, which are in the cache, as each machine does it best."""
-
-    def kernel(q, cache, starts, places):
+    """store_and_attend of many tokens, which are in the cache."""
+    if platform() == "tpu":
         return attention_kernel(q, (), cache, starts, places, mask=mask, T=T, R=R)[0]
-
-    plain = partial(plain_attention, mask=mask, T=T, R=R)
-    on_cpu = partial(plain, rows=1, tile=256, block=128 if T <= 128 else 256)
-    on_gpu = partial(triton_attention, mask=mask, R=R) if suits_triton(q, cache) else partial(plain, block=512)
-    return by_platform(q, cache, starts, places, cpu=on_cpu, tpu=kernel, default=on_gpu)
+    sizes = {"rows": 1, "tile": 256, "block": 128 if T <= 128 else 256} if platform() == "cpu" else {"block": 512}
+    return plain_attention(q, cache, starts, places, mask, T, R, **sizes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1392,6 +1378,24 @@ def experts(x, ids, scores, w_gate_up, w_down, activate, biases: tuple[Array, Ar
     return out
 
 
+@by_machine
+def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
+    """experts, with ids counted on this device: E is one on another device. Each expert that a token chose is
+    multiplied with all tokens, and those that did not choose it count nothing."""
+    by_expert = scores_by_expert(ids, scores, E := w_down.shape[0])
+
+    def add(e, out):
+        gate_up, down, bias = jax.tree.map(lambda a: a[e], (w_gate_up, w_down, gate_up_bias))
+        y = multiply(x, gate_up)
+        gate, up = jnp.split(y if bias is None else y + bias, 2, axis=-1)
+        return out + multiply(activate(gate, up, by_expert[:, e, None]).astype(x.dtype), down)
+
+    def visit(e, out):
+        return jax.lax.cond(jnp.any(ids == e), add, lambda e, out: out, e, out)
+
+    return jax.lax.fori_loop(0, E, visit, jnp.zeros((len(x), w_down.shape[1]), jnp.float32))
+
+
 def scores_by_expert(ids: Array, scores: Array, E: int) -> Array:
     """ids, scores [B, k]: float32 [B, E], the score of each token for each expert, 0 if it did not choose it."""
     return jnp.sum(jnp.where(ids[:, :, None] == jnp.arange(E), scores[:, :, None], 0), axis=1)
@@ -1441,6 +1445,7 @@ def check_routing(config: Config, experts: int, best: int = 1) -> None:
         raise InputError(f"config.json: num_experts_per_tok {k} exceeds the {eligible} experts that a token can choose")
 
 
+@by_machine
 def chosen_experts(scores: Array, choice: Array, best: int, config: Config) -> tuple[Array, Array]:
     """The k experts whose float32 choice [B, E] is highest, and their scores, [B, k] each. If topk_group is less than
     n_group, only experts of so many groups are eligible: of the groups whose `best` highest choices add up to the most.
@@ -1540,13 +1545,6 @@ def is_valid(value: object, kind: type, name: str = "") -> bool:
 # blocks of its arguments (a BlockSpec says which) into the core's fast memory, VMEM.
 
 
-def by_platform(*arguments, default, cpu=None, tpu=None):
-    """Calls one of several functions, by the platform of the mesh. jax.lax.platform_dependent would trace them all."""
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    own = cpu if device.device_kind == "cpu" else tpu if device.device_kind.startswith("TPU") else None
-    return (own or default)(*arguments)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory on each machine
 
@@ -1638,38 +1636,20 @@ def einsum(subscripts: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) 
 
 def linear(x: Array, w: Format, bias: Array | None = None) -> Array:
     """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
-    flat = x.reshape(-1, x.shape[-1])
-    y = by_platform(flat, w, cpu=cpu_product, tpu=tpu_product, default=gpu_product)
-    y = y.reshape(*x.shape[:-1], -1)
+    y = multiply(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 
 
-def linear_halves(x: Array, w: Format, bias: Array | None = None) -> tuple[Array, Array]:
-    """The two halves of linear's output, such as gate and up. Many rows on TPUs get a product for each half, since XLA
-    can then do what follows elementwise along with the second. One product would write all of its output to memory."""
-
-    def one_product():
-        return tuple(jnp.split(linear(x, w, bias), 2, axis=-1))
-
-    def half(i):
-        rows = i * w.shape[0] // 2, (i + 1) * w.shape[0] // 2
-        return linear(x, w.rows(*rows), None if bias is None else bias[slice(*rows)])
-
-    on_tpu = (lambda: (half(0), half(1))) if math.prod(x.shape[:-1]) >= 128 else one_product
-    return by_platform(tpu=on_tpu, default=one_product)
+def multiply(x: Array, w: Format) -> Array:
+    """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O]."""
+    return PRODUCTS.get((platform(), type(w)), product)(x, w)
 
 
-def product(x: Array, w: Format, min_rows: int = 1) -> Array:
-    """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O]. x is padded to `min_rows` rows: XLA for
-    TPUs turns fewer rows into slow vector code."""
+def product(x: Array, w: Format) -> Array:
+    """`multiply` for all machines and formats."""
     values, scale = w.values_and_scale(x.dtype)
-    y = einsum("bc,oc->bo", w.in_order(padded(x, w, min_rows)), values)[: x.shape[0]]
+    y = einsum("bc,oc->bo", w.in_order(padded(x, w)), values)
     return y if scale is None else y * scale
-
-
-def gpu_product(x: Array, w: Format) -> Array:
-    """product for GPUs, and for what is neither a CPU nor a TPU."""
-    return w.gpu_product(x)
 
 
 def padded(x: Array, w: Format, rows: int = 1) -> Array:
@@ -1679,11 +1659,6 @@ def padded(x: Array, w: Format, rows: int = 1) -> Array:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Products and attention on CPUs
-
-
-def cpu_product(x: Array, w: Format) -> Array:
-    """product for CPUs."""
-    return w.cpu_product(x)
 
 
 def plain_cpu_product(x: Array, w: Array) -> Array:
@@ -1796,18 +1771,19 @@ def weights_first(x: Array, w: Array, dtype: jnp.dtype) -> Array:
     return jax.lax.optimization_barrier(einsum("oc,bc->ob", w, x, dtype)).T
 
 
-def query_key_product(q: Array, k: Array) -> Array:
-    """q [B, K, A, M, H] times k [B, K, S, H]: float32 [B, K, A, M, S]."""
-    plain, queries = partial(einsum, "bkamh,bksh->bkams"), math.prod(q.shape[2:4])
-    on_cpu = partial(query_by_query, "bkh,bksh->bks") if queries <= 4 else keys_first if queries <= 64 else plain
-    return by_platform(q, k, cpu=on_cpu, default=plain)
+def cpu_query_key_product(q: Array, k: Array) -> Array:
+    """query_key_product for CPUs."""
+    queries = math.prod(q.shape[2:4])
+    if queries <= 4:
+        return query_by_query("bkh,bksh->bks", q, k)
+    return keys_first(q, k) if queries <= 64 else query_key_product.plain(q, k)
 
 
-def probability_value_product(p: Array, v: Array) -> Array:
-    """p [B, K, A, M, S] times v [B, K, S, W]: float32 [B, K, A, M, W]."""
-    plain = partial(einsum, "bkams,bksw->bkamw")
-    on_cpu = partial(query_by_query, "bks,bksw->bkw") if math.prod(p.shape[2:4]) <= 4 else plain
-    return by_platform(p, v, cpu=on_cpu, default=plain)
+def cpu_probability_value_product(p: Array, v: Array) -> Array:
+    """probability_value_product for CPUs."""
+    if math.prod(p.shape[2:4]) <= 4:
+        return query_by_query("bks,bksw->bkw", p, v)
+    return probability_value_product.plain(p, v)
 
 
 def query_by_query(subscripts: str, x: Array, of_slots: Array) -> Array:
@@ -1823,13 +1799,37 @@ def keys_first(q: Array, k: Array) -> Array:
     return jax.lax.optimization_barrier(einsum("bksh,bkamh->bksam", k, q)).transpose(0, 1, 3, 4, 2)
 
 
+PRODUCTS["cpu", Plain] = lambda x, w: plain_cpu_product(x, w.values)
+PRODUCTS["cpu", Int8] = lambda x, w: int8_cpu_product(x, w.values) * w.scale
+FAST["query_key_product", "cpu"] = cpu_query_key_product
+FAST["probability_value_product", "cpu"] = cpu_probability_value_product
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# Attention on GPUs
+# Products and attention on GPUs
 
 try:
     from jax.experimental.pallas import triton
 except ImportError:  # Windows has none, and a later jax may have none
     triton = None
+
+
+def gpu_product(x: Array, w: Format) -> Array:
+    """product for GPUs. Of one row XLA reads the matrix faster if it sees a sum: an H100 reads one of 28,672 x 4,096 at
+    2.98 TB/s, in int8 at 2.84, instead of 2.71 and 2.16."""
+    if len(x) > 1:
+        return product(x, w)
+    values, scale = w.values_and_scale(x.dtype)
+    x = jax.lax.optimization_barrier(w.in_order(padded(x, w)))  # it is not to be computed again for each sum
+    y = jnp.sum(x.astype(jnp.float32) * values.astype(jnp.float32), axis=-1)[None]
+    return y if scale is None else y * scale
+
+
+def gpu_attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -> Array:
+    """attend_to_stored for GPUs."""
+    if suits_triton(q, cache):
+        return triton_attention(q, cache, starts, places, mask=mask, R=R)
+    return attend_to_stored.plain(q, cache, starts, places, mask, T, R)
 
 
 def suits_triton(q: Array, cache: LayerCache) -> bool:
@@ -1893,6 +1893,10 @@ def triton_attention(q, cache, starts, places, mask: Mask, R: int, interpret=Fal
     return jnp.concatenate([out, log_sum_exp[..., None]], axis=-1)
 
 
+PRODUCTS["gpu", Plain] = PRODUCTS["gpu", Int8] = gpu_product
+FAST["attend_to_stored", "gpu"] = gpu_attend_to_stored
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Products on TPUs
 
@@ -1902,10 +1906,13 @@ STREAM_BYTES = 40 * 2**20  # XLA for TPUs does not fetch a weight ahead if a dev
 
 def tpu_product(x: Array, w: Format) -> Array:
     """product for TPUs."""
-    x = padded(x, w)
+    B, x = len(x), padded(x, w)
     if 4 * x.size > 2**25:  # if x comes of float32 arrays too large for VMEM, XLA would read them for each tile of w
         x = jax.lax.optimization_barrier(x)
-    return w.tpu_product(x)
+    if isinstance(w, Plain | Int8) and is_streamed(x, w.values):
+        y = streamed_product(x, w.values)
+        return y * w.scale if isinstance(w, Int8) else y
+    return product(padded(x, w, 8), w)[:B]  # XLA turns fewer rows into slow vector code
 
 
 def is_streamed(x: Array, w: Array) -> bool:
@@ -1945,10 +1952,7 @@ def streamed_product(x: Array, w: Array, block: int | None = None, interpret=Fal
     )(x, pltpu.with_memory_space_constraint(w, pltpu.HBM))
 
 
-def kernel_cost(flops: int, read) -> pl.CostEstimate:
-    """The cost, for the compiler, of a kernel that reads the arrays of the pytree `read`."""
-    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))
-    return pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0)
+PRODUCTS["tpu", Plain] = PRODUCTS["tpu", Int8] = tpu_product
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2004,7 +2008,7 @@ class Int4(Format):
     scale: Array
     zero: Array | None = None
 
-    bits, expert_columns = 4, (2048,)
+    bits = 4
     run, zero_dtype = 32, jnp.uint8  # C is a multiple of `run`
 
     @property
@@ -2035,12 +2039,6 @@ class Int4(Format):
     def of(self, x):
         codes, scale = quantize_in_groups(x, self.ordered(self.scale.shape)[-1], self.scale.dtype)
         return type(self)(self.packed(codes), self.ordered(scale))
-
-    def cpu_product(self, x):
-        return int4_cpu_product(x, self)
-
-    def gpu_product(self, x):
-        return int4_gpu_product(x, self)
 
     def in_order(self, x):
         return x.reshape(*x.shape[:-1], -1, 32).swapaxes(-1, -2).reshape(x.shape)
@@ -2075,7 +2073,7 @@ class Int4Lanes(Int4):
     zero: Array | None = None
 
     run, zero_dtype = 512, jnp.bfloat16
-    kernel_columns, kernel_rows = 512, 8
+    kernel_columns = 512
 
     @property
     def shape(self):
@@ -2110,22 +2108,6 @@ class Int4Lanes(Int4):
         zero = 8 if self.zero is None else self.ordered(self.zero)[..., None]
         codes = codes_of(self.values.reshape(*self.values.shape[:-1], -1, 1, 128)).reshape(*scale.shape[:-1], -1)
         return ((codes - zero).astype(jnp.float32) * scale).astype(dtype).reshape(self.shape), None
-
-    def tpu_product(self, x):
-        return lanes_product(x, self) if len(x) <= 32 else super().tpu_product(x)
-
-    def piece(self, e, axis, i, n, count=1):
-        group = self.shape[-1] // self.scale.shape[-2]
-
-        def part(size):
-            return pl.ds(pl.multiple_of(i * size, size), count * size)
-
-        of_groups = (slice(None), part(n)) if axis == 0 else (part(n // group), slice(None))
-        of_words = (part(n), slice(None)) if axis == 0 else (slice(None), part(n // 4))
-        return [(e, *of_words), *[(e, *of_groups)] * (len(jax.tree.leaves(self)) - 1)]
-
-    def kernel_product(self, x):
-        return lanes_kernel_product(x, self)
 
     @staticmethod
     def bits_of(words: Array, k: int) -> Array:
@@ -2313,6 +2295,17 @@ def lanes_product(x: Array, w: Int4Lanes, block: int | None = None, interpret=Fa
     return y[:B]
 
 
+def tpu_lanes_product(x: Array, w: Int4Lanes) -> Array:
+    """product for TPUs in 4 bits."""
+    return lanes_product(padded(x, w), w) if len(x) <= 32 else tpu_product(x, w)
+
+
+PRODUCTS["cpu", Int4] = int4_cpu_product
+PRODUCTS["gpu", Int4] = int4_gpu_product
+PRODUCTS["tpu", Int4] = tpu_product
+PRODUCTS["tpu", Int4Lanes] = tpu_lanes_product
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Numbers of 4 bits
 
@@ -2320,7 +2313,7 @@ def lanes_product(x: Array, w: Int4Lanes, block: int | None = None, interpret=Fa
 @format_of_arrays
 class Mxfp4(Format):
     """Numbers of 4 bits (a sign, two bits of exponent, one of mantissa), times a power of two for each 32 of them along
-    the last dimension (Rouhani et al. 2023, "Microscaling Data Formats"). TPUs have Mxfp4Lanes.
+    the last dimension (Rouhani et al. 2023, "Microscaling Data Formats").
 
     `values` uint8 [.., C / 2] has two numbers in a byte: byte j of 16 has number j of the 32 in its lower half, and
     number j + 16 in the upper one, so that both halves are vectors of neighbours. `exponents` uint8 [.., C / 32] has
@@ -2330,8 +2323,8 @@ class Mxfp4(Format):
     values: Array
     exponents: Array
 
-    bits, expert_columns = 4, (256, 128)
-    kernel_columns = 512  # of Mxfp4Lanes
+    bits = 4
+    on_tpu = None  # what TPUs have instead
 
     @property
     def shape(self):
@@ -2339,7 +2332,7 @@ class Mxfp4(Format):
 
     @classmethod
     def on(cls, weight, mesh):
-        return GroupsOn(Mxfp4Lanes, Int4Groups()) if mesh.devices.flat[0].platform == "tpu" else cls
+        return cls.on_tpu if cls.on_tpu and mesh.devices.flat[0].platform == "tpu" else cls
 
     @classmethod
     def declare(cls, shape, dtype):
@@ -2348,7 +2341,8 @@ class Mxfp4(Format):
     @staticmethod
     def packed(codes: np.ndarray) -> np.ndarray:
         """uint8 codes [.., C] of a checkpoint as values."""
-        return packed_codes(codes, 2, 16)
+        first, second = np.split(codes.reshape(*codes.shape[:-1], -1, 32), 2, axis=-1)
+        return (first | second << 4).reshape(*codes.shape[:-1], -1)
 
     @staticmethod
     def scales(exponents: np.ndarray) -> np.ndarray:
@@ -2376,18 +2370,370 @@ class Mxfp4(Format):
     def values_and_scale(self, dtype):
         return jnp.concatenate(self.halves(), axis=-1).astype(dtype).reshape(self.shape), None
 
-    def cpu_product(self, x):
-        """For one row, which comes from CPUs above all, a loop like that of row_product unpacks and multiplies."""
-        B, (O, C) = len(x), self.shape
-        if B > 1:
-            xs = (half.reshape(B, C // 2) for half in jnp.split(x.reshape(B, -1, 32), 2, axis=-1))
-            matrices = jax.lax.optimization_barrier([w.astype(x.dtype).reshape(O, C // 2) for w in self.halves()])
-            return sum(plain_cpu_product(x, w) for x, w in zip(xs, matrices, strict=True))
-        x = x.astype(jnp.float32) / jax.lax.optimization_barrier(jnp.ones((1, C)))
-        xs = jnp.split(x.reshape(-1, 32), 2, axis=-1)
-        terms = sum(x * w for x, w in zip(xs, self.halves(), strict=True))  # [O, C / 32, 16]
-        sums = jax.lax.reduce(terms, np.float32(0), lambda a, b: jax.lax.reduce_precision(a + b, 8, 23), (1,))
-        return einsum("ol,bl->bo", jax.lax.optimization_barrier(sums), jnp.ones((1, 16)))
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts on each machine
+
+
+def has_few_pairs(ids: Array, E: int) -> bool:
+    """Whether each pair should read its own expert, at full speed. Many pairs share the experts that they read, and
+    their rows are sorted by expert."""
+    return ids.size < 3 * E
+
+
+def cpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
+    """local_experts for CPUs."""
+    E = w_down.shape[0]
+    mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
+    tile = 1 if has_few_pairs(ids, E) else min(2 * power_of_two(mean), 64)
+    columns = cpu_columns(w_down, w_gate_up.shape[1] // 2, tile)
+    return expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile, columns)
+
+
+def gpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
+    """local_experts for GPUs."""
+    if has_few_pairs(ids, w_down.shape[0]):
+        return gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
+    return expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile=512)
+
+
+def tpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
+    """local_experts for TPUs."""
+    if w_gate_up.shape[1] // 2 % 128:  # the kernel fetches whole lanes
+        return expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile=128)
+    return expert_kernel(padded(x, w_gate_up), ids, scores, w_gate_up, w_down, gate_up_bias, activate)
+
+
+EXPERT_COLUMNS = {}  # of an expert, by format: the first that divides them is what CPUs multiply one row with at a time
+EXPERT_PRODUCTS = {}  # by format: what takes the place of expert_product
+FAST["local_experts", "cpu"], FAST["local_experts", "gpu"] = cpu_experts, gpu_experts
+FAST["local_experts", "tpu"] = tpu_experts
+
+
+def cpu_columns(w_down: Format, F: int, rows: int) -> int:
+    """How many of an expert's F columns CPUs multiply with `rows` rows at a time: as its format says for one row. For
+    more rows they are whole groups of the format, of which 8 MB in bfloat16 stay in a processor's caches."""
+    if rows == 1:
+        return next((n for n in EXPERT_COLUMNS.get(type(w_down), (2048,)) if F % n == 0), F)
+    group = math.lcm(*(w_down.shape[2] // a.shape[-1] for a in jax.tree.leaves(w_down) if a.ndim > 2))
+    fewest = ceil_div(w_down.shape[1] * F, 2**22)
+    return next((F // n for n in range(fewest, 4 * fewest) if F % (n * group) == 0), F)
+
+
+def expert_loop(
+    x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile: int, columns: int | None = None
+) -> Array:
+    """For CPUs, and GPUs with many rows: a loop over visits, and over pieces of their experts, of so many columns, or
+    of all. A visit is an expert and at most `tile` of the tokens that chose it, whose rows lie together since pairs are
+    sorted by expert. Up to `tile` tokens are not sorted: all of them are multiplied with every expert that one of them
+    chose."""
+    (B, k), (E, D, _), F, x = ids.shape, w_down.shape, w_gate_up.shape[1] // 2, padded(x, w_gate_up)
+    columns, is_sorted = columns or F, tile < B
+    counts = jnp.sum(ids.ravel() == jnp.arange(E)[:, None], axis=1)  # the pairs of each expert
+    visits = ceil_div(counts, tile) if is_sorted else (counts > 0).astype(jnp.int32)
+    ends, steps = jnp.cumsum(visits), jnp.arange(min(E, B * k) + B * k // tile)  # steps: as many as there can be
+    expert = jnp.sum(ends <= steps[:, None], axis=1)  # of each visit
+    first = jnp.zeros_like(steps)  # its first row
+    if is_sorted:
+        first = (jnp.cumsum(counts) - counts)[expert] + (steps - (ends - visits)[expert]) * tile
+        order = jnp.argsort(ids.ravel())
+        # The last visit of an expert may go beyond its pairs: these have other experts, or none.
+        x = x[jnp.pad(order // k, (0, tile))]
+        ids = jnp.pad(ids.ravel()[order], (0, tile), constant_values=E)[:, None]
+        scores = jnp.pad(scores.ravel()[order], (0, tile))[:, None]
+    tile = min(tile, B)
+
+    def step(i, out):
+        # The barrier ties the weights to i: otherwise XLA for CPUs would convert all experts before the loop.
+        weights, i = jax.lax.optimization_barrier(((w_gate_up, w_down, gate_up_bias), i))
+        visit, column = i // (F // columns), i % (F // columns) * columns
+        e, begin = expert[visit], first[visit]
+
+        def part(w, axis, start):  # of the expert e, `columns` of an axis; all of it, if it has zeros beside F
+            def cut(a):
+                starts, sizes = [e] + [0] * (a.ndim - 1), [1, *a.shape[1:]]
+                if axis == 1 or (a.ndim > 2 and columns < F):  # a scale [E, O] has no columns
+                    n = w.shape[axis] // a.shape[axis]  # columns to a number of this array
+                    starts[axis], sizes[axis] = start // n, columns // n
+                # As integers: XLA for CPUs would turn all of a bfloat16 array to float32 to cut a piece of it.
+                bits = jax.lax.bitcast_convert_type(a, jnp.uint16) if a.dtype == jnp.bfloat16 else a
+                piece = jax.lax.dynamic_slice(bits, starts, sizes)[0]
+                return jax.lax.bitcast_convert_type(piece, a.dtype)
+
+            return jax.tree.map(cut, w)
+
+        def of_visit(a):
+            return jax.lax.dynamic_slice_in_dim(a, begin, tile)
+
+        score = jnp.sum(jnp.where(of_visit(ids) == e, of_visit(scores), 0), axis=1, keepdims=True)
+        gate, up = (multiply(of_visit(x), part(weights[0], 1, start + column)) for start in (0, F))
+        if gate_up_bias is not None:
+            gate, up = (y + part(weights[2], 1, start + column) for y, start in ((gate, 0), (up, F)))
+        h = activate(gate, up, score).astype(x.dtype)
+        y = of_visit(out) + multiply(h, part(weights[1], -1, column))
+        return jax.lax.dynamic_update_slice_in_dim(out, y, begin, axis=0)
+
+    out = jax.lax.fori_loop(0, ends[-1] * (F // columns), step, jnp.zeros((len(x), D), jnp.float32))
+    if not is_sorted:
+        return out
+    return jnp.sum(out[jnp.argsort(order)].reshape(B, k, D), axis=1)  # zeros for experts on other devices
+
+
+def expert_product(x: Array, w: Format, expert: Array) -> Array:
+    """x [pairs, C], each row times the matrix of its expert, int32 [pairs]: float32 [pairs, O], for GPUs. In this form
+    XLA fuses the choice of the expert into the product: nothing is copied."""
+    if own := EXPERT_PRODUCTS.get(type(w)):
+        return own(x, w, expert)
+    values, scale = w.values_and_scale(jnp.float32)
+    x = w.in_order(padded(x, w)).astype(jnp.float32)
+    y = jnp.sum(x[:, None] * values[expert].astype(jnp.float32), axis=-1)
+    return y if scale is None else y * scale[expert]
+
+
+def gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
+    """For GPUs and a few pairs, each of which reads its expert. (A pair whose expert is on another device reads the
+    last one here, times 0.)"""
+    (B, k), E = ids.shape, w_down.shape[0]
+    expert = jnp.minimum(ids.ravel(), E - 1)
+    gate_up = expert_product(jnp.repeat(x, k, axis=0), w_gate_up, expert)
+    gate, up = jnp.split(gate_up if gate_up_bias is None else gate_up + gate_up_bias[expert], 2, axis=-1)
+    h = activate(gate, up, jnp.where(ids < E, scores, 0).reshape(-1, 1)).astype(x.dtype)
+    # The barrier: one sum over columns and pairs would give a GPU too few rows to work on.
+    of_pairs = jax.lax.optimization_barrier(expert_product(h, w_down, expert))
+    return jnp.sum(of_pairs.reshape(B, k, -1), axis=1)
+
+
+GROUP_BYTES = 48 * 2**20  # of VMEM, for the rows of a group of tokens and their sums
+
+
+def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile: int = 128, interpret=False) -> Array:
+    """One Pallas kernel for TPUs: it fetches the experts that tokens chose, and no others.
+
+    It first lists its visits, in less time than XLA's launches would take. Then it goes through them, 128 of an
+    expert's columns at a time, or 512 in 4 bits and maybe fewer in the end. It fetches the next piece of gate, up and
+    down while it multiplies this one. The hidden columns never leave the chip, and the sums stay in VMEM until the end.
+    A device without work fetches nothing.
+
+    Up to `tile` tokens are all multiplied with every expert that one of them chose, so a visit is an expert. Of more
+    tokens, a visit is an expert and at most `tile` of those that chose it: the kernel copies their rows together, and
+    adds each result to the sum of its token. The pairs are sorted before, by expert. The grid is groups of tokens, as
+    many as VMEM holds.
+    """
+    (B, width), (E, D, _), k = x.shape, w_down.shape, ids.shape[1]
+    F, columns = w_gate_up.shape[1] // 2, w_down.kernel_columns
+    pieces, unit = ceil_div(F, columns), math.gcd(F, columns)
+    units, last_units = columns // unit, (F - 1) % columns // unit + 1  # of a piece, and of an expert's last one
+    is_sorted = tile < B
+    fitting, fewest = GROUP_BYTES // (width * (x.dtype.itemsize + 4)), 8 if isinstance(w_down, Int4Lanes) else 1
+    group = min(power_of_two(B), power_of_two(fitting + 1) // 2) if is_sorted else max(B, fewest)
+    groups, pairs = ceil_div(B, group), group * k
+    visits = min(E, pairs) + pairs // tile * is_sorted
+    dtype, missing = x.dtype, ((0, groups * group - B), (0, 0))
+    x, ids, scores = jnp.pad(x, missing), jnp.pad(ids, missing, constant_values=E), jnp.pad(scores, missing)
+    scores, ids = scores_by_expert(ids, scores, E), ids.reshape(groups, pairs)
+    listed, tokens = ids, jnp.zeros(1, jnp.int32)
+    if is_sorted:
+        counts = jnp.sum(ids.reshape(groups, group, k, 1) == jnp.arange(E), axis=(1, 2), dtype=jnp.int32)
+        listed = jnp.pad(jnp.cumsum(counts, axis=1), ((0, 0), (1, 0)))
+        x, tokens = packed(x), (jnp.argsort(ids, axis=1) // k).astype(jnp.int32).ravel()
+
+    def kernel(listed, tokens, x, scores, weights, out, seen, active, first, rows, picked, y, buffers, arrived):
+        # listed has the experts of the pairs or, if they are sorted, where each expert's pairs begin; tokens the token
+        # of each sorted pair. active has the expert of each visit, first its first pair. seen[e] is 1 once e is active.
+        # rows, picked and y are a visit's rows, scores and results.
+        def begin_of(e):
+            return listed[pl.program_id(0) * (E + 1) + e]
+
+        def clear(e, _):
+            seen[e] = 0
+
+        def enter(i, count):
+            e = listed[i]
+            active[count] = e  # the next one takes this place if this is in the list already
+            count += 1 - seen[e]
+            seen[e] = 1
+            return count
+
+        def enter_pairs(e, count):
+            begin, end = begin_of(e), begin_of(e + 1)
+
+            def enter_tile(i, count):
+                active[count], first[count] = e, begin + i * tile
+                return count + 1
+
+            return jax.lax.fori_loop(0, pl.cdiv(end - begin, tile), enter_tile, count)
+
+        if is_sorted:
+            steps = jax.lax.fori_loop(0, E, enter_pairs, 0) * pieces
+        else:
+            jax.lax.fori_loop(0, E, clear, None)
+            seen[E] = 1  # what is elsewhere never enters the list
+            steps = jax.lax.fori_loop(0, pairs, enter, 0) * pieces
+
+        def for_copies(i, action):
+            """action(copy) for all of the i-th piece: rows of gate and up, maybe with biases; columns of down."""
+            e, f, slot = active[jax.lax.div(i, pieces)], jax.lax.rem(i, pieces), jax.lax.rem(i, 2)
+
+            def copy(w, buffers, axis, i, n, count):
+                places = places_of(w, e, axis, i, n, count)
+                for a, buffer, place in zip(jax.tree.leaves(w), jax.tree.leaves(buffers), places, strict=True):
+                    target = buffer.at[slot, *(pl.ds(0, n) for n in piece_shape(a, place))]
+                    action(pltpu.make_async_copy(a.at[place], target, arrived.at[slot]))
+
+            def copy_all(count):
+                *gate_up, down = weights
+                for of_half, first in zip(buffers, (0, F // unit), strict=False):
+                    for w, buffer in zip(gate_up, of_half, strict=True):
+                        copy(w, buffer, 0, first + f * units, unit, count)
+                copy(down, buffers[2], 1, f, columns, 1)
+
+            if last_units == units:
+                copy_all(units)
+            else:
+                pl.when(f < pieces - 1)(lambda: copy_all(units))
+                pl.when(f == pieces - 1)(lambda: copy_all(last_units))
+
+        def start(i):
+            pl.when(i < steps)(lambda: for_copies(i, lambda copy: copy.start()))
+
+        def for_rows(visit, action):
+            """action(row of the visit, row of its token), for each pair of the visit."""
+            begin, end = first[visit], begin_of(active[visit] + 1)
+
+            def of_row(n, _):
+                action(pl.ds(n, 1), pl.ds(tokens[pl.program_id(0) * pairs + begin + n], 1))
+
+            jax.lax.fori_loop(0, jnp.minimum(end - begin, tile), of_row, None)
+
+        def collect(row, token):
+            rows[row], picked[row] = x[token], scores[token]
+
+        def add_to_token(row, token):
+            out[token] += y[row]
+
+        def add(i, _):
+            start(i + 1)
+            visit, f, slot = jax.lax.div(i, pieces), jax.lax.rem(i, pieces), jax.lax.rem(i, 2)
+            if is_sorted:
+
+                @pl.when(f == 0)
+                def begin():
+                    for_rows(visit, collect)
+                    y[...] = jnp.zeros(y.shape, jnp.float32)
+
+            for_copies(i, lambda copy: copy.wait())
+
+            def multiply(x, w, *bias):
+                w = jax.tree.map(lambda buffer: buffer[slot], w)
+                return sum((one.values[slot] for one in bias), kernel_product(x, w))
+
+            h, score = (unpacked(rows[...], dtype)[:, :width], picked) if is_sorted else (x[...], scores)
+            is_e = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1) == active[visit]
+            score = jnp.sum(jnp.where(is_e, score[...], 0), axis=1, keepdims=True)
+            gate, up = (multiply(h, *w) for w in buffers[:2])
+            h = activate(gate, up, score)
+            if last_units < units:  # beyond them are rows of the piece before
+                h = jnp.where(jax.lax.broadcasted_iota(jnp.int32, h.shape, 1) < F - f * columns, h, 0)
+            total = y if is_sorted else out
+            total[...] += multiply(h.astype(dtype), buffers[2])
+            if is_sorted:
+                pl.when(f == pieces - 1)(lambda: for_rows(visit, add_to_token))
+
+        start(0)
+        out[...] = jnp.zeros(out.shape, jnp.float32)
+        jax.lax.fori_loop(0, steps, add, None)
+
+    def piece_shape(a, place):  # without the expert
+        sizes = [n if part == slice(None) else getattr(part, "size", 1) for part, n in zip(place, a.shape, strict=True)]
+        return sizes[a.ndim == 3 :]
+
+    def two_slots(w, axis):  # for a piece of a matrix, or of biases
+        arrays, tree = jax.tree.flatten(w)
+        places = places_of(w, 0, axis, 0, columns)
+        return tree.unflatten(
+            pltpu.VMEM((2, *piece_shape(a, at)), a.dtype) for a, at in zip(arrays, places, strict=True)
+        )
+
+    def of_group(width):
+        return pl.BlockSpec((group, width), lambda g, *_: (g, 0), pipeline_mode=pl.Buffered(1))
+
+    # How many experts are read if the router prefers none.
+    reads = groups * E * (1 - (1 - 1 / (E * jax.lax.axis_size("ep"))) ** min(pairs, B * k))
+    nbytes = int(reads / E * sum(w.size * w.dtype.itemsize for w in jax.tree.leaves((w_gate_up, w_down))))
+    flops = 6 * D * F * (B * k // jax.lax.axis_size("ep") if is_sorted else int(B * reads))
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    gate_up = [w_gate_up] if gate_up_bias is None else [w_gate_up, Plain(gate_up_bias)]
+    # Otherwise XLA moves all weights to VMEM if they fit, chosen or not.
+    weights = jax.tree.map(lambda w: pltpu.with_memory_space_constraint(w, pltpu.HBM), [*gate_up, w_down])
+    y = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((groups * group, D), jnp.float32),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(groups,),
+            in_specs=[of_group(x.shape[1]), of_group(E), jax.tree.map(lambda _: in_hbm, weights)],
+            out_specs=of_group(D),
+            scratch_shapes=[
+                *(pltpu.SMEM((n + 1,), jnp.int32) for n in (E, visits, visits)),  # seen, active, first
+                pltpu.VMEM((tile, x.shape[1]), x.dtype),
+                *(pltpu.VMEM((tile, width), jnp.float32) for width in (E, D)),
+                (*[[two_slots(w, 0) for w in gate_up]] * 2, two_slots(w_down, 1)),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=60 * 2**20),
+        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0),
+        interpret=interpret,
+        name="experts",
+    )(listed.ravel(), tokens, x, scores, weights)
+    return y[:B]
+
+
+def kernel_product(x: Array, w: Format) -> Array:
+    """x [B, C] times a piece w [O, C] of a matrix in a kernel for TPUs: float32 [B, O]."""
+    if isinstance(w, Int4Lanes):
+        return lanes_kernel_product(x, w)
+    values, scale = w.values_and_scale(x.dtype)
+    y = einsum("bc,oc->bo", x, values)
+    return y if scale is None else y * scale
+
+
+def places_of(w: Format, e: Array, axis: int, i: int | Array, n: int, count: int = 1) -> list[tuple]:
+    """Where `count` times n rows (axis 0) or columns (1) of expert e are in each array of w, from row i * n on."""
+
+    def part(size):
+        return pl.ds(pl.multiple_of(i * size, size), count * size)
+
+    arrays = jax.tree.leaves(w)
+    if isinstance(w, Int4Lanes):
+        group = w.shape[-1] // w.scale.shape[-2]
+        of_groups = (slice(None), part(n)) if axis == 0 else (part(n // group), slice(None))
+        of_words = (part(n), slice(None)) if axis == 0 else (slice(None), part(n // 4))
+        return [(e, *of_words), *[(e, *of_groups)] * (len(arrays) - 1)]
+    index = (part(n), slice(None)) if axis == 0 else (slice(None), part(n))
+    return [(e if a.ndim == 3 else pl.ds(e, 1), *index)[: a.ndim] for a in arrays]
+
+
+def packed(x: Array) -> Array:
+    """x [B, D] of 16 bits as uint32 [B, D / 2], one half over the other: a kernel cannot copy a row of 16 bits. D is
+    first rounded up, so that a half is whole lanes."""
+    if x.dtype == jnp.float32:
+        return x
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % 256)))
+    low, high = (jax.lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32) for half in jnp.split(x, 2, axis=1))
+    return low | high << 16
+
+
+def unpacked(x: Array, dtype: jnp.dtype) -> Array:
+    """The inverse of packed, but for the rounding up."""
+    if dtype == jnp.float32:
+        return x
+    halves = (x & 0xFFFF, x >> 16)
+    return jnp.concatenate([jax.lax.bitcast_convert_type(half.astype(jnp.uint16), dtype) for half in halves], axis=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts in 4 bits
 
 
 @format_of_arrays
@@ -2438,332 +2784,19 @@ class Mxfp4Lanes(Int4Lanes):
         return None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Experts on each machine
-
-
-def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
-    """experts, with ids counted on this device: E is one on another device. The fastest way depends on the machine and
-    on how many pairs there are. A few pairs read one expert each, at full speed. Many pairs share the experts that they
-    read, and their rows are sorted by expert."""
-    E, x = w_down.shape[0], padded(x, w_gate_up)
-    has_few = ids.size < 3 * E
-    gather, loop, kernel = (partial(f, activate=activate) for f in (gathered_experts, expert_loop, expert_kernel))
-    mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
-    tile = 1 if has_few else min(2 * power_of_two(mean), 64)
-
-    def on_cpu(*arguments):
-        return loop(*arguments, tile=tile, columns=cpu_columns(w_down, w_gate_up.shape[1] // 2, tile))
-
-    on_gpu = gather if has_few else partial(loop, tile=512)
-    on_tpu = partial(loop, tile=128) if w_gate_up.shape[1] // 2 % 128 else kernel  # it fetches whole lanes
-    arguments = x, ids, scores, w_gate_up, w_down, gate_up_bias
-    return by_platform(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
-
-
-def cpu_columns(w_down: Format, F: int, rows: int) -> int:
-    """How many of an expert's F columns CPUs multiply with `rows` rows at a time: as its format says for one row. For
-    more rows they are whole groups of the format, of which 8 MB in bfloat16 stay in a processor's caches."""
-    if rows == 1:
-        return next((n for n in w_down.expert_columns if F % n == 0), F)
-    group = math.lcm(*(w_down.shape[2] // a.shape[-1] for a in jax.tree.leaves(w_down) if a.ndim > 2))
-    fewest = ceil_div(w_down.shape[1] * F, 2**22)
-    return next((F // n for n in range(fewest, 4 * fewest) if F % (n * group) == 0), F)
-
-
-def expert_loop(
-    x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int, activate, columns: int | None = None
-) -> Array:
-    """For CPUs, and GPUs with many rows: a loop over visits, and over pieces of their experts, of so many columns, or
-    of all. A visit is an expert and at most `tile` of the tokens that chose it, whose rows lie together since pairs are
-    sorted by expert. Up to `tile` tokens are not sorted: all of them are multiplied with every expert that one of them
-    chose."""
-    (B, k), (E, D, _), F = ids.shape, w_down.shape, w_gate_up.shape[1] // 2
-    columns, is_sorted = columns or F, tile < B
-    counts = jnp.sum(ids.ravel() == jnp.arange(E)[:, None], axis=1)  # the pairs of each expert
-    visits = ceil_div(counts, tile) if is_sorted else (counts > 0).astype(jnp.int32)
-    ends, steps = jnp.cumsum(visits), jnp.arange(min(E, B * k) + B * k // tile)  # steps: as many as there can be
-    expert = jnp.sum(ends <= steps[:, None], axis=1)  # of each visit
-    first = jnp.zeros_like(steps)  # its first row
-    if is_sorted:
-        first = (jnp.cumsum(counts) - counts)[expert] + (steps - (ends - visits)[expert]) * tile
-        order = jnp.argsort(ids.ravel())
-        # The last visit of an expert may go beyond its pairs: these have other experts, or none.
-        x = x[jnp.pad(order // k, (0, tile))]
-        ids = jnp.pad(ids.ravel()[order], (0, tile), constant_values=E)[:, None]
-        scores = jnp.pad(scores.ravel()[order], (0, tile))[:, None]
-    tile = min(tile, B)
-
-    def step(i, out):
-        # The barrier ties the weights to i: otherwise XLA for CPUs would convert all experts before the loop.
-        weights, i = jax.lax.optimization_barrier(((w_gate_up, w_down, gate_up_bias), i))
-        visit, column = i // (F // columns), i % (F // columns) * columns
-        e, begin = expert[visit], first[visit]
-
-        def part(w, axis, start):  # of the expert e, `columns` of an axis; all of it, if it has zeros beside F
-            def cut(a):
-                starts, sizes = [e] + [0] * (a.ndim - 1), [1, *a.shape[1:]]
-                if axis == 1 or (a.ndim > 2 and columns < F):  # a scale [E, O] has no columns
-                    n = w.shape[axis] // a.shape[axis]  # columns to a number of this array
-                    starts[axis], sizes[axis] = start // n, columns // n
-                # As integers: XLA for CPUs would turn all of a bfloat16 array to float32 to cut a piece of it.
-                bits = jax.lax.bitcast_convert_type(a, jnp.uint16) if a.dtype == jnp.bfloat16 else a
-                piece = jax.lax.dynamic_slice(bits, starts, sizes)[0]
-                return jax.lax.bitcast_convert_type(piece, a.dtype)
-
-            return jax.tree.map(cut, w)
-
-        def of_visit(a):
-            return jax.lax.dynamic_slice_in_dim(a, begin, tile)
-
-        multiply = partial(by_platform, cpu=cpu_product, default=gpu_product)
-        score = jnp.sum(jnp.where(of_visit(ids) == e, of_visit(scores), 0), axis=1, keepdims=True)
-        gate, up = (multiply(of_visit(x), part(weights[0], 1, start + column)) for start in (0, F))
-        if gate_up_bias is not None:
-            gate, up = (y + part(weights[2], 1, start + column) for y, start in ((gate, 0), (up, F)))
-        h = activate(gate, up, score).astype(x.dtype)
-        y = of_visit(out) + multiply(h, part(weights[1], -1, column))
-        return jax.lax.dynamic_update_slice_in_dim(out, y, begin, axis=0)
-
-    out = jax.lax.fori_loop(0, ends[-1] * (F // columns), step, jnp.zeros((len(x), D), jnp.float32))
-    if not is_sorted:
-        return out
-    return jnp.sum(out[jnp.argsort(order)].reshape(B, k, D), axis=1)  # zeros for experts on other devices
-
-
-EXPERT_PRODUCTS = {}  # expert_product of formats that have a way of their own
-
-
-def expert_product(x: Array, w: Format, expert: Array) -> Array:
-    """x [pairs, C], each row times the matrix of its expert, int32 [pairs]: float32 [pairs, O], for GPUs. In this form
-    XLA fuses the choice of the expert into the product: nothing is copied."""
-    if own := EXPERT_PRODUCTS.get(type(w)):
-        return own(x, w, expert)
-    values, scale = w.values_and_scale(jnp.float32)
-    x = w.in_order(padded(x, w)).astype(jnp.float32)
-    y = jnp.sum(x[:, None] * values[expert].astype(jnp.float32), axis=-1)
-    return y if scale is None else y * scale[expert]
-
-
-def gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
-    """For GPUs and a few pairs, each of which reads its expert. (A pair whose expert is on another device reads the
-    last one here, times 0.)"""
-    (B, k), E = ids.shape, w_down.shape[0]
-    expert = jnp.minimum(ids.ravel(), E - 1)
-    gate_up = expert_product(jnp.repeat(x, k, axis=0), w_gate_up, expert)
-    gate, up = jnp.split(gate_up if gate_up_bias is None else gate_up + gate_up_bias[expert], 2, axis=-1)
-    h = activate(gate, up, jnp.where(ids < E, scores, 0).reshape(-1, 1)).astype(x.dtype)
-    # The barrier: one sum over columns and pairs would give a GPU too few rows to work on.
-    of_pairs = jax.lax.optimization_barrier(expert_product(h, w_down, expert))
-    return jnp.sum(of_pairs.reshape(B, k, -1), axis=1)
-
-
-GROUP_BYTES = 48 * 2**20  # of VMEM, for the rows of a group of tokens and their sums
-
-
-def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile: int = 128, interpret=False) -> Array:
-    """One Pallas kernel for TPUs: it fetches the experts that tokens chose, and no others.
-
-    It first lists its visits, in less time than XLA's launches would take. Then it goes through them, 128 of an
-    expert's columns at a time, or 512 in 4 bits and maybe fewer in the end. It fetches the next piece of gate, up and
-    down while it multiplies this one. The hidden columns never leave the chip, and the sums stay in VMEM until the end.
-    A device without work fetches nothing.
-
-    Up to `tile` tokens are all multiplied with every expert that one of them chose, so a visit is an expert. Of more
-    tokens, a visit is an expert and at most `tile` of those that chose it: the kernel copies their rows together, and
-    adds each result to the sum of its token. The pairs are sorted before, by expert. The grid is groups of tokens, as
-    many as VMEM holds.
-    """
-    (B, width), (E, D, _), k = x.shape, w_down.shape, ids.shape[1]
-    F, columns = w_gate_up.shape[1] // 2, w_down.kernel_columns
-    pieces, unit = ceil_div(F, columns), math.gcd(F, columns)
-    units, last_units = columns // unit, (F - 1) % columns // unit + 1  # of a piece, and of an expert's last one
-    is_sorted = tile < B
-    fitting = GROUP_BYTES // (width * (x.dtype.itemsize + 4))
-    group = min(power_of_two(B), power_of_two(fitting + 1) // 2) if is_sorted else max(B, w_down.kernel_rows)
-    groups, pairs = ceil_div(B, group), group * k
-    visits = min(E, pairs) + pairs // tile * is_sorted
-    dtype, missing = x.dtype, ((0, groups * group - B), (0, 0))
-    x, ids, scores = jnp.pad(x, missing), jnp.pad(ids, missing, constant_values=E), jnp.pad(scores, missing)
-    scores, ids = scores_by_expert(ids, scores, E), ids.reshape(groups, pairs)
-    listed, tokens = ids, jnp.zeros(1, jnp.int32)
-    if is_sorted:
-        counts = jnp.sum(ids.reshape(groups, group, k, 1) == jnp.arange(E), axis=(1, 2), dtype=jnp.int32)
-        listed = jnp.pad(jnp.cumsum(counts, axis=1), ((0, 0), (1, 0)))
-        x, tokens = packed(x), (jnp.argsort(ids, axis=1) // k).astype(jnp.int32).ravel()
-
-    def kernel(listed, tokens, x, scores, weights, out, seen, active, first, rows, picked, y, buffers, arrived):
-        # listed has the experts of the pairs or, if they are sorted, where each expert's pairs begin; tokens the token
-        # of each sorted pair. active has the expert of each visit, first its first pair. seen[e] is 1 once e is active.
-        # rows, picked and y are a visit's rows, scores and results.
-        def begin_of(e):
-            return listed[pl.program_id(0) * (E + 1) + e]
-
-        def clear(e, _):
-            seen[e] = 0
-
-        def enter(i, count):
-            e = listed[i]
-            active[count] = e  # the next one takes this place if this is in the list already
-            count += 1 - seen[e]
-            seen[e] = 1
-            return count
-
-        def enter_pairs(e, count):
-            begin, end = begin_of(e), begin_of(e + 1)
-
-            def enter_tile(i, count):
-                active[count], first[count] = e, begin + i * tile
-                return count + 1
-
-            return jax.lax.fori_loop(0, pl.cdiv(end - begin, tile), enter_tile, count)
-
-        if is_sorted:
-            steps = jax.lax.fori_loop(0, E, enter_pairs, 0) * pieces
-        else:
-            jax.lax.fori_loop(0, E, clear, None)
-            seen[E] = 1  # what is elsewhere never enters the list
-            steps = jax.lax.fori_loop(0, pairs, enter, 0) * pieces
-
-        def for_copies(i, action):
-            """action(copy) for all of the i-th piece: rows of gate and up, maybe with biases; columns of down."""
-            e, f, slot = active[jax.lax.div(i, pieces)], jax.lax.rem(i, pieces), jax.lax.rem(i, 2)
-
-            def copy(w, buffers, axis, i, n, count):
-                places = w.piece(e, axis, i, n, count)
-                for a, buffer, place in zip(jax.tree.leaves(w), jax.tree.leaves(buffers), places, strict=True):
-                    target = buffer.at[slot, *(pl.ds(0, n) for n in piece_shape(a, place))]
-                    action(pltpu.make_async_copy(a.at[place], target, arrived.at[slot]))
-
-            def copy_all(count):
-                *gate_up, down = weights
-                for of_half, first in zip(buffers, (0, F // unit), strict=False):
-                    for w, buffer in zip(gate_up, of_half, strict=True):
-                        copy(w, buffer, 0, first + f * units, unit, count)
-                copy(down, buffers[2], 1, f, columns, 1)
-
-            if last_units == units:
-                copy_all(units)
-            else:
-                pl.when(f < pieces - 1)(lambda: copy_all(units))
-                pl.when(f == pieces - 1)(lambda: copy_all(last_units))
-
-        def start(i):
-            pl.when(i < steps)(lambda: for_copies(i, lambda copy: copy.start()))
-
-        def for_rows(visit, action):
-            """action(row of the visit, row of its token), for each pair of the visit."""
-            begin, end = first[visit], begin_of(active[visit] + 1)
-
-            def of_row(n, _):
-                action(pl.ds(n, 1), pl.ds(tokens[pl.program_id(0) * pairs + begin + n], 1))
-
-            jax.lax.fori_loop(0, jnp.minimum(end - begin, tile), of_row, None)
-
-        def collect(row, token):
-            rows[row], picked[row] = x[token], scores[token]
-
-        def add_to_token(row, token):
-            out[token] += y[row]
-
-        def add(i, _):
-            start(i + 1)
-            visit, f, slot = jax.lax.div(i, pieces), jax.lax.rem(i, pieces), jax.lax.rem(i, 2)
-            if is_sorted:
-
-                @pl.when(f == 0)
-                def begin():
-                    for_rows(visit, collect)
-                    y[...] = jnp.zeros(y.shape, jnp.float32)
-
-            for_copies(i, lambda copy: copy.wait())
-
-            def multiply(x, w, *bias):
-                result = jax.tree.map(lambda buffer: buffer[slot], w).kernel_product(x)
-                return sum((one.values[slot] for one in bias), result)
-
-            h, score = (unpacked(rows[...], dtype)[:, :width], picked) if is_sorted else (x[...], scores)
-            is_e = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1) == active[visit]
-            score = jnp.sum(jnp.where(is_e, score[...], 0), axis=1, keepdims=True)
-            gate, up = (multiply(h, *w) for w in buffers[:2])
-            h = activate(gate, up, score)
-            if last_units < units:  # beyond them are rows of the piece before
-                h = jnp.where(jax.lax.broadcasted_iota(jnp.int32, h.shape, 1) < F - f * columns, h, 0)
-            total = y if is_sorted else out
-            total[...] += multiply(h.astype(dtype), buffers[2])
-            if is_sorted:
-                pl.when(f == pieces - 1)(lambda: for_rows(visit, add_to_token))
-
-        start(0)
-        out[...] = jnp.zeros(out.shape, jnp.float32)
-        jax.lax.fori_loop(0, steps, add, None)
-
-    def piece_shape(a, place):  # without the expert
-        sizes = [n if part == slice(None) else getattr(part, "size", 1) for part, n in zip(place, a.shape, strict=True)]
-        return sizes[a.ndim == 3 :]
-
-    def two_slots(w, axis):  # for a piece of a matrix, or of biases
-        arrays, tree = jax.tree.flatten(w)
-        places = w.piece(0, axis, 0, columns)
-        return tree.unflatten(
-            pltpu.VMEM((2, *piece_shape(a, at)), a.dtype) for a, at in zip(arrays, places, strict=True)
-        )
-
-    def of_group(width):
-        return pl.BlockSpec((group, width), lambda g, *_: (g, 0), pipeline_mode=pl.Buffered(1))
-
-    # How many experts are read if the router prefers none.
-    reads = groups * E * (1 - (1 - 1 / (E * jax.lax.axis_size("ep"))) ** min(pairs, B * k))
-    nbytes = int(reads / E * sum(w.size * w.dtype.itemsize for w in jax.tree.leaves((w_gate_up, w_down))))
-    flops = 6 * D * F * (B * k // jax.lax.axis_size("ep") if is_sorted else int(B * reads))
-    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    gate_up = [w_gate_up] if gate_up_bias is None else [w_gate_up, Plain(gate_up_bias)]
-    # Otherwise XLA moves all weights to VMEM if they fit, chosen or not.
-    weights = jax.tree.map(lambda w: pltpu.with_memory_space_constraint(w, pltpu.HBM), [*gate_up, w_down])
-    y = pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct((groups * group, D), jnp.float32),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(groups,),
-            in_specs=[of_group(x.shape[1]), of_group(E), jax.tree.map(lambda _: in_hbm, weights)],
-            out_specs=of_group(D),
-            scratch_shapes=[
-                *(pltpu.SMEM((n + 1,), jnp.int32) for n in (E, visits, visits)),  # seen, active, first
-                pltpu.VMEM((tile, x.shape[1]), x.dtype),
-                *(pltpu.VMEM((tile, width), jnp.float32) for width in (E, D)),
-                (*[[two_slots(w, 0) for w in gate_up]] * 2, two_slots(w_down, 1)),
-                pltpu.SemaphoreType.DMA((2,)),
-            ],
-        ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=60 * 2**20),
-        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0),
-        interpret=interpret,
-        name="experts",
-    )(listed.ravel(), tokens, x, scores, weights)
-    return y[:B]
-
-
-def packed(x: Array) -> Array:
-    """x [B, D] of 16 bits as uint32 [B, D / 2], one half over the other: a kernel cannot copy a row of 16 bits. D is
-    first rounded up, so that a half is whole lanes."""
-    if x.dtype == jnp.float32:
-        return x
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % 256)))
-    low, high = (jax.lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32) for half in jnp.split(x, 2, axis=1))
-    return low | high << 16
-
-
-def unpacked(x: Array, dtype: jnp.dtype) -> Array:
-    """The inverse of packed, but for the rounding up."""
-    if dtype == jnp.float32:
-        return x
-    halves = (x & 0xFFFF, x >> 16)
-    return jnp.concatenate([jax.lax.bitcast_convert_type(half.astype(jnp.uint16), dtype) for half in halves], axis=1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Experts in 4 bits on GPUs
+def mxfp4_cpu_product(x: Array, w: Mxfp4) -> Array:
+    """product for CPUs of MXFP4. For one row, which comes from CPUs above all, a loop like that of row_product unpacks
+    and multiplies."""
+    B, (O, C) = len(x), w.shape
+    if B > 1:
+        xs = (half.reshape(B, C // 2) for half in jnp.split(x.reshape(B, -1, 32), 2, axis=-1))
+        matrices = jax.lax.optimization_barrier([half.astype(x.dtype).reshape(O, C // 2) for half in w.halves()])
+        return sum(map(plain_cpu_product, xs, matrices))
+    x = x.astype(jnp.float32) / jax.lax.optimization_barrier(jnp.ones((1, C)))
+    xs = jnp.split(x.reshape(-1, 32), 2, axis=-1)
+    terms = sum(x * half for x, half in zip(xs, w.halves(), strict=True))  # [O, C / 32, 16]
+    sums = jax.lax.reduce(terms, np.float32(0), lambda a, b: jax.lax.reduce_precision(a + b, 8, 23), (1,))
+    return einsum("ol,bl->bo", jax.lax.optimization_barrier(sums), jnp.ones((1, 16)))
 
 
 def mxfp4_expert_product(x: Array, w: Mxfp4, expert: Array) -> Array:
@@ -2782,21 +2815,19 @@ def mxfp4_expert_product(x: Array, w: Mxfp4, expert: Array) -> Array:
     return 2.0**14 * jnp.sum(terms * scale[..., None], axis=(2, 3))
 
 
-EXPERT_PRODUCTS[Mxfp4] = mxfp4_expert_product
+Mxfp4.on_tpu, Mxfp4.kernel_columns = GroupsOn(Mxfp4Lanes, Int4Groups()), Mxfp4Lanes.kernel_columns
+EXPERT_COLUMNS[Mxfp4], EXPERT_PRODUCTS[Mxfp4] = (256, 128), mxfp4_expert_product
+PRODUCTS["cpu", Mxfp4], PRODUCTS["gpu", Mxfp4] = mxfp4_cpu_product, gpu_product
+PRODUCTS["tpu", Mxfp4Lanes] = tpu_lanes_product
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Routing on TPUs
 
 
-def choose_experts(scores: Array, choice: Array, best: int, config: Config) -> tuple[Array, Array]:
-    """chosen_experts, or on TPUs one kernel: XLA's dozen small ones would take longer than to read the experts."""
-    plain, kernel = (partial(f, best=best, config=config) for f in (chosen_experts, routing_kernel))
-    return by_platform(scores, choice, tpu=kernel, default=plain)
-
-
 def routing_kernel(scores, choice, best: int, config: Config, interpret=False) -> tuple[Array, Array]:
-    """chosen_experts as one Pallas kernel for TPUs: k times it takes the highest choice, and strikes it out."""
+    """chosen_experts as one Pallas kernel for TPUs: k times it takes the highest choice, and strikes it out. XLA's
+    dozen small ones would take longer than to read the experts."""
     (B, E), k = scores.shape, config.num_experts_per_tok
     groups, size = config.n_group, E // config.n_group
 
@@ -2847,8 +2878,17 @@ def routing_kernel(scores, choice, best: int, config: Config, interpret=False) -
     )(scores, choice)
 
 
+FAST["chosen_experts", "tpu"] = routing_kernel
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Attention on TPUs
+
+
+def kernel_cost(flops: int, read) -> pl.CostEstimate:
+    """The cost, for the compiler, of a kernel that reads the arrays of the pytree `read`."""
+    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))
+    return pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0)
 
 
 def attention_kernel(
@@ -3039,22 +3079,19 @@ def attention_kernel(
 # Exchange between devices
 
 
+@by_machine
 def exchange(x: Array, R: int) -> Array:
     """All-to-all among R consecutive devices of MODEL_AXES. x is [I, ..] with I a divisor of R: each group of R / I
-    consecutive devices receives the same block. Returns [R, ..], a block from each device. On TPUs a kernel does it:
-    these are some kilobytes, and launching XLA's all-to-all takes longer than moving them."""
-
-    def plain(x):
-        blocks = jnp.repeat(x, R // x.shape[0], axis=0)
-        return jax.lax.all_to_all(blocks, MODEL_AXES, 0, 0, axis_index_groups=sharer_groups(R))
-
-    return by_platform(x, tpu=partial(exchange_kernel, R=R), default=plain)
+    consecutive devices receives the same block. Returns [R, ..], a block from each device."""
+    blocks = jnp.repeat(x, R // x.shape[0], axis=0)
+    return jax.lax.all_to_all(blocks, MODEL_AXES, 0, 0, axis_index_groups=sharer_groups(R))
 
 
 def exchange_kernel(x: Array, R: int, interpret: bool | pltpu.InterpretParams = False) -> Array:
-    """exchange for TPUs: each device writes into the memory of the others, once all R have entered. A device leaves
-    when it has a block from each, so all have passed the barrier by then: no signal of the next exchange is mistaken
-    for one of this one, and no block of the next arrives too early."""
+    """exchange for TPUs: a block has some kilobytes, and launching XLA's all-to-all takes longer than moving them. Each
+    device writes into the memory of the others, once all R have entered. A device leaves when it has a block from each,
+    so all have passed the barrier by then: no signal of the next exchange is mistaken for one of this one, and no block
+    of the next arrives too early."""
     receivers = R // x.shape[0]  # devices that receive the same block
 
     def kernel(x, y, semaphores):
@@ -3083,3 +3120,6 @@ def exchange_kernel(x: Array, R: int, interpret: bool | pltpu.InterpretParams = 
         interpret=interpret,
         name="exchange",
     )(x)
+
+
+FAST["exchange", "tpu"] = exchange_kernel

@@ -51,6 +51,7 @@ to the residual stream's dtype first, which halves the traffic. Norms, rotary em
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterator
 from functools import partial
@@ -392,6 +393,32 @@ ceil_div, power_of_two = pl.cdiv, pl.next_power_of_2  # both round up: a / b, an
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What differs by machine
+
+
+FAST = {}  # (name of a function, platform): what takes its place there
+PRODUCTS = {}  # (platform, format): what multiplies there instead of `product`
+
+
+def platform() -> str:
+    """What the devices of the mesh are: "cpu", "tpu" or, whatever else they are, "gpu"."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return "cpu" if device.device_kind == "cpu" else "tpu" if device.device_kind.startswith("TPU") else "gpu"
+
+
+def by_machine(plain):
+    """`plain` or, where FAST has a row for it, what is faster on this machine. (jax.lax.platform_dependent would trace
+    all of them.) `plain` says what is computed, and is right everywhere."""
+
+    @functools.wraps(plain)
+    def chosen(*arguments, **options):
+        return FAST.get((plain.__name__, platform()), plain)(*arguments, **options)
+
+    chosen.plain = plain
+    return chosen
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Number formats
 
 
@@ -437,44 +464,11 @@ class Format:
         None where there is none."""
         raise NotImplementedError
 
-    def cpu_product(self, x: Array) -> Array:
-        """`product` in the way that suits CPUs."""
-        return product(x, self)
-
-    def gpu_product(self, x: Array) -> Array:
-        """`product` in the way that suits GPUs. Of one row XLA reads the matrix faster if it sees a sum: an H100 reads
-        one of 28,672 x 4,096 at 2.98 TB/s, in int8 at 2.84, instead of 2.71 and 2.16."""
-        if len(x) > 1:
-            return product(x, self)
-        values, scale = self.values_and_scale(x.dtype)
-        x = jax.lax.optimization_barrier(self.in_order(padded(x, self)))  # it is not to be computed again for each sum
-        y = jnp.sum(x.astype(jnp.float32) * values.astype(jnp.float32), axis=-1)[None]
-        return y if scale is None else y * scale
-
-    def tpu_product(self, x: Array) -> Array:
-        """`product` in the way that suits TPUs."""
-        return product(x, self, min_rows=8)
-
     def rows(self, start: int, stop: int) -> Format:
         """Some rows of a matrix."""
         return jax.tree.map(lambda array: array[start:stop], self)
 
-    # Of these the first that divides an expert's columns: what CPUs multiply one row with at a time.
-    expert_columns = (2048,)
-    # What TPUs' expert_kernel takes at a time: columns of an expert, and at least so many tokens.
-    kernel_columns, kernel_rows = 128, 1
-
-    def piece(self, e: Array, axis: int, i: int | Array, n: int, count: int = 1) -> list[tuple]:
-        """Where `count` times n rows (axis 0) or columns (1) of expert e are in each array, from row i * n on."""
-        part = pl.ds(pl.multiple_of(i * n, n), count * n)
-        index = (part, slice(None)) if axis == 0 else (slice(None), part)
-        return [(e if a.ndim == 3 else pl.ds(e, 1), *index)[: a.ndim] for a in jax.tree.leaves(self)]
-
-    def kernel_product(self, x: Array) -> Array:
-        """x [B, C] times a piece [O, C] in a kernel for TPUs: float32 [B, O]."""
-        values, scale = self.values_and_scale(x.dtype)
-        y = einsum("bc,oc->bo", x, values)
-        return y if scale is None else y * scale
+    kernel_columns = 128  # of an expert, which a kernel for TPUs takes at a time
 
 
 def format_of_arrays(cls: type) -> type:
@@ -504,12 +498,6 @@ class Plain(Format):
     def values_and_scale(self, dtype):
         return self.values, None
 
-    def cpu_product(self, x):
-        return plain_cpu_product(x, self.values)
-
-    def tpu_product(self, x):
-        return streamed_product(x, self.values) if is_streamed(x, self.values) else super().tpu_product(x)
-
 
 @format_of_arrays
 class Int8(Format):
@@ -533,14 +521,6 @@ class Int8(Format):
 
     def values_and_scale(self, dtype):
         return self.values.astype(dtype), self.scale
-
-    def cpu_product(self, x):
-        return int8_cpu_product(x, self.values) * self.scale
-
-    def tpu_product(self, x):
-        if is_streamed(x, self.values):
-            return streamed_product(x, self.values) * self.scale
-        return super().tpu_product(x)
 
 
 def quantize(x: Array) -> Int8:
@@ -1046,6 +1026,18 @@ def attention_scores(q: Array, k: Format, mask: Array, softcap: float | None = N
     return jnp.where(mask, softcapped(scores, softcap), MASKED)
 
 
+@by_machine
+def query_key_product(q: Array, k: Array) -> Array:
+    """q [B, K, A, M, H] times k [B, K, S, H]: float32 [B, K, A, M, S]."""
+    return einsum("bkamh,bksh->bkams", q, k)
+
+
+@by_machine
+def probability_value_product(p: Array, v: Array) -> Array:
+    """p [B, K, A, M, S] times v [B, K, S, W]: float32 [B, K, A, M, W]."""
+    return einsum("bkams,bksw->bkamw", p, v)
+
+
 def attention_with_sum(scores: Array, v: Format, dtype: jnp.dtype) -> tuple[Array, Array]:
     """The softmax of scores [B, K, A, M, S] times values v [B, K, S, W], float32 [B, K, A, M, W], and the log-sum-exp
     of the scores, float32 [B, K, A, M, 1]. `dtype` is for the product with rounded values."""
@@ -1210,27 +1202,21 @@ def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask
         places = jnp.arange(len(q)) if places is None else places
         cache = store_many(cache, new, starts, places, mask, R)
         return attend_to_stored(q, cache, starts, places, mask, T, R), cache
-
-    def plain(q, new, cache, starts, **sizes):
-        cache = store_few(cache, new, starts, mask, R)
-        return plain_attention(q, cache, starts, None, mask, T, R, run, **sizes), cache
-
-    kernel = partial(attention_kernel, mask=mask, T=T, R=R, run=run)
-    block = 128 if len(q) > 8 else 512  # stays in the processor's cache; blocks that a row has not filled are not read
-    on_cpu = partial(plain, rows=1, block=block) if cache[0].shape[2] > block else plain
-    return by_platform(q, new, cache, starts, cpu=on_cpu, tpu=kernel, default=plain)
+    if platform() == "tpu":
+        return attention_kernel(q, new, cache, starts, mask=mask, T=T, R=R, run=run)
+    cache, block, sizes = store_few(cache, new, starts, mask, R), 128 if len(q) > 8 else 512, {}
+    if platform() == "cpu" and cache[0].shape[2] > block:
+        sizes = {"rows": 1, "block": block}  # stays in the processor's cache; what a row has not filled is not read
+    return plain_attention(q, cache, starts, None, mask, T, R, run, **sizes), cache
 
 
+@by_machine
 def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -> Array:
-    """store_and_attend of many tokens, which are in the cache, as each machine does it best."""
-
-    def kernel(q, cache, starts, places):
+    """store_and_attend of many tokens, which are in the cache."""
+    if platform() == "tpu":
         return attention_kernel(q, (), cache, starts, places, mask=mask, T=T, R=R)[0]
-
-    plain = partial(plain_attention, mask=mask, T=T, R=R)
-    on_cpu = partial(plain, rows=1, tile=256, block=128 if T <= 128 else 256)
-    on_gpu = partial(triton_attention, mask=mask, R=R) if suits_triton(q, cache) else partial(plain, block=512)
-    return by_platform(q, cache, starts, places, cpu=on_cpu, tpu=kernel, default=on_gpu)
+    sizes = {"rows": 1, "tile": 256, "block": 128 if T <= 128 else 256} if platform() == "cpu" else {"block": 512}
+    return plain_attention(q, cache, starts, places, mask, T, R, **sizes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1389,6 +1375,24 @@ def experts(x, ids, scores, w_gate_up, w_down, activate, biases: tuple[Array, Ar
     return out
 
 
+@by_machine
+def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
+    """experts, with ids counted on this device: E is one on another device. Each expert that a token chose is
+    multiplied with all tokens, and those that did not choose it count nothing."""
+    by_expert = scores_by_expert(ids, scores, E := w_down.shape[0])
+
+    def add(e, out):
+        gate_up, down, bias = jax.tree.map(lambda a: a[e], (w_gate_up, w_down, gate_up_bias))
+        y = multiply(x, gate_up)
+        gate, up = jnp.split(y if bias is None else y + bias, 2, axis=-1)
+        return out + multiply(activate(gate, up, by_expert[:, e, None]).astype(x.dtype), down)
+
+    def visit(e, out):
+        return jax.lax.cond(jnp.any(ids == e), add, lambda e, out: out, e, out)
+
+    return jax.lax.fori_loop(0, E, visit, jnp.zeros((len(x), w_down.shape[1]), jnp.float32))
+
+
 def scores_by_expert(ids: Array, scores: Array, E: int) -> Array:
     """ids, scores [B, k]: float32 [B, E], the score of each token for each expert, 0 if it did not choose it."""
     return jnp.sum(jnp.where(ids[:, :, None] == jnp.arange(E), scores[:, :, None], 0), axis=1)
@@ -1504,13 +1508,6 @@ def is_valid(value: object, kind: type, name: str = "") -> bool:
 # blocks of its arguments (a BlockSpec says which) into the core's fast memory, VMEM.
 
 
-def by_platform(*arguments, default, cpu=None, tpu=None):
-    """Calls one of several functions, by the platform of the mesh. jax.lax.platform_dependent would trace them all."""
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    own = cpu if device.device_kind == "cpu" else tpu if device.device_kind.startswith("TPU") else None
-    return (own or default)(*arguments)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory on each machine
 
@@ -1602,38 +1599,20 @@ def einsum(subscripts: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) 
 
 def linear(x: Array, w: Format, bias: Array | None = None) -> Array:
     """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
-    flat = x.reshape(-1, x.shape[-1])
-    y = by_platform(flat, w, cpu=cpu_product, tpu=tpu_product, default=gpu_product)
-    y = y.reshape(*x.shape[:-1], -1)
+    y = multiply(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 
 
-def linear_halves(x: Array, w: Format, bias: Array | None = None) -> tuple[Array, Array]:
-    """The two halves of linear's output, such as gate and up. Many rows on TPUs get a product for each half, since XLA
-    can then do what follows elementwise along with the second. One product would write all of its output to memory."""
-
-    def one_product():
-        return tuple(jnp.split(linear(x, w, bias), 2, axis=-1))
-
-    def half(i):
-        rows = i * w.shape[0] // 2, (i + 1) * w.shape[0] // 2
-        return linear(x, w.rows(*rows), None if bias is None else bias[slice(*rows)])
-
-    on_tpu = (lambda: (half(0), half(1))) if math.prod(x.shape[:-1]) >= 128 else one_product
-    return by_platform(tpu=on_tpu, default=one_product)
+def multiply(x: Array, w: Format) -> Array:
+    """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O]."""
+    return PRODUCTS.get((platform(), type(w)), product)(x, w)
 
 
-def product(x: Array, w: Format, min_rows: int = 1) -> Array:
-    """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O]. x is padded to `min_rows` rows: XLA for
-    TPUs turns fewer rows into slow vector code."""
+def product(x: Array, w: Format) -> Array:
+    """`multiply` for all machines and formats."""
     values, scale = w.values_and_scale(x.dtype)
-    y = einsum("bc,oc->bo", w.in_order(padded(x, w, min_rows)), values)[: x.shape[0]]
+    y = einsum("bc,oc->bo", w.in_order(padded(x, w)), values)
     return y if scale is None else y * scale
-
-
-def gpu_product(x: Array, w: Format) -> Array:
-    """product for GPUs, and for what is neither a CPU nor a TPU."""
-    return w.gpu_product(x)
 
 
 def padded(x: Array, w: Format, rows: int = 1) -> Array:
@@ -1642,12 +1621,17 @@ def padded(x: Array, w: Format, rows: int = 1) -> Array:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Gate and up
+
+
+@by_machine
+def linear_halves(x: Array, w: Format) -> tuple[Array, Array]:
+    """The two halves of linear's output."""
+    return tuple(jnp.split(linear(x, w), 2, axis=-1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Products and attention on CPUs
-
-
-def cpu_product(x: Array, w: Format) -> Array:
-    """product for CPUs."""
-    return w.cpu_product(x)
 
 
 def plain_cpu_product(x: Array, w: Array) -> Array:
@@ -1760,18 +1744,19 @@ def weights_first(x: Array, w: Array, dtype: jnp.dtype) -> Array:
     return jax.lax.optimization_barrier(einsum("oc,bc->ob", w, x, dtype)).T
 
 
-def query_key_product(q: Array, k: Array) -> Array:
-    """q [B, K, A, M, H] times k [B, K, S, H]: float32 [B, K, A, M, S]."""
-    plain, queries = partial(einsum, "bkamh,bksh->bkams"), math.prod(q.shape[2:4])
-    on_cpu = partial(query_by_query, "bkh,bksh->bks") if queries <= 4 else keys_first if queries <= 64 else plain
-    return by_platform(q, k, cpu=on_cpu, default=plain)
+def cpu_query_key_product(q: Array, k: Array) -> Array:
+    """query_key_product for CPUs."""
+    queries = math.prod(q.shape[2:4])
+    if queries <= 4:
+        return query_by_query("bkh,bksh->bks", q, k)
+    return keys_first(q, k) if queries <= 64 else query_key_product.plain(q, k)
 
 
-def probability_value_product(p: Array, v: Array) -> Array:
-    """p [B, K, A, M, S] times v [B, K, S, W]: float32 [B, K, A, M, W]."""
-    plain = partial(einsum, "bkams,bksw->bkamw")
-    on_cpu = partial(query_by_query, "bks,bksw->bkw") if math.prod(p.shape[2:4]) <= 4 else plain
-    return by_platform(p, v, cpu=on_cpu, default=plain)
+def cpu_probability_value_product(p: Array, v: Array) -> Array:
+    """probability_value_product for CPUs."""
+    if math.prod(p.shape[2:4]) <= 4:
+        return query_by_query("bks,bksw->bkw", p, v)
+    return probability_value_product.plain(p, v)
 
 
 def query_by_query(subscripts: str, x: Array, of_slots: Array) -> Array:
@@ -1787,13 +1772,37 @@ def keys_first(q: Array, k: Array) -> Array:
     return jax.lax.optimization_barrier(einsum("bksh,bkamh->bksam", k, q)).transpose(0, 1, 3, 4, 2)
 
 
+PRODUCTS["cpu", Plain] = lambda x, w: plain_cpu_product(x, w.values)
+PRODUCTS["cpu", Int8] = lambda x, w: int8_cpu_product(x, w.values) * w.scale
+FAST["query_key_product", "cpu"] = cpu_query_key_product
+FAST["probability_value_product", "cpu"] = cpu_probability_value_product
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# Attention on GPUs
+# Products and attention on GPUs
 
 try:
     from jax.experimental.pallas import triton
 except ImportError:  # Windows has none, and a later jax may have none
     triton = None
+
+
+def gpu_product(x: Array, w: Format) -> Array:
+    """product for GPUs. Of one row XLA reads the matrix faster if it sees a sum: an H100 reads one of 28,672 x 4,096 at
+    2.98 TB/s, in int8 at 2.84, instead of 2.71 and 2.16."""
+    if len(x) > 1:
+        return product(x, w)
+    values, scale = w.values_and_scale(x.dtype)
+    x = jax.lax.optimization_barrier(w.in_order(padded(x, w)))  # it is not to be computed again for each sum
+    y = jnp.sum(x.astype(jnp.float32) * values.astype(jnp.float32), axis=-1)[None]
+    return y if scale is None else y * scale
+
+
+def gpu_attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -> Array:
+    """attend_to_stored for GPUs."""
+    if suits_triton(q, cache):
+        return triton_attention(q, cache, starts, places, mask=mask, R=R)
+    return attend_to_stored.plain(q, cache, starts, places, mask, T, R)
 
 
 def suits_triton(q: Array, cache: LayerCache) -> bool:
@@ -1857,6 +1866,10 @@ def triton_attention(q, cache, starts, places, mask: Mask, R: int, interpret=Fal
     return jnp.concatenate([out, log_sum_exp[..., None]], axis=-1)
 
 
+PRODUCTS["gpu", Plain] = PRODUCTS["gpu", Int8] = gpu_product
+FAST["attend_to_stored", "gpu"] = gpu_attend_to_stored
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Products on TPUs
 
@@ -1866,10 +1879,13 @@ STREAM_BYTES = 40 * 2**20  # XLA for TPUs does not fetch a weight ahead if a dev
 
 def tpu_product(x: Array, w: Format) -> Array:
     """product for TPUs."""
-    x = padded(x, w)
+    B, x = len(x), padded(x, w)
     if 4 * x.size > 2**25:  # if x comes of float32 arrays too large for VMEM, XLA would read them for each tile of w
         x = jax.lax.optimization_barrier(x)
-    return w.tpu_product(x)
+    if isinstance(w, Plain | Int8) and is_streamed(x, w.values):
+        y = streamed_product(x, w.values)
+        return y * w.scale if isinstance(w, Int8) else y
+    return product(padded(x, w, 8), w)[:B]  # XLA turns fewer rows into slow vector code
 
 
 def is_streamed(x: Array, w: Array) -> bool:
@@ -1909,10 +1925,23 @@ def streamed_product(x: Array, w: Array, block: int | None = None, interpret=Fal
     )(x, pltpu.with_memory_space_constraint(w, pltpu.HBM))
 
 
-def kernel_cost(flops: int, read) -> pl.CostEstimate:
-    """The cost, for the compiler, of a kernel that reads the arrays of the pytree `read`."""
-    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))
-    return pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0)
+PRODUCTS["tpu", Plain] = PRODUCTS["tpu", Int8] = tpu_product
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gate and up on TPUs
+
+
+def tpu_linear_halves(x: Array, w: Format) -> tuple[Array, Array]:
+    """linear_halves for TPUs. Many rows get a product for each half, since XLA can then do what follows elementwise
+    along with the second. One product would write all of its output to memory."""
+    if math.prod(x.shape[:-1]) < 128:
+        return linear_halves.plain(x, w)
+    middle = w.shape[0] // 2
+    return linear(x, w.rows(0, middle)), linear(x, w.rows(middle, 2 * middle))
+
+
+FAST["linear_halves", "tpu"] = tpu_linear_halves
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1968,7 +1997,7 @@ class Int4(Format):
     scale: Array
     zero: Array | None = None
 
-    bits, expert_columns = 4, (2048,)
+    bits = 4
     run, zero_dtype = 32, jnp.uint8  # C is a multiple of `run`
 
     @property
@@ -1999,12 +2028,6 @@ class Int4(Format):
     def of(self, x):
         codes, scale = quantize_in_groups(x, self.ordered(self.scale.shape)[-1], self.scale.dtype)
         return type(self)(self.packed(codes), self.ordered(scale))
-
-    def cpu_product(self, x):
-        return int4_cpu_product(x, self)
-
-    def gpu_product(self, x):
-        return int4_gpu_product(x, self)
 
     def in_order(self, x):
         return x.reshape(*x.shape[:-1], -1, 32).swapaxes(-1, -2).reshape(x.shape)
@@ -2039,7 +2062,7 @@ class Int4Lanes(Int4):
     zero: Array | None = None
 
     run, zero_dtype = 512, jnp.bfloat16
-    kernel_columns, kernel_rows = 512, 8
+    kernel_columns = 512
 
     @property
     def shape(self):
@@ -2074,22 +2097,6 @@ class Int4Lanes(Int4):
         zero = 8 if self.zero is None else self.ordered(self.zero)[..., None]
         codes = codes_of(self.values.reshape(*self.values.shape[:-1], -1, 1, 128)).reshape(*scale.shape[:-1], -1)
         return ((codes - zero).astype(jnp.float32) * scale).astype(dtype).reshape(self.shape), None
-
-    def tpu_product(self, x):
-        return lanes_product(x, self) if len(x) <= 32 else super().tpu_product(x)
-
-    def piece(self, e, axis, i, n, count=1):
-        group = self.shape[-1] // self.scale.shape[-2]
-
-        def part(size):
-            return pl.ds(pl.multiple_of(i * size, size), count * size)
-
-        of_groups = (slice(None), part(n)) if axis == 0 else (part(n // group), slice(None))
-        of_words = (part(n), slice(None)) if axis == 0 else (slice(None), part(n // 4))
-        return [(e, *of_words), *[(e, *of_groups)] * (len(jax.tree.leaves(self)) - 1)]
-
-    def kernel_product(self, x):
-        return lanes_kernel_product(x, self)
 
     @staticmethod
     def bits_of(words: Array, k: int) -> Array:
@@ -2277,47 +2284,74 @@ def lanes_product(x: Array, w: Int4Lanes, block: int | None = None, interpret=Fa
     return y[:B]
 
 
+def tpu_lanes_product(x: Array, w: Int4Lanes) -> Array:
+    """product for TPUs in 4 bits."""
+    return lanes_product(padded(x, w), w) if len(x) <= 32 else tpu_product(x, w)
+
+
+PRODUCTS["cpu", Int4] = int4_cpu_product
+PRODUCTS["gpu", Int4] = int4_gpu_product
+PRODUCTS["tpu", Int4] = tpu_product
+PRODUCTS["tpu", Int4Lanes] = tpu_lanes_product
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Experts on each machine
 
 
-def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
-    """experts, with ids counted on this device: E is one on another device. The fastest way depends on the machine and
-    on how many pairs there are. A few pairs read one expert each, at full speed. Many pairs share the experts that they
-    read, and their rows are sorted by expert."""
-    E, x = w_down.shape[0], padded(x, w_gate_up)
-    has_few = ids.size < 3 * E
-    gather, loop, kernel = (partial(f, activate=activate) for f in (gathered_experts, expert_loop, expert_kernel))
+def has_few_pairs(ids: Array, E: int) -> bool:
+    """Whether each pair should read its own expert, at full speed. Many pairs share the experts that they read, and
+    their rows are sorted by expert."""
+    return ids.size < 3 * E
+
+
+def cpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
+    """local_experts for CPUs."""
+    E = w_down.shape[0]
     mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
-    tile = 1 if has_few else min(2 * power_of_two(mean), 64)
+    tile = 1 if has_few_pairs(ids, E) else min(2 * power_of_two(mean), 64)
+    columns = cpu_columns(w_down, w_gate_up.shape[1] // 2, tile)
+    return expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile, columns)
 
-    def on_cpu(*arguments):
-        return loop(*arguments, tile=tile, columns=cpu_columns(w_down, w_gate_up.shape[1] // 2, tile))
 
-    on_gpu = gather if has_few else partial(loop, tile=512)
-    on_tpu = partial(loop, tile=128) if w_gate_up.shape[1] // 2 % 128 else kernel  # it fetches whole lanes
-    arguments = x, ids, scores, w_gate_up, w_down, gate_up_bias
-    return by_platform(*arguments, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
+def gpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
+    """local_experts for GPUs."""
+    if has_few_pairs(ids, w_down.shape[0]):
+        return gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
+    return expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile=512)
+
+
+def tpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
+    """local_experts for TPUs."""
+    if w_gate_up.shape[1] // 2 % 128:  # the kernel fetches whole lanes
+        return expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile=128)
+    return expert_kernel(padded(x, w_gate_up), ids, scores, w_gate_up, w_down, gate_up_bias, activate)
+
+
+EXPERT_COLUMNS = {}  # of an expert, by format: the first that divides them is what CPUs multiply one row with at a time
+EXPERT_PRODUCTS = {}  # by format: what takes the place of expert_product
+FAST["local_experts", "cpu"], FAST["local_experts", "gpu"] = cpu_experts, gpu_experts
+FAST["local_experts", "tpu"] = tpu_experts
 
 
 def cpu_columns(w_down: Format, F: int, rows: int) -> int:
     """How many of an expert's F columns CPUs multiply with `rows` rows at a time: as its format says for one row. For
     more rows they are whole groups of the format, of which 8 MB in bfloat16 stay in a processor's caches."""
     if rows == 1:
-        return next((n for n in w_down.expert_columns if F % n == 0), F)
+        return next((n for n in EXPERT_COLUMNS.get(type(w_down), (2048,)) if F % n == 0), F)
     group = math.lcm(*(w_down.shape[2] // a.shape[-1] for a in jax.tree.leaves(w_down) if a.ndim > 2))
     fewest = ceil_div(w_down.shape[1] * F, 2**22)
     return next((F // n for n in range(fewest, 4 * fewest) if F % (n * group) == 0), F)
 
 
 def expert_loop(
-    x, ids, scores, w_gate_up, w_down, gate_up_bias, tile: int, activate, columns: int | None = None
+    x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile: int, columns: int | None = None
 ) -> Array:
     """For CPUs, and GPUs with many rows: a loop over visits, and over pieces of their experts, of so many columns, or
     of all. A visit is an expert and at most `tile` of the tokens that chose it, whose rows lie together since pairs are
     sorted by expert. Up to `tile` tokens are not sorted: all of them are multiplied with every expert that one of them
     chose."""
-    (B, k), (E, D, _), F = ids.shape, w_down.shape, w_gate_up.shape[1] // 2
+    (B, k), (E, D, _), F, x = ids.shape, w_down.shape, w_gate_up.shape[1] // 2, padded(x, w_gate_up)
     columns, is_sorted = columns or F, tile < B
     counts = jnp.sum(ids.ravel() == jnp.arange(E)[:, None], axis=1)  # the pairs of each expert
     visits = ceil_div(counts, tile) if is_sorted else (counts > 0).astype(jnp.int32)
@@ -2355,7 +2389,6 @@ def expert_loop(
         def of_visit(a):
             return jax.lax.dynamic_slice_in_dim(a, begin, tile)
 
-        multiply = partial(by_platform, cpu=cpu_product, default=gpu_product)
         score = jnp.sum(jnp.where(of_visit(ids) == e, of_visit(scores), 0), axis=1, keepdims=True)
         gate, up = (multiply(of_visit(x), part(weights[0], 1, start + column)) for start in (0, F))
         if gate_up_bias is not None:
@@ -2368,9 +2401,6 @@ def expert_loop(
     if not is_sorted:
         return out
     return jnp.sum(out[jnp.argsort(order)].reshape(B, k, D), axis=1)  # zeros for experts on other devices
-
-
-EXPERT_PRODUCTS = {}  # expert_product of formats that have a way of their own
 
 
 def expert_product(x: Array, w: Format, expert: Array) -> Array:
@@ -2418,8 +2448,8 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
     pieces, unit = ceil_div(F, columns), math.gcd(F, columns)
     units, last_units = columns // unit, (F - 1) % columns // unit + 1  # of a piece, and of an expert's last one
     is_sorted = tile < B
-    fitting = GROUP_BYTES // (width * (x.dtype.itemsize + 4))
-    group = min(power_of_two(B), power_of_two(fitting + 1) // 2) if is_sorted else max(B, w_down.kernel_rows)
+    fitting, fewest = GROUP_BYTES // (width * (x.dtype.itemsize + 4)), 8 if isinstance(w_down, Int4Lanes) else 1
+    group = min(power_of_two(B), power_of_two(fitting + 1) // 2) if is_sorted else max(B, fewest)
     groups, pairs = ceil_div(B, group), group * k
     visits = min(E, pairs) + pairs // tile * is_sorted
     dtype, missing = x.dtype, ((0, groups * group - B), (0, 0))
@@ -2469,7 +2499,7 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
             e, f, slot = active[jax.lax.div(i, pieces)], jax.lax.rem(i, pieces), jax.lax.rem(i, 2)
 
             def copy(w, buffers, axis, i, n, count):
-                places = w.piece(e, axis, i, n, count)
+                places = places_of(w, e, axis, i, n, count)
                 for a, buffer, place in zip(jax.tree.leaves(w), jax.tree.leaves(buffers), places, strict=True):
                     target = buffer.at[slot, *(pl.ds(0, n) for n in piece_shape(a, place))]
                     action(pltpu.make_async_copy(a.at[place], target, arrived.at[slot]))
@@ -2518,8 +2548,8 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
             for_copies(i, lambda copy: copy.wait())
 
             def multiply(x, w, *bias):
-                result = jax.tree.map(lambda buffer: buffer[slot], w).kernel_product(x)
-                return sum((one.values[slot] for one in bias), result)
+                w = jax.tree.map(lambda buffer: buffer[slot], w)
+                return sum((one.values[slot] for one in bias), kernel_product(x, w))
 
             h, score = (unpacked(rows[...], dtype)[:, :width], picked) if is_sorted else (x[...], scores)
             is_e = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1) == active[visit]
@@ -2543,7 +2573,7 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
 
     def two_slots(w, axis):  # for a piece of a matrix, or of biases
         arrays, tree = jax.tree.flatten(w)
-        places = w.piece(0, axis, 0, columns)
+        places = places_of(w, 0, axis, 0, columns)
         return tree.unflatten(
             pltpu.VMEM((2, *piece_shape(a, at)), a.dtype) for a, at in zip(arrays, places, strict=True)
         )
@@ -2583,6 +2613,31 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
     return y[:B]
 
 
+def kernel_product(x: Array, w: Format) -> Array:
+    """x [B, C] times a piece w [O, C] of a matrix in a kernel for TPUs: float32 [B, O]."""
+    if isinstance(w, Int4Lanes):
+        return lanes_kernel_product(x, w)
+    values, scale = w.values_and_scale(x.dtype)
+    y = einsum("bc,oc->bo", x, values)
+    return y if scale is None else y * scale
+
+
+def places_of(w: Format, e: Array, axis: int, i: int | Array, n: int, count: int = 1) -> list[tuple]:
+    """Where `count` times n rows (axis 0) or columns (1) of expert e are in each array of w, from row i * n on."""
+
+    def part(size):
+        return pl.ds(pl.multiple_of(i * size, size), count * size)
+
+    arrays = jax.tree.leaves(w)
+    if isinstance(w, Int4Lanes):
+        group = w.shape[-1] // w.scale.shape[-2]
+        of_groups = (slice(None), part(n)) if axis == 0 else (part(n // group), slice(None))
+        of_words = (part(n), slice(None)) if axis == 0 else (slice(None), part(n // 4))
+        return [(e, *of_words), *[(e, *of_groups)] * (len(arrays) - 1)]
+    index = (part(n), slice(None)) if axis == 0 else (slice(None), part(n))
+    return [(e if a.ndim == 3 else pl.ds(e, 1), *index)[: a.ndim] for a in arrays]
+
+
 def packed(x: Array) -> Array:
     """x [B, D] of 16 bits as uint32 [B, D / 2], one half over the other: a kernel cannot copy a row of 16 bits. D is
     first rounded up, so that a half is whole lanes."""
@@ -2603,6 +2658,12 @@ def unpacked(x: Array, dtype: jnp.dtype) -> Array:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Attention on TPUs
+
+
+def kernel_cost(flops: int, read) -> pl.CostEstimate:
+    """The cost, for the compiler, of a kernel that reads the arrays of the pytree `read`."""
+    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))
+    return pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0)
 
 
 def attention_kernel(
@@ -2793,22 +2854,19 @@ def attention_kernel(
 # Exchange between devices
 
 
+@by_machine
 def exchange(x: Array, R: int) -> Array:
     """All-to-all among R consecutive devices of MODEL_AXES. x is [I, ..] with I a divisor of R: each group of R / I
-    consecutive devices receives the same block. Returns [R, ..], a block from each device. On TPUs a kernel does it:
-    these are some kilobytes, and launching XLA's all-to-all takes longer than moving them."""
-
-    def plain(x):
-        blocks = jnp.repeat(x, R // x.shape[0], axis=0)
-        return jax.lax.all_to_all(blocks, MODEL_AXES, 0, 0, axis_index_groups=sharer_groups(R))
-
-    return by_platform(x, tpu=partial(exchange_kernel, R=R), default=plain)
+    consecutive devices receives the same block. Returns [R, ..], a block from each device."""
+    blocks = jnp.repeat(x, R // x.shape[0], axis=0)
+    return jax.lax.all_to_all(blocks, MODEL_AXES, 0, 0, axis_index_groups=sharer_groups(R))
 
 
 def exchange_kernel(x: Array, R: int, interpret: bool | pltpu.InterpretParams = False) -> Array:
-    """exchange for TPUs: each device writes into the memory of the others, once all R have entered. A device leaves
-    when it has a block from each, so all have passed the barrier by then: no signal of the next exchange is mistaken
-    for one of this one, and no block of the next arrives too early."""
+    """exchange for TPUs: a block has some kilobytes, and launching XLA's all-to-all takes longer than moving them. Each
+    device writes into the memory of the others, once all R have entered. A device leaves when it has a block from each,
+    so all have passed the barrier by then: no signal of the next exchange is mistaken for one of this one, and no block
+    of the next arrives too early."""
     receivers = R // x.shape[0]  # devices that receive the same block
 
     def kernel(x, y, semaphores):
@@ -2837,3 +2895,6 @@ def exchange_kernel(x: Array, R: int, interpret: bool | pltpu.InterpretParams = 
         interpret=interpret,
         name="exchange",
     )(x)
+
+
+FAST["exchange", "tpu"] = exchange_kernel

@@ -47,16 +47,20 @@ def import_folder(name: str) -> SimpleNamespace:
 
 def interpret_kernels(monkeypatch, model, **options) -> None:
     """Has a model take the path of TPUs, with its kernels under the interpreter. `options` are attention_kernel's."""
+    fast = fast_of(model)
+    monkeypatch.setattr(model, "platform", lambda: "tpu")
+    monkeypatch.setattr(model, "attention_kernel", partial(model.attention_kernel, interpret=STRICT, **options))
+    for name in ("expert_kernel", "streamed_product", "lanes_product"):
+        if kernel := getattr(fast, name, None):
+            monkeypatch.setattr(fast, name, partial(kernel, interpret=STRICT))
+    for row in (("exchange", "tpu"), ("chosen_experts", "tpu")):
+        if kernel := model.FAST.get(row):
+            monkeypatch.setitem(model.FAST, row, partial(kernel, interpret=STRICT))
 
-    def choose(*arguments, default, cpu=None, tpu=None):
-        return (tpu or default)(*arguments)
 
-    monkeypatch.setattr(model, "by_platform", choose)
-    kernels = "attention_kernel", "exchange_kernel", "expert_kernel", "routing_kernel"
-    for name in (*kernels, "streamed_product", "lanes_product"):
-        if kernel := getattr(model, name, None):
-            given = options if name == "attention_kernel" else {}
-            monkeypatch.setattr(model, name, partial(kernel, interpret=STRICT, **given))
+def fast_of(model):
+    """What has the model's fast functions."""
+    return model
 
 
 def in_format(model, x, quantize: str | None):

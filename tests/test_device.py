@@ -15,7 +15,7 @@ import pytest
 import test_experts
 import test_kernel
 import test_latent
-from helpers import ROOT, UNKNOWN_PROMPT, decode, floats, import_folder, in_format, interpret_kernels
+from helpers import ROOT, UNKNOWN_PROMPT, decode, fast_of, floats, import_folder, in_format, interpret_kernels
 from jax.sharding import PartitionSpec as P
 from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
@@ -193,7 +193,7 @@ def test_experts_that_were_chosen(run, B, quantize):
 def test_experts_in_4_bits():
     """Those of gpt-oss-20b, 4 of its 32, with 2,944 columns as a device has them."""
     model, random = FOLDERS["gpt_oss"].model, np.random.default_rng(0)
-    kind, run = (model.Mxfp4Lanes, 512) if jax.default_backend() == "tpu" else (model.Mxfp4, 32)
+    kind, run = (fast_of(model).Mxfp4Lanes, 512) if jax.default_backend() == "tpu" else (model.Mxfp4, 32)
     gate_up, down = in_4_bits(random, 4, 5888, 2880), in_4_bits(random, 4, 2880, 2944)
     biases = jnp.zeros((4, 5888)), jnp.zeros((4, 2880))
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import STRICT, floats, import_folder, in_format
+from helpers import STRICT, fast_of, floats, import_folder, in_format
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -76,13 +76,10 @@ def select(monkeypatch, platform, model=model):
     """Has experts(..) of a folder take the path of another platform, the kernel under the interpreter."""
     if platform == "cpu":
         return
-
-    def choose(*arguments, default, cpu=None, tpu=None):
-        return {"tpu": tpu, "gpu": default}[platform](*arguments) if tpu else default(*arguments)
-
-    monkeypatch.setattr(model, "by_platform", choose)
-    monkeypatch.setattr(model, "expert_kernel", partial(model.expert_kernel, interpret=STRICT))
-    monkeypatch.setattr(model, "GROUP_BYTES", 2**17)  # 140 rows of 128 numbers are two groups
+    fast = fast_of(model)
+    monkeypatch.setattr(model, "platform", lambda: platform)
+    monkeypatch.setattr(fast, "expert_kernel", partial(fast.expert_kernel, interpret=STRICT))
+    monkeypatch.setattr(fast, "GROUP_BYTES", 2**17)  # 140 rows of 128 numbers are two groups
 
 
 @pytest.mark.parametrize(

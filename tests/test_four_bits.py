@@ -5,6 +5,7 @@ References are transformers' classes with the numbers that a form stands for.
 
 import json
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import test_experts
 import torch
-from helpers import ROOT, STRICT, assert_matches, decode, experts_apart, floats, import_folder, save_random
+from helpers import ROOT, STRICT, assert_matches, decode, experts_apart, fast_of, floats, import_folder, save_random
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -37,6 +38,7 @@ from test_parity import (
 )
 
 model = llama3.model
+fast = fast_of(model)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Released forms
@@ -378,11 +380,11 @@ def test_products_against_float64(O, C, size, has_zeros, dtype):
     """On CPUs, on GPUs and, by the interpreted kernel, on TPUs."""
     random = np.random.default_rng(0)
     x = random.standard_normal((60, C)).astype(dtype)
-    w, numbers = in_groups(model.Int4, O, C, size=size, has_zeros=has_zeros)
-    products = {"cpu": lambda x: w.cpu_product(x), "gpu": lambda x: w.gpu_product(x)}
+    w, numbers = in_groups(fast.Int4, O, C, size=size, has_zeros=has_zeros)
+    products = {name: partial(model.PRODUCTS[name, fast.Int4], w=w) for name in ("cpu", "gpu")}
     if C % 512 == 0:
-        lanes, _ = in_groups(model.Int4Lanes, O, C, size=size, has_zeros=has_zeros)
-        products["tpu"] = lambda x: model.lanes_product(x, lanes, block=128, interpret=STRICT)
+        lanes, _ = in_groups(fast.Int4Lanes, O, C, size=size, has_zeros=has_zeros)
+        products["tpu"] = lambda x: fast.lanes_product(x, lanes, block=128, interpret=STRICT)
     for name, multiply in products.items():
         for B in (1, 3, 9, 60)[: 3 if name == "tpu" else 4]:
             out = jax.jit(multiply)(x[:B])
@@ -394,8 +396,8 @@ def test_products_against_float64(O, C, size, has_zeros, dtype):
 def test_a_single_row_on_a_cpu_is_one_loop():
     """What makes it fast shows in the program: one loop reads the words, and turns no number of the row to float32 for
     each row of the weight."""
-    w, _ = in_groups(model.Int4, 4096, 1024, size=32, has_zeros=False)
-    program = jax.jit(lambda x, w: w.cpu_product(x)).lower(jnp.ones((1, 1024), jnp.bfloat16), w).compile()
+    w, _ = in_groups(fast.Int4, 4096, 1024, size=32, has_zeros=False)
+    program = jax.jit(model.PRODUCTS["cpu", fast.Int4]).lower(jnp.ones((1, 1024), jnp.bfloat16), w).compile()
     assert program.memory_analysis().temp_size_in_bytes < 2**20  # the sums of lanes
     loops = re.findall(r"fusion\((.*)\), kind=kLoop, calls=(\S+?),", program.as_text())
     (body,) = [name for operands, name in loops if "w_values" in operands]
@@ -406,7 +408,7 @@ def test_a_single_row_on_a_cpu_is_one_loop():
 def test_half_a_step():
     """No number is further off than half a step of its group, but for one of 8 steps, which is cut to 7."""
     x = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
-    held = jax.jit(model.GroupsOn(model.Int4, model.Int4Groups()).declare(x.shape, jnp.float32).of)(x)
+    held = jax.jit(fast.GroupsOn(fast.Int4, fast.Int4Groups()).declare(x.shape, jnp.float32).of)(x)
     steps = held.in_order(np.abs(floats(held.scale)).repeat(32, axis=-1))
     errors = np.abs(np.asarray(held.values_and_scale(jnp.float32)[0]) - held.in_order(x))
     assert (errors <= 1.05 * steps).all() and (errors <= 0.51 * steps).mean() > 0.97
@@ -418,7 +420,7 @@ def test_experts_against_float64(monkeypatch, platform, kind, B, k, F):
     """Also of experts whose columns are no whole pieces of the kernel."""
     test_experts.select(monkeypatch, platform)
     model, arguments = test_experts.model, test_experts.random_arguments(B, k, 8, 512, F, jnp.float32, None)[:3]
-    kind, shapes = getattr(model, kind), ((8, 2 * F, 512), (8, 512, F))
+    kind, shapes = getattr(fast_of(model), kind), ((8, 2 * F, 512), (8, 512, F))
     widths = [-(-shape[-1] // kind.run) * kind.run for shape in shapes]
     pairs = [in_groups(kind, *s, size=32, has_zeros=k > 1, width=n) for s, n in zip(shapes, widths, strict=True)]
     (weights, numbers), mesh = zip(*pairs, strict=True), model.make_mesh(devices=jax.devices()[:1])
@@ -436,7 +438,9 @@ def test_kernels_compile_for_tpus(topology):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     def weight(shape, *spec):
-        held = model.GroupsOn(model.Int4Lanes, model.Int4Groups()).declare(shape, jnp.bfloat16)
+        held = (
+            fast_of(model).GroupsOn(fast_of(model).Int4Lanes, fast_of(model).Int4Groups()).declare(shape, jnp.bfloat16)
+        )
         return jax.tree.map(lambda x, spec: array(x.shape, x.dtype, spec), held, held.specs(P(*spec)))
 
     def body(x, ids, scores, gate_up, down, w):

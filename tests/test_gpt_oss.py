@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from helpers import assert_matches, decode, save_random
+from helpers import assert_matches, decode, fast_of, save_random
 from jax.sharding import PartitionSpec as P
 from safetensors.torch import load_file, save_file
 from test_experts import select
@@ -50,7 +50,8 @@ def test_mxfp4(mxfp4, mesh):
 def test_mxfp4_for_tpus(mxfp4, monkeypatch):
     """What TPUs would hold is the same numbers, and zeros beside them."""
     model, mesh, loaded = gpt_oss.model, gpt_oss.model.make_mesh(2, 2, 2), []
-    lanes = model.GroupsOn(model.Mxfp4Lanes, model.Int4Groups())
+    fast = fast_of(model)
+    lanes = fast.GroupsOn(fast.Mxfp4Lanes, fast.Int4Groups())
     checkpoint = gpt_oss.convert.open_checkpoint(mxfp4[0])
     for kind in (model.Mxfp4, lanes):
         monkeypatch.setattr(model.Mxfp4, "on", lambda *_, kind=kind: kind)
@@ -73,7 +74,7 @@ def test_experts_in_4_bits(monkeypatch, platform, B):
     ids = np.stack([random.permutation(4)[:2] for _ in range(B)]).astype(np.int32)
 
     def in_4_bits(*shape, C):
-        kind, width = (model.Mxfp4Lanes, 512) if platform == "tpu" else (model.Mxfp4, C)
+        kind, width = (fast_of(model).Mxfp4Lanes, 512) if platform == "tpu" else (model.Mxfp4, C)
         codes = np.pad(random.integers(0, 16, (*shape, C), np.uint8), [*[(0, 0)] * len(shape), (0, width - C)])
         exponents = random.integers(121, 126, (*shape, width // 32), np.uint8)
         numbers = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64)[..., :C]

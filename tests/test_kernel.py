@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import STRICT, floats, import_folder, in_format, in_turns, interpret_kernels
+from helpers import STRICT, fast_of, floats, import_folder, in_format, in_turns, interpret_kernels
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 llama3 = import_folder("llama3")
 model = llama3.model
+fast = fast_of(model)
 
 
 def random_rows(B, K, N, T, starts, H, dtype, quantize):
@@ -107,7 +108,7 @@ def test_against_float64(monkeypatch, shape, T, starts, mask, block, dtype, quan
     results.append(attend())
     if not few:
         tiled = model.plain_attention(folded, after, at, places, mask, T, rows=1, tile=24, block=64)
-        on_gpu = model.triton_attention(folded, after, at, places, mask, 1, interpret=True)
+        on_gpu = fast.triton_attention(folded, after, at, places, mask, 1, interpret=True)
         results += [(tiled, after), (on_gpu, after)]
     tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
     for out, cache in results:
@@ -153,9 +154,9 @@ def test_devices_that_share_a_head(monkeypatch, platform, mesh, kv_heads, G, T, 
     if platform == "tpu":
         interpret_kernels(monkeypatch, model)
     if platform == "gpu":
-        monkeypatch.setattr(model, "by_platform", lambda *arguments, default, **_: default(*arguments))
-        monkeypatch.setattr(model, "suits_triton", lambda *_: True)
-        monkeypatch.setattr(model, "triton_attention", partial(model.triton_attention, interpret=True))
+        monkeypatch.setattr(model, "platform", lambda: "gpu")
+        monkeypatch.setattr(fast, "suits_triton", lambda *_: True)
+        monkeypatch.setattr(fast, "triton_attention", partial(fast.triton_attention, interpret=True))
     heads, rows = jax.sharding.PartitionSpec("dp", None, model.MODEL_AXES), jax.sharding.PartitionSpec("dp")
 
     def attend(q, k, v, cache, positions):
@@ -201,10 +202,10 @@ def test_streamed_product(monkeypatch, rows, O, C, dtype, quantize):
     keys = jax.random.split(jax.random.key(0))
     x = jax.random.normal(keys[0], (rows, C), dtype)
     w = in_format(model, jax.random.normal(keys[1], (O, C), dtype), quantize)
-    kernel = partial(model.streamed_product, block=128, interpret=STRICT)
-    monkeypatch.setattr(model, "streamed_product", kernel)
-    monkeypatch.setattr(model, "is_streamed", lambda x, w: True)
-    y = jax.jit(model.tpu_product)(x, w)
+    kernel = partial(fast.streamed_product, block=128, interpret=STRICT)
+    monkeypatch.setattr(fast, "streamed_product", kernel)
+    monkeypatch.setattr(fast, "is_streamed", lambda x, w: True)
+    y = jax.jit(model.PRODUCTS["tpu", type(w)])(x, w)
     wanted = floats(x) @ floats(w).T
     np.testing.assert_allclose(floats(y), wanted, atol=2e-6 * np.abs(wanted).max())
 
@@ -215,7 +216,7 @@ def test_product_for_gpus(rows, dtype, quantize):
     x = jax.random.normal(jax.random.key(0), (rows, 96), dtype)
     w = in_format(model, jax.random.normal(jax.random.key(1), (130, 128), dtype).at[:, 96:].set(0), quantize)
     wanted = floats(x) @ floats(w)[:, :96].T
-    np.testing.assert_allclose(jax.jit(model.gpu_product)(x, w), wanted, atol=2e-6 * np.abs(wanted).max())
+    np.testing.assert_allclose(jax.jit(model.PRODUCTS["gpu", type(w)])(x, w), wanted, atol=2e-6 * np.abs(wanted).max())
 
 
 def array_on(topology):
@@ -311,7 +312,7 @@ def test_no_block_arrives_before_all_have_entered(monkeypatch, races, is_broken)
         monkeypatch.setattr(pl, "semaphore_wait", lambda *arguments: None)
     R, spec = 4, jax.sharding.PartitionSpec(model.MODEL_AXES)
     mesh = model.make_mesh(tp=R, devices=jax.devices()[:R])
-    body = partial(model.exchange_kernel, R=R, interpret=STRICT)
+    body = partial(fast.exchange_kernel, R=R, interpret=STRICT)
     x = np.random.default_rng(0).standard_normal((R, R, 8, 128)).astype(np.float32)
     program = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     y = jax.block_until_ready(jax.jit(program)(x.reshape(R * R, 8, 128)))

@@ -115,7 +115,7 @@ def test_a_single_row_on_a_cpu_is_one_loop(quantize):
     ],
 )
 def test_products_on_a_cpu(rows, contracted, dtype, quantize):
-    """Every form of cpu_product against float64."""
+    """Every form of a product against float64."""
     keys = jax.random.split(jax.random.key(0))
     x = jax.random.normal(keys[0], (rows, contracted)).astype(dtype)
     w = jax.random.normal(keys[1], (70, contracted)).astype(dtype)

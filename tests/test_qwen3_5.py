@@ -15,6 +15,7 @@ from helpers import (
     assert_matches,
     decode,
     experts_apart,
+    fast_of,
     floats,
     qwen_extra_layer_tensors,
     random_extra_layer,
@@ -94,7 +95,7 @@ def test_states_and_drafts_against_float64(T, drafts, is_kernel):
     log_decay, beta = -random.exponential(size=(B, T, N)), random.uniform(size=(B, T, N))
     is_new = np.array([False, False, True, False])
     kept, known = np.array([drafts, min(drafts, 1), 0, 0]), np.array([T, 1, T // 2, 0])
-    rule = partial(model.delta_kernel, interpret=STRICT) if is_kernel else model.recurrence
+    rule = partial(fast_of(model).delta_kernel, interpret=STRICT) if is_kernel else model.recurrence
     arguments = [jnp.float32(x) for x in (qkv, weights, log_decay, beta)]
     out, new = jax.jit(rule)(*arguments, old, is_new, kept, known)
     for b in range(B):
@@ -131,7 +132,7 @@ def test_the_kernel_compiles_for_tpus(topology, K, N, T, drafts):
     if drafts:
         old = old._replace(gates=array(B, N, 2, drafts), begin=array(B, 1, dtype=jnp.int32))
     counts = array(B, dtype=jnp.bool), *[array(B, dtype=jnp.int32)] * 2
-    body = jax.shard_map(model.delta_kernel, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    body = jax.shard_map(fast_of(model).delta_kernel, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     arguments = array(B, T, M, dtype=jnp.bfloat16), array(M, 4), *[array(B, T, N)] * 2, old, *counts
     text = jax.jit(body, donate_argnums=4).lower(*arguments).compile().as_text()
     assert len(re.findall(r"%delta_rule[.\d]* = ", text)) == 1
