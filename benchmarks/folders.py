@@ -20,7 +20,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def import_from(folder: str, module: str) -> ModuleType:
-    """A module of a model folder: model, generate, convert, main. One process uses one folder: all have these names.
+    """A module of a model folder: model, fast, generate, convert, main. One process uses one folder: all have these
+    names. fast.py fills the tables of model.py, whichever is asked for.
 
     Raises ValueError where there is no such folder.
     """
@@ -29,14 +30,16 @@ def import_from(folder: str, module: str) -> ModuleType:
         raise ValueError(f"{folder}: no such model folder")
     if str(path) not in sys.path:
         sys.path.insert(0, str(path))
+    importlib.import_module("fast")
     return importlib.import_module(module)
 
 
 def import_model(folder: str) -> ModuleType:
-    """model.py of a folder, for programs that need those of several: sys.modules does not keep it."""
-    sys.modules.pop("model", None)
+    """model.py of a folder, for programs that need those of several: sys.modules keeps neither it nor fast.py."""
+    for name in ("model", "fast"):
+        sys.modules.pop(name, None)
     module = import_from(folder, "model")
-    del sys.modules["model"]
+    del sys.modules["model"], sys.modules["fast"]
     sys.path.remove(str(ROOT / folder))
     return module
 

@@ -1,11 +1,11 @@
 """Gemma inference in JAX: the whole model in one file.
 
 It covers `GemmaForCausalLM`, `Gemma2ForCausalLM`, `Gemma3ForCausalLM` and the text of `Gemma3ForConditionalGeneration`
-of transformers: Gemma 1, 2 and 3. The vision tower is left out on purpose. The file has three parts. "The model" is
-what makes this a Gemma: its configuration, its weights, its layers. "Running it" is the rest in plain JAX: sharding,
-attention over the cache, int8. "Fast on each machine" is the appendix: kernels, and what compilers need to be told. The
-last two consist of blocks that other models have too, with options that not every model uses. The file needs only jax
-and numpy; generate.py decodes with it.
+of transformers: Gemma 1, 2 and 3. The vision tower is left out on purpose. The file has two parts. "The model" is what
+makes this a Gemma: its configuration, its weights, its layers. "Running it" is the rest in plain JAX: sharding,
+attention over the cache, int8. The latter consists of blocks that other models have too, with options that not every
+model uses. The file needs only jax and numpy. generate.py decodes with it, and fast.py, the appendix, makes it fast on
+each machine.
 
 Differs from llama3 in: `norm_plus_one`, whose weights are stored less one; `attention`, which has a window and a rope
 of its own in some layers, and norms of heads in Gemma 3; norms after each half of a layer, in Gemma 2 and 3;
@@ -378,6 +378,7 @@ ceil_div, power_of_two = pl.cdiv, pl.next_power_of_2  # both round up: a / b, an
 # What differs by machine
 
 
+# fast.py fills these tables. Without it they are empty, and everything runs, but slower.
 FAST = {}  # (name of a function, platform): what takes its place there
 PRODUCTS = {}  # (platform, format): what multiplies there instead of `product`
 
@@ -513,7 +514,7 @@ def quantize(x: Array) -> Int8:
     return Int8(values.astype(jnp.int8), scale)
 
 
-FORMATS = {None: Plain, "int8": Int8}  # by what main.py's --quantize asks for; the block "Int4" adds one
+FORMATS = {None: Plain, "int8": Int8}  # by what main.py's --quantize asks for; fast.py adds "int4"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -594,7 +595,7 @@ class Weight:
     `other_dim` is the size of the other dimension of a matrix, None for a vector. `experts` is how many matrices are
     stacked along a first dimension, 0 for one matrix alone. `dtype` is a fixed one, also in converted checkpoints.
     `per_head` says that each head is multiplied on its own (see head_dtype). `transposed` says that the checkpoint has
-    the matrix as [input, output], as most have packed experts. A matrix is held in `format`.
+    the matrix as [input, output], as most have packed experts. A matrix is held in what `format.on` gives.
     """
 
     parts: tuple[Part, ...]
@@ -605,7 +606,7 @@ class Weight:
     dtype: str | None = None
     per_head: bool = False
     transposed: bool = False
-    format: type[Format] | Int4Groups = Plain
+    format: type[Format] = Plain
 
     def axes(self) -> tuple[str, ...]:
         """The axes of the mesh that split one matrix. Experts are split over ep, so only tp splits each one."""
@@ -715,7 +716,9 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, quantize: str
 def in_format(weights: dict, quantize: str | None) -> dict:
     """A pytree of Weight whose matrices are held as `quantize` says, if devices split them. None changes nothing. In
     "int4" embeddings, the head, what is multiplied head by head and rows that are no whole groups are in int8. What has
-    as few bits already stays as it is."""
+    as few bits already stays as it is. Raises InputError for "int4" without fast.py."""
+    if quantize not in FORMATS:
+        raise InputError(f"{quantize} needs fast.py beside model.py")
 
     def asked(path, weight):
         if not quantize or not weight.is_matrix():
@@ -946,6 +949,61 @@ def mask_padding(logits: Array, config: Config) -> Array:
     """logits [B, V] of this device's part of the vocabulary, with MASKED for the rows that only pad the table."""
     ids = jax.lax.axis_index(MODEL_AXES) * logits.shape[1] + jnp.arange(logits.shape[1])
     return jnp.where(ids < config.vocab_size, logits, MASKED)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products
+
+
+def einsum(subscripts: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) -> Array:
+    """jnp.einsum with sums in `dtype`, and without bf16 or tf32 passes if the operands are float32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=dtype)
+
+
+def linear(x: Array, w: Format, bias: Array | None = None) -> Array:
+    """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
+    y = multiply(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
+
+
+def multiply(x: Array, w: Format) -> Array:
+    """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O]."""
+    return PRODUCTS.get((platform(), type(w)), product)(x, w)
+
+
+def product(x: Array, w: Format) -> Array:
+    """`multiply` for all machines and formats."""
+    values, scale = w.values_and_scale(x.dtype)
+    y = einsum("bc,oc->bo", w.in_order(padded(x, w)), values)
+    return y if scale is None else y * scale
+
+
+def padded(x: Array, w: Format, rows: int = 1) -> Array:
+    """x [B, C] with zeros up to the columns of w, and up to `rows` rows."""
+    return jnp.pad(x, ((0, max(rows - len(x), 0)), (0, w.shape[-1] - x.shape[1])))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gate and up
+
+
+@by_machine
+def linear_halves(x: Array, w: Format) -> tuple[Array, Array]:
+    """The two halves of linear's output."""
+    return tuple(jnp.split(linear(x, w), 2, axis=-1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exchange between devices
+
+
+@by_machine
+def exchange(x: Array, R: int) -> Array:
+    """All-to-all among R consecutive devices of MODEL_AXES. x is [I, ..] with I a divisor of R: each group of R / I
+    consecutive devices receives the same block. Returns [R, ..], a block from each device."""
+    blocks = jnp.repeat(x, R // x.shape[0], axis=0)
+    return jax.lax.all_to_all(blocks, MODEL_AXES, 0, 0, axis_index_groups=sharer_groups(R))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1430,14 +1488,6 @@ def is_valid(value: object, kind: type, name: str = "") -> bool:
     return type(value) is int and value in COUNTS.get(name, range(1, 2**31))  # isinstance would take a bool
 
 
-# =====================================================================================================================
-# Fast on each machine
-# =====================================================================================================================
-#
-# The compiler moves nothing across an optimization_barrier. A Pallas kernel is the program of a TPU core, which fetches
-# blocks of its arguments (a BlockSpec says which) into the core's fast memory, VMEM.
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory on each machine
 
@@ -1518,715 +1568,10 @@ def keep_layout(x: Array) -> Array:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Products
-
-
-def einsum(subscripts: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) -> Array:
-    """jnp.einsum with sums in `dtype`, and without bf16 or tf32 passes if the operands are float32."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=dtype)
-
-
-def linear(x: Array, w: Format, bias: Array | None = None) -> Array:
-    """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
-    y = multiply(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], -1)
-    return y if bias is None else y + bias
-
-
-def multiply(x: Array, w: Format) -> Array:
-    """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O]."""
-    return PRODUCTS.get((platform(), type(w)), product)(x, w)
-
-
-def product(x: Array, w: Format) -> Array:
-    """`multiply` for all machines and formats."""
-    values, scale = w.values_and_scale(x.dtype)
-    y = einsum("bc,oc->bo", w.in_order(padded(x, w)), values)
-    return y if scale is None else y * scale
-
-
-def padded(x: Array, w: Format, rows: int = 1) -> Array:
-    """x [B, C] with zeros up to the columns of w, and up to `rows` rows."""
-    return jnp.pad(x, ((0, max(rows - len(x), 0)), (0, w.shape[-1] - x.shape[1])))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Gate and up
-
-
-@by_machine
-def linear_halves(x: Array, w: Format) -> tuple[Array, Array]:
-    """The two halves of linear's output."""
-    return tuple(jnp.split(linear(x, w), 2, axis=-1))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Products and attention on CPUs
-
-
-def plain_cpu_product(x: Array, w: Array) -> Array:
-    """product for CPUs of numbers as they are. One row uses `row_product` if its length allows: XLA's own product of 16
-    bits is ten times slower for one row than for two. Of up to 4 rows, pieces of the weight are turned to float32 and
-    multiplied while they are in the processor's cache: without AVX512-BF16, XLA's product of 16 bits takes 1.5 times as
-    long. Up to 128 rows the weight is the left operand, because XLA repacks the right one."""
-    (B, C), is_16_bit = x.shape, x.dtype != jnp.float32
-    if B == 1 and is_16_bit and (runs := runs_of(C, 24, 8192)):
-        return row_product(x, w, runs)
-    if B <= 4 and is_16_bit and (pieces := pieces_of(w, 2**19, least=2)) > 1:
-        return over_rows(partial(in_float32, x), w, pieces)
-    if w.shape[1] > C:  # see stored_width
-        x = repeat_columns(x, w.shape[1])
-    if B > 128:
-        return product(x, Plain(w))
-    return weights_first(padded(x, w, 2 if is_16_bit else 1), w, jnp.float32)[:B]
-
-
-def int8_cpu_product(x: Array, w: Array) -> Array:
-    """product for CPUs of int8 values, not yet scaled. For a few rows the fast product is that of int8 and int8. Two
-    int8 numbers hold 15 bits of an activation: a coarse one, and a fine one for its rounding error. As rows of one
-    product they cost little and lose next to nothing. From some 50 rows on, pieces of the weight are cast, and
-    multiplied while they are in the processor's cache."""
-    B, C = x.shape
-    if B == 1 and (runs := runs_of(C, 32, 4096)):
-        return row_product(x, w, runs)
-    if B < 50:
-        coarse = quantize(x)
-        fine = quantize(x - coarse.values * coarse.scale[:, None])
-        y = weights_first(jnp.concatenate([coarse.values, fine.values]), w, jnp.int32)
-        return y[:B] * coarse.scale[:, None] + y[B:] * fine.scale[:, None]
-
-    def cast_first(piece):
-        return plain_cpu_product(x, jax.lax.optimization_barrier(piece.astype(x.dtype)))
-
-    return over_rows(cast_first, w, pieces_of(w, 2**21))
-
-
-def runs_of(columns: int, most: int, longest: int) -> int:
-    """How many runs of 32 columns row_product should add up in one loop: at most `most`, and a divisor of all of them.
-    0 if it should not be used, because a row is longer than `longest` columns or would have fewer than 9 runs."""
-    divisors = (n for n in range(most, 8, -1) if columns % (32 * n) == 0)
-    return next(divisors, 0) if columns <= longest else 0
-
-
-def row_product(x: Array, w: Array, runs: int) -> Array:
-    """x [1, C] times w [O, C] of 16 or 8 bits, C a multiple of 32 * runs: float32 [1, O]. It ignores columns that only
-    w has. With bfloat16 it is 1.5 times as fast as two rows of XLA's own product, with int8 twice as fast.
-
-    XLA makes one unrolled loop that multiplies and adds `runs` runs of 32 columns, with the 32 side by side in vector
-    registers. The 32 sums are then multiplied with ones. A large w is taken in pieces, whose sums stay in cache.
-
-    reduce_precision changes no number. It keeps XLA from its library of reductions, which would turn all weights to
-    float32 in memory first. The barriers keep the product with ones out of the loop. Dividing by ones changes no number
-    either: XLA repeats no division in a loop, so it turns x to float32 once, and not for each row of w.
-    """
-    C, lanes = x.shape[1], 32
-    x = x.astype(jnp.float32)
-    if w.dtype == jnp.int8:
-        x = x / jax.lax.optimization_barrier(jnp.ones(x.shape))
-
-    def multiply(w):
-        terms = w[:, :C].reshape(-1, C // (runs * lanes), runs, lanes).astype(jnp.float32) * x.reshape(-1, runs, lanes)
-        sums = jax.lax.reduce(terms, np.float32(0), lambda a, b: jax.lax.reduce_precision(a + b, 8, 23), (2,))
-        sums = jax.lax.optimization_barrier(sums).reshape(-1, lanes)
-        y = jax.lax.optimization_barrier(einsum("rc,bc->rb", sums, jnp.ones((1, lanes)))).reshape(len(w), -1)
-        return sum(y[:, i] for i in range(y.shape[1]))[None]
-
-    return over_rows(multiply, w, pieces_of(w, 2**24))
-
-
-def in_float32(x: Array, w: Array) -> Array:
-    """x [B, C] times w [O, C], or a wider w: float32 [B, O]. The barrier has w in float32 in memory."""
-    w = jax.lax.optimization_barrier(w[:, : x.shape[1]].astype(jnp.float32))
-    return weights_first(x.astype(jnp.float32), w, jnp.float32)
-
-
-def pieces_of(w: Array | Format, size: int, least: int = 1) -> int:
-    """Into how many pieces of equal rows to divide w [O, C]: `least` or more, of at most `size` numbers each. 1 if no
-    number near does."""
-    fewest = max(least, ceil_div(math.prod(w.shape), size))
-    return next((n for n in range(fewest, 4 * fewest) if w.shape[0] % n == 0), 1)
-
-
-def over_rows(multiply, w: Array | Format, pieces: int) -> Array:
-    """multiply(w), float32 [B, O], a piece of w [O, C] at a time."""
-    O, B = w.shape[0], jax.eval_shape(multiply, w).shape[0]
-    rows = O // pieces
-
-    def step(i, y):
-        # The barrier ties w to i: else XLA would turn all of it to float32 before the loop.
-        tied, i = jax.lax.optimization_barrier((w, i))
-        piece = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * rows, rows), tied)
-        return jax.lax.dynamic_update_slice_in_dim(y, multiply(piece), i * rows, axis=1)
-
-    return multiply(w) if pieces == 1 else jax.lax.fori_loop(0, pieces, step, jnp.zeros((B, O), jnp.float32))
-
-
-def repeat_columns(x: Array, width: int) -> Array:
-    """x [B, C] of 16 bits, widened with its own first columns for a weight that is zero there. XLA would fuse a padding
-    of zeros with the elementwise operations before it, which would then take four times as long."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint16)  # XLA would concatenate bfloat16 as float32
-    bits = jnp.concatenate([bits, bits[:, : width - x.shape[1]]], axis=1)
-    return jax.lax.bitcast_convert_type(bits, x.dtype)
-
-
-def weights_first(x: Array, w: Array, dtype: jnp.dtype) -> Array:
-    """x [B, C] times w [O, C] with w as the left operand; a barrier keeps XLA from swapping them: `dtype` [B, O]."""
-    return jax.lax.optimization_barrier(einsum("oc,bc->ob", w, x, dtype)).T
-
-
-def cpu_query_key_product(q: Array, k: Array) -> Array:
-    """query_key_product for CPUs."""
-    queries = math.prod(q.shape[2:4])
-    if queries <= 4:
-        return query_by_query("bkh,bksh->bks", q, k)
-    return keys_first(q, k) if queries <= 64 else query_key_product.plain(q, k)
-
-
-def cpu_probability_value_product(p: Array, v: Array) -> Array:
-    """probability_value_product for CPUs."""
-    if math.prod(p.shape[2:4]) <= 4:
-        return query_by_query("bks,bksw->bkw", p, v)
-    return probability_value_product.plain(p, v)
-
-
-def query_by_query(subscripts: str, x: Array, of_slots: Array) -> Array:
-    """A product [B, K, A, M, ..] of a few queries as a product of a matrix and a vector for each. XLA computes these up
-    to twice as fast, since all queries after the first find the slots in the processor's cache."""
-    one_by_one = jnp.moveaxis(x.reshape(*x.shape[:2], -1, x.shape[-1]), 2, 0)
-    return jnp.stack([einsum(subscripts, one, of_slots) for one in one_by_one], axis=2).reshape(*x.shape[:4], -1)
-
-
-def keys_first(q: Array, k: Array) -> Array:
-    """query_key_product for CPUs and some queries. XLA rearranges the second operand of a product there, which should
-    not be the keys; the barrier keeps XLA from exchanging the two."""
-    return jax.lax.optimization_barrier(einsum("bksh,bkamh->bksam", k, q)).transpose(0, 1, 3, 4, 2)
-
-
-PRODUCTS["cpu", Plain] = lambda x, w: plain_cpu_product(x, w.values)
-PRODUCTS["cpu", Int8] = lambda x, w: int8_cpu_product(x, w.values) * w.scale
-FAST["query_key_product", "cpu"] = cpu_query_key_product
-FAST["probability_value_product", "cpu"] = cpu_probability_value_product
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Products and attention on GPUs
-
-try:
-    from jax.experimental.pallas import triton
-except ImportError:  # Windows has none, and a later jax may have none
-    triton = None
-
-
-def gpu_product(x: Array, w: Format) -> Array:
-    """product for GPUs. Of one row XLA reads the matrix faster if it sees a sum: an H100 reads one of 28,672 x 4,096 at
-    2.98 TB/s, in int8 at 2.84, instead of 2.71 and 2.16."""
-    if len(x) > 1:
-        return product(x, w)
-    values, scale = w.values_and_scale(x.dtype)
-    x = jax.lax.optimization_barrier(w.in_order(padded(x, w)))  # it is not to be computed again for each sum
-    y = jnp.sum(x.astype(jnp.float32) * values.astype(jnp.float32), axis=-1)[None]
-    return y if scale is None else y * scale
-
-
-def gpu_attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -> Array:
-    """attend_to_stored for GPUs."""
-    if suits_triton(q, cache):
-        return triton_attention(q, cache, starts, places, mask=mask, R=R)
-    return attend_to_stored.plain(q, cache, starts, places, mask, T, R)
-
-
-def suits_triton(q: Array, cache: LayerCache) -> bool:
-    """Whether triton_attention can take these queries and this cache, on the GPU at hand: Triton knows widths that are
-    powers of two, and NVIDIA's chips from Ampere on."""
-    (*_, T, H), S = q.shape, cache[0].shape[2]
-    fits = H in (16, 32, 64, 128, 256) and all(side.shape[-1] == H for side in cache) and T % 16 == S % 64 == 0
-    device = jax.devices()[0]  # a CPU, if this is compiled for a GPU that is not at hand
-    major = "9" if device.platform == "cpu" else getattr(device, "compute_capability", "").partition(".")[0]
-    return bool(triton) and fits and q.dtype.itemsize == 2 and major.isdigit() and int(major) >= 8
-
-
-def triton_attention(q, cache, starts, places, mask: Mask, R: int, interpret=False) -> Array:
-    """attend_to_stored as one Pallas kernel for GPUs. Scores stay on the chip (as in Dao et al. 2022,
-    "FlashAttention"), and a tile of queries reads only the blocks of slots that it sees. Args and result as in
-    plain_attention, with queries [B, K, A, T, H]."""
-    (B, K, A, T, H), S = q.shape, cache[0].shape[2]
-    # Within a fifth of the best of six sizes tried on an H100, with three stages; two need less of a chip's memory.
-    tile, block, wraps = math.gcd(T, 64), 64 if H <= 128 else 32, mask.wraps(R * S, T)
-
-    def kernel(q, cache, starts, places, shard, out, log_sum_exp):
-        n, m = pl.program_id(1), pl.program_id(0) * tile
-        b, k, a = n // (K * A), n // A % K, n % A
-        begin, last = starts[b] + m, starts[b] + T - 1
-        at, queries = begin + jnp.arange(tile), q[b, k, a, pl.ds(m, tile), :]
-        first_block = 0 if wraps else mask.first_seen(begin) // (R * block)
-        end = jnp.minimum((last if wraps else begin + tile - 1) // R, S - 1) // block + 1
-
-        def add_block(i, state):
-            total, top, out = state
-            slots = pl.ds(i * block, block)
-            keys, values = jax.tree.map(lambda x: x[(places[b], k, slots, slice(None))[: len(x.shape)]], tuple(cache))
-            (keys, scale), (values, value_scale) = (x.values_and_scale(queries.dtype) for x in (keys, values))
-            scores = einsum("mh,sh->ms", queries, keys)
-            scores = softcapped(scores if scale is None else scores * scale[None], mask.softcap)
-            position = (i * block + jnp.arange(block)) * R + shard[0]
-            if wraps:  # behind the slot of the last token, a ring holds what was stored a round before
-                position += last - last % (R * S)
-                position = jnp.where(position > last, position - R * S, position)
-            scores = jnp.where(mask.is_attended(position[None], at[:, None]), scores, MASKED)
-            highest = jnp.maximum(top, jnp.max(scores, axis=1))
-            p, kept = jnp.exp(scores - highest[:, None]), jnp.exp(top - highest)
-            total = total * kept + jnp.sum(p, axis=1)
-            p = (p if value_scale is None else p * value_scale[None]).astype(values.dtype)
-            return total, highest, out * kept[:, None] + einsum("ms,sw->mw", p, values)
-
-        nothing = jnp.zeros(tile), jnp.full(tile, MASKED), jnp.zeros((tile, H))
-        total, top, sums = jax.lax.fori_loop(first_block, end, add_block, nothing)
-        total = jnp.maximum(total, 1e-30)  # of queries that see nothing
-        out[b, k, a, pl.ds(m, tile), :] = sums / total[:, None]
-        log_sum_exp[b, k, a, pl.ds(m, tile)] = top + jnp.log(total)
-
-    out, log_sum_exp = pl.pallas_call(
-        kernel,
-        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape, q.shape[:-1])],
-        grid=(T // tile, B * K * A),
-        compiler_params=triton.CompilerParams(num_warps=4 if H <= 128 else 8, num_stages=2),
-        interpret=interpret,
-        name="attention",
-    )(q, cache, starts, places, jnp.full(1, shard_index(R)))
-    return jnp.concatenate([out, log_sum_exp[..., None]], axis=-1)
-
-
-PRODUCTS["gpu", Plain] = PRODUCTS["gpu", Int8] = gpu_product
-FAST["attend_to_stored", "gpu"] = gpu_attend_to_stored
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Products on TPUs
-
-
-STREAM_BYTES = 40 * 2**20  # XLA for TPUs does not fetch a weight ahead if a device holds more of it than this
-
-
-def tpu_product(x: Array, w: Format) -> Array:
-    """product for TPUs."""
-    B, x = len(x), padded(x, w)
-    if 4 * x.size > 2**25:  # if x comes of float32 arrays too large for VMEM, XLA would read them for each tile of w
-        x = jax.lax.optimization_barrier(x)
-    if isinstance(w, Plain | Int8) and is_streamed(x, w.values):
-        y = streamed_product(x, w.values)
-        return y * w.scale if isinstance(w, Int8) else y
-    return product(padded(x, w, 8), w)[:B]  # XLA turns fewer rows into slow vector code
-
-
-def is_streamed(x: Array, w: Array) -> bool:
-    """Whether a kernel streams a weight: if it is too large to be fetched ahead and the rows are few."""
-    (B, C), itemsize = x.shape, w.dtype.itemsize
-    # Two buffers each of 128 rows of w and of x. A kernel gets 16 MiB.
-    vmem = 2 * C * (128 * itemsize + B * x.dtype.itemsize)
-    return B <= 64 and C % 128 == 0 and w.size * itemsize >= STREAM_BYTES and vmem <= 12 * 2**20
-
-
-def streamed_product(x: Array, w: Array, block: int | None = None, interpret=False) -> Array:
-    """A product as a Pallas kernel for TPUs: x [B, C] times w [O, C]: float32 [B, O].
-
-    It reads w once, in blocks of whole rows. Each block is contiguous, while XLA's own product of a weight in
-    HBM fetches narrow columns. The next block is fetched while this one is multiplied, which takes less time than
-    fetching, the cast of int8 values included. Rows of the last block beyond O are undefined, and are not stored.
-
-    `block` is the number of rows in a grid step, a multiple of 128, by default as many as make 2 MiB: no more, since
-    nothing overlaps the first block of a product; no fewer, since a step has to outlast its own overhead.
-    """
-    (B, C), O = x.shape, w.shape[0]
-    block = block or max(128, 2**21 // (C * w.dtype.itemsize) // 128 * 128)
-
-    def kernel(x, w, y):
-        y[...] = einsum("bc,oc->bo", x[...], w[...].astype(x.dtype))
-
-    return pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct((B, O), jnp.float32),
-        grid=(pl.cdiv(O, block),),
-        in_specs=[pl.BlockSpec((B, C), lambda i: (0, 0)), pl.BlockSpec((block, C), lambda i: (i, 0))],
-        out_specs=pl.BlockSpec((B, block), lambda i: (0, i)),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),  # shared by the two cores of a v5p
-        cost_estimate=kernel_cost(2 * B * O * C, w),
-        interpret=interpret,
-        name="streamed_product",
-    )(x, pltpu.with_memory_space_constraint(w, pltpu.HBM))
-
-
-PRODUCTS["tpu", Plain] = PRODUCTS["tpu", Int8] = tpu_product
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Gate and up on TPUs
-
-
-def tpu_linear_halves(x: Array, w: Format) -> tuple[Array, Array]:
-    """linear_halves for TPUs. Many rows get a product for each half, since XLA can then do what follows elementwise
-    along with the second. One product would write all of its output to memory."""
-    if math.prod(x.shape[:-1]) < 128:
-        return linear_halves.plain(x, w)
-    middle = w.shape[0] // 2
-    return linear(x, w.rows(0, middle)), linear(x, w.rows(middle, 2 * middle))
-
-
-FAST["linear_halves", "tpu"] = tpu_linear_halves
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Int4
-
-
-class Int4Groups(NamedTuple):
-    """How Int4 is declared: a scale in `dtype` for each `size` numbers of a row, and zero points or none."""
-
-    size: int = 32
-    has_zeros: bool = False
-    dtype: str = "bfloat16"
-
-    bits, kernel_columns = 4, 512  # of Int4Lanes
-
-    def on(self, weight: Weight, mesh: Mesh) -> GroupsOn | type[Format]:
-        """Groups that no device has only a part of; Plain, where 16 numbers are too many for that, and for what is
-        multiplied head by head. On TPUs they are for kernels, which experts without whole lanes have none of."""
-        size = math.gcd(self.size, weight.uncut_columns(mesh), 128)
-        columns = weight.parts[0].rows_per_device(math.prod(mesh.shape[axis] for axis in weight.axes()))
-        has_kernel = mesh.devices.flat[0].platform == "tpu" and not (weight.experts and columns % 128)
-        kind = Int4Lanes if has_kernel else Int4
-        return Plain if size < 16 or weight.per_head else GroupsOn(kind, self._replace(size=size))
-
-
-class GroupsOn(NamedTuple):
-    """Int4Groups on a machine, as `kind` of Int4."""
-
-    kind: type[Int4]
-    groups: Int4Groups
-
-    def width(self, C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
-        return ceil_div(C, self.kind.run) * self.kind.run
-
-    def declare(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Int4:
-        values = jax.eval_shape(self.kind.packed, jax.ShapeDtypeStruct(shape, jnp.uint8))
-        scale = (*shape[:-1], shape[-1] // self.groups.size)
-        scale = jax.ShapeDtypeStruct(self.kind.ordered(scale), jnp.dtype(self.groups.dtype))
-        zero = jax.ShapeDtypeStruct(scale.shape, self.kind.zero_dtype) if self.groups.has_zeros else None
-        return self.kind(values, scale, zero)
-
-
-@format_of_arrays
-class Int4(Format):
-    """Codes of 4 bits, less their group's zero, times its scale. A group is 16 to 128 numbers of a row.
-
-    `values` uint16 [.., O, 8, L] has 4 codes in a word, the first in the lowest bits. L is C / 32, and a lane has 32
-    neighbours of a row: word j of the 8 has the codes 4 j to 4 j + 3 of each lane. So an instruction can work on the
-    same place of many groups. `scale` is [.., O, C / group], `zero` uint8 too, or None if all zeros are 8.
-    """
-
-    values: Array
-    scale: Array
-    zero: Array | None = None
-
-    bits = 4
-    run, zero_dtype = 32, jnp.uint8  # C is a multiple of `run`
-
-    @property
-    def shape(self):
-        return (*self.values.shape[:-2], 32 * self.values.shape[-1])
-
-    def specs(self, spec):
-        spec = P(*spec, *[None] * (len(self.shape) - len(spec)))
-        return Int4(P(*spec[:-1], None, spec[-1]), spec, None if self.zero is None else spec)
-
-    @staticmethod
-    def ordered(x):
-        """A shape, or an array, of scales [.., O, C / group] as this format has it."""
-        return x
-
-    @staticmethod
-    def ordered_values(x):
-        """An array of values, or a shape without the 8 words of a lane."""
-        return (*x[:-2], x[-1]) if isinstance(x, tuple) else x
-
-    @staticmethod
-    def packed(codes: Array | np.ndarray) -> Array | np.ndarray:
-        """uint8 codes [.., C] as values."""
-        lanes = codes.shape[-1] // 32
-        codes = codes.reshape(*codes.shape[:-1], lanes, 32).swapaxes(-1, -2).reshape(codes.shape)
-        return packed_codes(codes, 4, lanes).reshape(*codes.shape[:-1], 8, lanes)
-
-    def of(self, x):
-        codes, scale = quantize_in_groups(x, self.ordered(self.scale.shape)[-1], self.scale.dtype)
-        return type(self)(self.packed(codes), self.ordered(scale))
-
-    def in_order(self, x):
-        return x.reshape(*x.shape[:-1], -1, 32).swapaxes(-1, -2).reshape(x.shape)
-
-    def of_lanes(self, a: Array) -> Array:
-        """Scales or zeros [.., C / group] as [.., n, L], for each n-th of a lane's words. n is 2 for groups of 16."""
-        group = self.shape[-1] // a.shape[-1]
-        if group >= 32:
-            return jnp.repeat(a, group // 32, axis=-1)[..., None, :]
-        return a.reshape(*a.shape[:-1], -1, 32 // group).swapaxes(-1, -2)
-
-    def numbers(self, dtype: jnp.dtype) -> Array:
-        """The numbers [.., O, 32, L], those of a lane below each other."""
-        scale = self.of_lanes(self.scale)[..., None, None, :].astype(jnp.float32)
-        zero = 8 if self.zero is None else self.of_lanes(self.zero)[..., None, None, :].astype(jnp.int32)
-        words = self.values.reshape(*scale.shape[:-3], -1, 1, scale.shape[-1])
-        numbers = (codes_of(words) - zero).astype(jnp.float32) * scale
-        return numbers.astype(dtype).reshape(*self.shape[:-1], 32, -1)
-
-    def values_and_scale(self, dtype):
-        return self.numbers(dtype).reshape(self.shape), None
-
-
-@format_of_arrays
-class Int4Lanes(Int4):
-    """Int4 as TPUs have it, in runs of 512 columns, which unpack to four vectors of 128 lanes: `values` uint16
-    [.., O, C / 4], where word w of the 128 of a run has its codes w, 128 + w, 256 + w and 384 + w. `scale` and `zero`
-    are [.., C / group, O]."""
-
-    values: Array
-    scale: Array
-    zero: Array | None = None
-
-    run, zero_dtype = 512, jnp.bfloat16
-    kernel_columns = 512
-
-    @property
-    def shape(self):
-        return (*self.values.shape[:-1], 4 * self.values.shape[-1])
-
-    @staticmethod
-    def ordered(x):
-        return (*x[:-2], x[-1], x[-2]) if isinstance(x, tuple) else x.swapaxes(-1, -2)
-
-    @staticmethod
-    def ordered_values(x):
-        return x
-
-    @staticmethod
-    def packed(codes):
-        return packed_codes(codes, 4, 128)
-
-    def specs(self, spec):
-        of_groups = P(*spec[:-2], spec[-1], spec[-2])
-        return type(self)(spec, of_groups, None if self.zero is None else of_groups)
-
-    def rows(self, start, stop):
-        return type(self)(
-            self.values[start:stop], *(x if x is None else x[:, start:stop] for x in (self.scale, self.zero))
-        )
-
-    def in_order(self, x):
-        return x
-
-    def values_and_scale(self, dtype):
-        scale = self.ordered(self.scale)[..., None].astype(jnp.float32)
-        zero = 8 if self.zero is None else self.ordered(self.zero)[..., None]
-        codes = codes_of(self.values.reshape(*self.values.shape[:-1], -1, 1, 128)).reshape(*scale.shape[:-1], -1)
-        return ((codes - zero).astype(jnp.float32) * scale).astype(dtype).reshape(self.shape), None
-
-    @staticmethod
-    def bits_of(words: Array, k: int) -> Array:
-        """The k-th codes of uint32 words of two rows, as the bits of two bfloat16 numbers: a code by its bits alone
-        becomes 128 more."""
-        return words >> 4 * k & 0xF000F | 0x43004300
-
-    def offset(self, n: int, count: int) -> Array | int | None:
-        """By how much the numbers of bits_of are too large in `count` groups from the n-th on: float32 [count, O] of
-        whole numbers, one for all, or None."""
-        return 136 if self.zero is None else 128 + self.zero[n : n + count].astype(jnp.float32)
-
-
-def quantize_in_groups(x: Array, groups: int, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """x [.., C] as uint8 codes from 0 to 15 [.., C], 8 for a zero, and scales [.., groups] in `dtype`. The scale of a
-    group is the one with the least squared error among those that make its largest number one of INT4_LARGEST."""
-    x = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
-    largest = jnp.take_along_axis(x, jnp.argmax(jnp.abs(x), axis=-1, keepdims=True), axis=-1)
-    scales = jnp.stack([(largest / n).astype(dtype) for n in INT4_LARGEST])
-    divisors = jnp.where(scales == 0, 1, scales).astype(jnp.float32)
-    codes = jnp.clip(jnp.round(x / divisors), -8, 7)
-    best = jnp.argmin(jnp.sum((codes * divisors - x) ** 2, axis=-1, keepdims=True), axis=0)[None]
-    codes, scales = (jnp.take_along_axis(a, best, axis=0)[0] for a in (codes, scales))
-    return (codes + 8).astype(jnp.uint8).reshape(*x.shape[:-2], -1), scales[..., 0]
-
-
-INT4_LARGEST = (-8.0, 7.0)  # codes less 8
-
-
-def packed_codes(codes: Array | np.ndarray, n: int, lanes: int) -> Array | np.ndarray:
-    """uint8 codes of 4 bits [.., C] as words [.., C / n] of n of them. They stand in runs of n * lanes codes: word w of
-    a run has its codes w, lanes + w, 2 lanes + w and so on, the first in the lowest bits."""
-    runs = codes.reshape(*codes.shape[:-1], -1, n, lanes).astype(f"uint{4 * n}")
-    return sum(runs[..., k, :] << 4 * k for k in range(n)).reshape(*codes.shape[:-1], -1)
-
-
-def codes_of(words: Array) -> Array:
-    """The four codes of words [.., 1, lanes]: int32 [.., 4, lanes]."""
-    return (words >> 4 * jnp.arange(4, dtype=words.dtype)[:, None] & 15).astype(jnp.int32)
-
-
-FORMATS["int4"] = Int4Groups()
-
-
-def int4_cpu_product(x: Array, w: Int4) -> Array:
-    """product for CPUs in 4 bits. Up to 4 rows are multiplied one by one, in a loop that unpacks. For more rows, pieces
-    of the weight are unpacked while the piece before is multiplied. If the same turn of the loop did both, XLA would
-    fuse the change of shape between them with the unpacking, which then takes five times as long."""
-    x, O = w.in_order(padded(x, w)), w.shape[0]
-    if len(x) <= 4:
-        return jnp.concatenate([int4_row_product(row, w) for row in x])
-    pieces = pieces_of(w, 2**21, least=4)
-    rows = O // pieces
-
-    def unpack(i, w):
-        return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * rows, rows), w).numbers(x.dtype)
-
-    def step(i, state):
-        numbers, y = state
-        tied, i = jax.lax.optimization_barrier((w, i))  # as in over_rows
-        part = plain_cpu_product(x, numbers.reshape(rows, -1))
-        return unpack(i + 1, tied), jax.lax.dynamic_update_slice_in_dim(y, part, i * rows, axis=1)
-
-    return jax.lax.fori_loop(0, pieces, step, (unpack(0, w), jnp.zeros((len(x), O), jnp.float32)))[1]
-
-
-def int4_row_product(x: Array, w: Int4) -> Array:
-    """x [C] in the order of w, times w [O, C]: float32 [1, O]. XLA makes one unrolled loop over the rows of w, with the
-    lanes side by side in vector registers. Nothing is shifted: a code is masked where it stands in its word, and x is
-    divided by that power of two. A lane's sum is scaled once."""
-    lanes = w.values.shape[-1]
-    scale, zero = w.of_lanes(w.scale), None if w.zero is None else w.of_lanes(w.zero)
-    parts = scale.shape[1]
-    if scale.shape[1:] != (1, w.scale.shape[1]):  # XLA would not keep lanes together where it repeats numbers
-        scale, zero = jax.lax.optimization_barrier((scale, zero))
-    x = x.astype(jnp.float32)
-    added = jnp.sum(x.reshape(parts, -1, lanes), axis=1)  # what is taken off for each unit of the zero
-    # XLA repeats no division in a loop. With more dimensions it would have a lane's numbers of x side by side.
-    powers = jax.lax.optimization_barrier(jnp.tile(jnp.repeat(16.0 ** jnp.arange(4), lanes), 8))
-    x, added = jax.lax.optimization_barrier((x / powers, added))
-    x, words = x.reshape(32, lanes), [w.values[:, j].astype(jnp.int32) for j in range(8)]
-
-    def scaled_sum(n):
-        places = range(n * 32 // parts, (n + 1) * 32 // parts)
-        total = sum((words[i // 4] & 15 << i % 4 * 4).astype(jnp.float32) * x[i] for i in places)
-        return (total - added[n] * (8 if zero is None else zero[:, n])) * scale[:, n].astype(jnp.float32)
-
-    sums = jax.lax.optimization_barrier(sum(map(scaled_sum, range(parts))))
-    return einsum("ol,bl->bo", sums, jnp.ones((1, lanes)))
-
-
-def int4_gpu_product(x: Array, w: Int4) -> Array:
-    """product for GPUs in 4 bits. For up to 8 rows it is a sum of terms for each, which XLA computes in one loop that
-    reads and unpacks w once. It would not for more, so some rows of w at a time are unpacked to memory and multiplied.
-    """
-    x, O = padded(x, w), w.shape[0]
-    if len(x) <= 8:
-        numbers, rows = w.numbers(jnp.float32), x.astype(jnp.float32).reshape(len(x), -1, 32)
-        return jnp.stack([jnp.sum(numbers * row.T, axis=(1, 2)) for row in rows])
-    x = w.in_order(x)
-    size, y = O // pieces_of(w, 2**24), []
-    for first in range(0, O, size):
-        piece, x, y = jax.lax.optimization_barrier((w.rows(first, first + size), x, y))  # no piece before its turn
-        y.append(product(x, Plain(piece.values_and_scale(x.dtype)[0])))
-    return jnp.concatenate(y, axis=1)
-
-
-def lanes_kernel_product(x: Array, w: Int4Lanes) -> Array:
-    """x [B, C], B a multiple of 8, times w [O, C] in a kernel: float32 [B, O]."""
-    (B, C), O = x.shape, w.shape[0]
-    group, total = C // w.scale.shape[0], jnp.zeros((B, O), jnp.float32)
-    add = add_scaled_sums if B * 128 // group <= 256 else add_scaled_numbers
-    for at in range(0, C, 512):
-        words = pltpu.bitcast(w.values[:, at // 4 : at // 4 + 128], jnp.uint32)
-        numbers = [pltpu.bitcast(w.bits_of(words, k), jnp.bfloat16) for k in range(4)]
-        total = add(total, x[:, at : at + 512], numbers, w, at // group, group)
-    return total
-
-
-def add_scaled_sums(total: Array, x: Array, numbers: list[Array], w: Int4Lanes, first: int, group: int) -> Array:
-    """total [B, O] and x [B, 512] times `numbers`, four bfloat16 [O, 128] of w.bits_of, whose groups are those from
-    `first` on. For few rows: to scale each number would take longer than to fetch it. So products come first, and sums
-    are scaled. 128 columns of x are multiplied as a row for each group among them, with zeros in the place of the other
-    groups. What the offset adds to a sum is taken off again."""
-    B, groups = len(x), 128 // group
-    own = jax.lax.broadcasted_iota(jnp.int32, (B, 128), 1) // group
-    for k in range(4):
-        columns = x[:, 128 * k : 128 * k + 128].astype(jnp.float32)
-        alone = jnp.concatenate([jnp.where(own == g, columns, 0) for g in range(groups)])
-        sums = einsum("bc,oc->bo", alone.astype(x.dtype), numbers[k].astype(x.dtype))
-        added = jnp.sum(alone, axis=1, keepdims=True)
-        for g in range(groups):
-            n, of_g = first + k * groups + g, slice(g * B, (g + 1) * B)
-            offset = w.offset(n, 1)
-            of_n = sums[of_g] if offset is None else sums[of_g] - added[of_g] * offset
-            total += of_n * w.scale[n : n + 1].astype(jnp.float32)
-    return total
-
-
-def add_scaled_numbers(total: Array, x: Array, numbers: list[Array], w: Int4Lanes, first: int, group: int) -> Array:
-    """add_scaled_sums for many rows: each number is scaled. A product with ones gives a group's scale to its columns,
-    since a kernel's lanes are slow to spread otherwise."""
-    many = 512 // group
-    is_of_group = [jax.lax.broadcasted_iota(jnp.int32, (many, 512), axis) for axis in (0, 1)]
-    is_of_group = is_of_group[0] == is_of_group[1] // group
-
-    def spread(a):  # [many, O] to [O, 512]
-        return einsum("go,gc->oc", a, is_of_group.astype(a.dtype))
-
-    numbers, offset = jnp.concatenate(numbers, axis=1).astype(jnp.float32), w.offset(first, many)
-    if offset is not None:
-        numbers -= offset if w.zero is None else spread(offset.astype(jnp.bfloat16))
-    return total + einsum("bc,oc->bo", x, (numbers * spread(w.scale[first : first + many])).astype(x.dtype))
-
-
-def lanes_product(x: Array, w: Int4Lanes, block: int | None = None, interpret=False) -> Array:
-    """streamed_product of a weight in 4 bits: x [B, C] times w [O, C]: float32 [B, O]."""
-    (B, C), O = x.shape, w.shape[0]
-    block = block or max(128, 2**21 // (C // 2) // 128 * 128)
-    x = jnp.pad(x, ((0, -B % 8), (0, 0)))
-
-    def kernel(x, w, y):
-        y[...] = lanes_kernel_product(x[...], jax.tree.map(lambda a: a[...], w))
-
-    def rows_of(a):
-        return pl.BlockSpec((block, a.shape[1]), lambda i: (i, 0))
-
-    def columns_of(a):
-        return pl.BlockSpec((a.shape[0], block), lambda i: (0, i))
-
-    y = pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct((len(x), O), jnp.float32),
-        grid=(pl.cdiv(O, block),),
-        in_specs=[
-            pl.BlockSpec(x.shape, lambda i: (0, 0)),
-            Int4Lanes(rows_of(w.values), columns_of(w.scale), None if w.zero is None else columns_of(w.zero)),
-        ],
-        out_specs=pl.BlockSpec((len(x), block), lambda i: (0, i)),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),  # shared by the two cores of a v5p
-        cost_estimate=kernel_cost(2 * B * O * C, w),
-        interpret=interpret,
-        name="lanes_product",
-    )(x, jax.tree.map(lambda a: pltpu.with_memory_space_constraint(a, pltpu.HBM), w))
-    return y[:B]
-
-
-def tpu_lanes_product(x: Array, w: Int4Lanes) -> Array:
-    """product for TPUs in 4 bits."""
-    return lanes_product(padded(x, w), w) if len(x) <= 32 else tpu_product(x, w)
-
-
-PRODUCTS["cpu", Int4] = int4_cpu_product
-PRODUCTS["gpu", Int4] = int4_gpu_product
-PRODUCTS["tpu", Int4] = tpu_product
-PRODUCTS["tpu", Int4Lanes] = tpu_lanes_product
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Attention on TPUs
+#
+# A Pallas kernel is the program of a TPU core, which fetches blocks of its arguments (a BlockSpec says which) into the
+# core's fast memory, VMEM.
 
 
 def kernel_cost(flops: int, read) -> pl.CostEstimate:
@@ -2417,53 +1762,3 @@ def attention_kernel(
         name="ragged_attention",
     )(starts, starts if places is None else places, q, new, cache)
     return out, cache
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Exchange between devices
-
-
-@by_machine
-def exchange(x: Array, R: int) -> Array:
-    """All-to-all among R consecutive devices of MODEL_AXES. x is [I, ..] with I a divisor of R: each group of R / I
-    consecutive devices receives the same block. Returns [R, ..], a block from each device."""
-    blocks = jnp.repeat(x, R // x.shape[0], axis=0)
-    return jax.lax.all_to_all(blocks, MODEL_AXES, 0, 0, axis_index_groups=sharer_groups(R))
-
-
-def exchange_kernel(x: Array, R: int, interpret: bool | pltpu.InterpretParams = False) -> Array:
-    """exchange for TPUs: a block has some kilobytes, and launching XLA's all-to-all takes longer than moving them. Each
-    device writes into the memory of the others, once all R have entered. A device leaves when it has a block from each,
-    so all have passed the barrier by then: no signal of the next exchange is mistaken for one of this one, and no block
-    of the next arrives too early."""
-    receivers = R // x.shape[0]  # devices that receive the same block
-
-    def kernel(x, y, semaphores):
-        device, r = jax.lax.axis_index(MODEL_AXES), shard_index(R)
-        group = [{MODEL_AXES: device - r + n} for n in range(R)]  # itself among them
-        barrier = pltpu.get_barrier_semaphore()
-        for other in group:
-            pl.semaphore_signal(barrier, device_id=other)
-        pl.semaphore_wait(barrier, R)
-        sent, received = semaphores.at[0], semaphores.at[1]
-        copies = [
-            pltpu.make_async_remote_copy(x.at[n // receivers], y.at[r], sent, received, group[n]) for n in range(R)
-        ]
-        for copy in copies:
-            copy.start()
-        for copy in copies:
-            copy.wait()
-
-    return pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct((R, *x.shape[1:]), x.dtype),
-        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
-        out_specs=pl.BlockSpec(memory_space=pl.ANY),
-        scratch_shapes=[pltpu.SemaphoreType.DMA((2,))],
-        compiler_params=pltpu.CompilerParams(collective_id=0),
-        interpret=interpret,
-        name="exchange",
-    )(x)
-
-
-FAST["exchange", "tpu"] = exchange_kernel

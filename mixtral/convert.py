@@ -41,10 +41,10 @@ import jax.numpy as jnp
 import ml_dtypes  # numpy's bfloat16 and FP8
 import model
 import numpy as np
-from generate import memory_of
+from generate import fast, memory_of
 from jax import NamedSharding
 from jax.sharding import Mesh
-from model import Config, InputError, Int4Groups, Int8, Part, Plain, Weight, in_format, weights_of
+from model import Config, InputError, Int8, Part, Plain, Weight, in_format, weights_of
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
@@ -229,10 +229,11 @@ class InGroups:
     dtype, is_transposed = DTYPES["float32"], False
 
     @property
-    def format(self) -> Int4Groups | type[Plain]:
-        if self.places is not None:  # "act-order"
+    def format(self) -> type[Plain]:  # or Int4Groups
+        if self.places is not None or not fast:  # "act-order"
             return Plain
-        return Int4Groups(self.group, self.zero is not None, "bfloat16" if self.scale.kind == "BF16" else "float32")
+        dtype = "bfloat16" if self.scale.kind == "BF16" else "float32"
+        return fast.Int4Groups(self.group, self.zero is not None, dtype)
 
     def scales(self, *index: slice | int) -> np.ndarray:
         return self.scale.read(*index)
@@ -319,8 +320,8 @@ class PackQuantized(InGroups):
     @staticmethod
     @jax.jit
     def rounded(rows: np.ndarray) -> list[jax.Array]:
-        codes, scale = model.quantize_in_groups(rows, rows.shape[-1] // OURS["int4"]["group_size"], jnp.bfloat16)
-        return [jax.lax.bitcast_convert_type(model.packed_codes(codes, 8, 1), jnp.int32), scale]
+        codes, scale = fast.quantize_in_groups(rows, rows.shape[-1] // OURS["int4"]["group_size"], jnp.bfloat16)
+        return [jax.lax.bitcast_convert_type(fast.packed_codes(codes, 8, 1), jnp.int32), scale]
 
 
 class Awq(InGroups):
@@ -477,7 +478,7 @@ def places_of(folder: Path, name: str, g_idx: Stored, columns: int, group: int) 
 
 
 FORMS = (PackQuantized, Awq, Gptq, Scaled, Mxfp4Blocks)
-WRITERS = {Int8: Int8Rows, model.FORMATS["int4"]: PackQuantized}  # the form in which convert writes a format
+WRITERS = {Int8: Int8Rows, model.FORMATS.get("int4"): PackQuantized}  # the form in which convert writes a format
 
 
 def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -634,6 +635,8 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
         is_one = weight.is_matrix() and len(formats) == 1
         return dataclasses.replace(weight, format=formats.pop() if is_one else Plain)
 
+    if not fast and any(isinstance(tensor, InGroups) for tensor in tensors.values()):
+        print("note: without fast.py, weights in 4 bits are held in the dtype of the others", file=sys.stderr)
     weights = jax.tree.map(as_stored, weights_of(config))
     return Checkpoint(folder, config, raw_config, weights, tensors, skipped | left_out)
 

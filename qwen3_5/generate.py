@@ -28,6 +28,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from model import CACHE_SPEC, FEW, MODEL_AXES, Config, InputError, LayerCache, ceil_div
 
+try:
+    import fast  # fills the model's tables
+except ModuleNotFoundError as error:  # everything runs without it
+    if error.name != "fast":
+        raise
+    fast = None
+
 
 class Rows(NamedTuple):
     """The state of a batch, on the devices: a place for each row, which another prompt takes when a row has ended.

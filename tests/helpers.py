@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ("model", "generate", "convert", "main")
+MODULES = ("model", "fast", "generate", "convert", "main")
 UNKNOWN_PROMPT = [n * n * 31 % 251 + 1 for n in range(1500)]  # tokens that no demo has seen, several pieces of prefill
 # How tests interpret kernels: new memory holds NaN, and what is read out of bounds is an error. What another device or
 # another copy still reads or writes is a race; conftest.py then fails the test, so jax 0.12 need not raise by itself.
@@ -33,12 +33,19 @@ def in_turns(cases: list[tuple], *ways: tuple) -> list[tuple]:
     return [(*case, *ways[n % len(ways)]) for n, case in enumerate(cases)]
 
 
-def import_folder(name: str) -> SimpleNamespace:
-    """The modules model, generate, convert and main of a folder. They have the same names in every folder, so none
-    stays in sys.modules."""
+FAST_OF = {}  # fast.py by the model.py that it was imported with
+
+
+def import_folder(name: str | Path, modules=MODULES, without: str | None = None) -> SimpleNamespace:
+    """The modules model, fast, generate, convert, main of a folder, or some of them. They have the same names in every
+    folder, so none stays in sys.modules."""
     sys.path.insert(0, str(ROOT / name))
     try:
-        return SimpleNamespace(**{module: importlib.import_module(module) for module in MODULES})
+        if without:
+            sys.modules[without] = None  # to import it raises ModuleNotFoundError
+        folder = SimpleNamespace(**{module: importlib.import_module(module) for module in modules if module != without})
+        FAST_OF[folder.model] = getattr(folder, "fast", None)
+        return folder
     finally:
         sys.path.remove(str(ROOT / name))
         for module in MODULES:
@@ -59,8 +66,8 @@ def interpret_kernels(monkeypatch, model, **options) -> None:
 
 
 def fast_of(model):
-    """What has the model's fast functions."""
-    return model
+    """fast.py beside a model.py."""
+    return FAST_OF[model]
 
 
 def in_format(model, x, quantize: str | None):

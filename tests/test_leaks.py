@@ -1,8 +1,8 @@
 """What a folder carries and never uses: an option of another family in a block of all, or what nothing calls any more.
 
-A definition of model.py counts as used if a file of the folder names it. A parameter with a default and a field with
-one count as set if a call in the folder gives them. Only names are compared, so a method's users are those of all
-methods of this name.
+A definition of model.py or fast.py counts as used if a file of the folder names it. A parameter with a default and a
+field with one count as set if a call in the folder gives them. Only names are compared, so a method's users are those
+of all methods of this name.
 """
 
 import ast
@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 import pytest
 from shared import ROOT, folders
 
-FILES = ("model", "generate", "convert", "main")
+FILES = ("model", "fast", "generate", "convert", "main")
 ALLOWED = {
     "the benchmarks': programs that are compiled ahead of time": {"abstract_weights"},
     "the tests': kernels that are interpreted, and in small blocks": {
@@ -47,7 +47,7 @@ def unused_in(folder: str) -> set[str]:
 
 
 def unused(files: dict[str, str]) -> set[str]:
-    """Names of what model.py defines and nothing uses: `definition`, `Class.method`, `function(parameter)`,
+    """Names of what model.py or fast.py defines and nothing uses: `definition`, `Class.method`, `function(parameter)`,
     `Class.field`."""
     trees = {name: ast.parse(text) for name, text in files.items()}
     named, calls = Counter(), defaultdict(list)
@@ -96,7 +96,7 @@ def unused(files: dict[str, str]) -> set[str]:
         given += [(x.arg, 999) for x, default in pairs if default is not None]
         found.update(f"{owner}{function.name}({x})" for x, i in given if not is_given(function.name, x, i))
 
-    for node in trees["model"].body:
+    for node in (*trees["model"].body, *trees["fast"].body):
         if isinstance(node, ast.FunctionDef):
             look_into(node)
         elif isinstance(node, ast.ClassDef):
@@ -116,7 +116,7 @@ def unused(files: dict[str, str]) -> set[str]:
 @pytest.mark.parametrize("folder", folders())
 def test_a_folder_uses_what_it_has(folder):
     leaks = unused_in(folder) - set().union(*ALLOWED.values())
-    assert not leaks, f"{folder}/model.py carries what nothing in the folder uses: {', '.join(sorted(leaks))}"
+    assert not leaks, f"{folder} carries what nothing in the folder uses: {', '.join(sorted(leaks))}"
 
 
 def test_the_list_is_not_longer_than_needed():
