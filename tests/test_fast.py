@@ -1,0 +1,95 @@
+"""A folder without fast.py: the same tokens, without 4 bits. And what fast.py says of each machine and format."""
+
+import json
+import re
+import shutil
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import FAST_OF, ROOT, UNKNOWN_PROMPT, decode, fast_of, import_folder
+from jax import P
+from shared import folders
+
+GOLDEN = json.loads((ROOT / "tests" / "golden_tokens.json").read_text())
+PLATFORMS = ("cpu", "gpu", "tpu")
+
+
+@pytest.mark.parametrize("name", folders())
+def test_demos_without_it(name):
+    """As transformers in float32, on two devices, which share each expert and some kv head."""
+    folder, demo = import_folder(name, without="fast"), ROOT / name / "demo"
+    assert not folder.model.FAST and not folder.model.PRODUCTS
+    prompts = [row.get("prompt_tokens", UNKNOWN_PROMPT) for row in GOLDEN[name]]
+    rows = decode(folder, demo, prompts, (1, 1, 2), max_new_tokens=max(len(row["tokens"]) for row in GOLDEN[name]))
+    for row, golden in zip(rows, GOLDEN[name], strict=True):
+        row = row[: len(golden["tokens"])]
+        assert [token.id for token in row] == golden["tokens"]
+        np.testing.assert_allclose([token.logprob for token in row], golden["logprobs"], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", folders())
+def test_model_alone(name, tmp_path):
+    """`forward`, where there is only model.py: of an answer it gives the tokens, one after each before it."""
+    shutil.copy(ROOT / name / "model.py", tmp_path)
+    alone, folder = import_folder(tmp_path, ("model",)).model, import_folder(name)
+    checkpoint = folder.convert.open_checkpoint(ROOT / name / "demo")
+    mesh, config = alone.make_mesh(devices=jax.devices()[:1]), checkpoint.config
+    loaded = folder.convert.load(checkpoint, mesh, "float32")
+    config = alone.Config(**{field: getattr(config, field) for field in config.__dataclass_fields__})
+    weights = jax.tree.unflatten(
+        jax.tree.structure(alone.abstract_weights(config, mesh, jnp.float32)), jax.tree.leaves(loaded)
+    )
+    golden = GOLDEN[name][0]
+    tokens = jnp.array([golden["prompt_tokens"] + golden["tokens"][:-1]])
+    cache = alone.zeros(alone.abstract_cache(config, mesh, 1, tokens.shape[1], jnp.float32))
+
+    def body(weights, tokens, cache):
+        positions = jnp.arange(tokens.shape[1])[None]
+        attend = partial(alone.cached_attention, places=None, batch=1, known=None, R=1)
+        x, _ = alone.forward(weights, tokens, positions, cache, attend, config)
+        return alone.output_logits(weights, x[0], config)
+
+    program = jax.jit(alone.sharded(body, mesh, weights, config, (P("dp"), alone.CACHE_SPEC), P()))
+    logits = program(weights, tokens, cache)[len(golden["prompt_tokens"]) - 1 :]
+    assert jnp.argmax(logits, axis=-1).tolist() == golden["tokens"]
+
+
+def test_numbers_of_4_bits_without_it(tmp_path, capsys):
+    """What convert.py wrote in 4 bits gives the same tokens. To round to 4 bits is refused."""
+    folder, without = import_folder("llama3"), import_folder("llama3", without="fast")
+    folder.convert.convert(ROOT / "llama3" / "demo", tmp_path / "int4", "float32", "int4")
+    capsys.readouterr()
+    prompts = [row["prompt_tokens"] for row in GOLDEN["llama3"][:-1]]
+    rows = [decode(each, tmp_path / "int4", prompts, max_new_tokens=8) for each in (folder, without)]
+    assert re.fullmatch("note: without fast.py, weights in 4 bits .*\n", capsys.readouterr().err)
+    for row, other in zip(*rows, strict=True):
+        assert [token.id for token in row] == [token.id for token in other]
+        np.testing.assert_allclose([t.logprob for t in row], [t.logprob for t in other], atol=1e-3)
+    with pytest.raises(without.model.InputError, match=r"int4 needs fast\.py"):
+        decode(without, ROOT / "llama3" / "demo", prompts, quantize="int4")
+
+
+@pytest.mark.parametrize("name", folders())
+def test_each_machine_has_a_row_for_each_format(name):
+    """`product` would take the place of what is missing, without a word."""
+    model = import_folder(name).model
+    fast = fast_of(model)
+    wanted = {(platform, kind) for platform in PLATFORMS for kind in (model.Plain, model.Int8, fast.Int4)}
+    wanted |= {("tpu", fast.Int4Lanes)}
+    if hasattr(model, "Mxfp4"):
+        wanted |= {("cpu", model.Mxfp4), ("gpu", model.Mxfp4), ("tpu", fast.Mxfp4Lanes)}
+    assert set(model.PRODUCTS) == wanted
+    for function, platform in model.FAST:
+        assert getattr(model, function).plain and platform in PLATFORMS
+
+
+def test_an_error_in_it_is_no_absence(tmp_path):
+    """generate.py goes on without fast.py where there is none, and not where a package is missing."""
+    shutil.copytree(ROOT / "llama3", tmp_path / "llama3", ignore=shutil.ignore_patterns("demo", "configs"))
+    (tmp_path / "llama3" / "fast.py").write_text("import a_package_that_is_not_there\n")
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+        import_folder(tmp_path / "llama3")
+    assert not any("a_package" in str(module) for module in FAST_OF)
