@@ -50,8 +50,8 @@ Dimension letters, in shapes and einsums. Under shard_map B, N, F, E and V are t
 
 Dtypes. Weights, residual stream and cache are bfloat16 by default; `weights_of`, `cache_layout` and `head_dtype` name
 the exceptions. Matrices that devices split, and the cache, can be int8 with float32 scales; matrices can be in 4 bits
-too (see "Int4"). Products accumulate in float32, and `linear` returns float32. The partial sums that devices add with a
-psum are rounded to the residual stream's dtype first, which halves the traffic. Norms, rotary embedding, softmax,
+too (see fast.py). Products accumulate in float32, and `linear` returns float32. The partial sums that devices add with
+a psum are rounded to the residual stream's dtype first, which halves the traffic. Norms, rotary embedding, softmax,
 routing and logits are float32.
 """
 

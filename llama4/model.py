@@ -43,9 +43,10 @@ Dimension letters, in shapes and einsums. Under shard_map B, N, K, G, F, E and V
     O  any output dimension      H  head_dim                  E  num_local_experts
 
 Dtypes. Weights, residual stream and cache are bfloat16 by default; `weights_of` and `cache_layout` name the exceptions.
-Matrices that devices split, and the cache, can be int8 with float32 scales; matrices can be in 4 bits too (see "Int4").
-Products accumulate in float32, and `linear` returns float32. The partial sums that devices add with a psum are rounded
-to the residual stream's dtype first, which halves the traffic. Norms, rotary embedding, softmax and logits are float32.
+Matrices that devices split, and the cache, can be int8 with float32 scales; matrices can be in 4 bits too (see
+fast.py). Products accumulate in float32, and `linear` returns float32. The partial sums that devices add with a psum
+are rounded to the residual stream's dtype first, which halves the traffic. Norms, rotary embedding, softmax and logits
+are float32.
 """
 
 from __future__ import annotations

@@ -49,10 +49,10 @@ In a layer with a state, N is linear_num_value_heads, K linear_num_key_heads, H 
 linear_value_head_dim. M is the channels of its convolution, 2 K H + N W.
 
 Dtypes. Weights, residual stream and cache are bfloat16 by default; `weights_of` and `cache_layout` name the exceptions.
-Matrices that devices split, and the cache, can be int8 with float32 scales; matrices can be in 4 bits too (see "Int4").
-Products accumulate in float32, and `linear` returns float32. The partial sums that devices add with a psum are rounded
-to the residual stream's dtype first, which halves the traffic. Norms, rotary embedding, softmax, states and logits are
-float32.
+Matrices that devices split, and the cache, can be int8 with float32 scales; matrices can be in 4 bits too (see
+fast.py). Products accumulate in float32, and `linear` returns float32. The partial sums that devices add with a psum
+are rounded to the residual stream's dtype first, which halves the traffic. Norms, rotary embedding, softmax, states and
+logits are float32.
 """
 
 from __future__ import annotations
