@@ -11,7 +11,6 @@ probable successor is another one, and the perplexity of the text.
 import argparse
 import inspect
 import textwrap
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,9 +50,9 @@ def scorer(folder, checkpoint, dtype: str, quantize: str | None, quantize_cache:
     R = model.cache_sharers(config, model.model_shards(mesh))
 
     def body(weights, cache, tokens, start):
-        attend = partial(model.cached_attention, batch=len(tokens), R=R)
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
-        x, cache = model.forward(weights, tokens, positions, cache, attend, config)
+        span = model.Span(positions, None, None, len(tokens), R)
+        x, cache = model.forward(weights, tokens, span, cache, config)
         y = model.output_logits(weights, x.reshape(-1, x.shape[-1]), config)
         y = jax.lax.all_gather(y, model.MODEL_AXES, axis=1, tiled=True).reshape(*tokens.shape, -1)
         return jax.nn.log_softmax(y.astype(jnp.float32)), cache

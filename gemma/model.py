@@ -240,24 +240,22 @@ def norm_plus_one(x: Array, weight: Array, eps: float) -> Array:
 
 
 @jax.named_scope("attention")  # the name in a profiler's trace
-def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, config: Config, mask: Mask, turn):
-    """The first half of a layer, on x [B T, D] at positions [B, T]: norm, attention, another norm, residual. Returns
+def attention(x: Array, w: dict, cache: LayerCache, span: Span, config: Config, mask: Mask, turn):
+    """The first half of a layer, on x [B T, D] at `span.positions`: norm, attention, another norm, residual. Returns
     the new x and the new cache. `turn` is the layer's cos_and_sin of the positions.
 
-    `attend(q, k, v, cache, positions, mask)` is cached_attention; `step` binds its other arguments. q [B, T, N, H] is
-    scaled already; k and v are float32 [B, T, K, H]. It returns the attention output [B, T, N H], and this layer's
-    cache with k and v stored.
+    cached_attention stores the keys and values of these tokens, and gives what they read, [B, T, N H].
     """
     eps = config.rms_norm_eps
     h = norm_plus_one(x, w["attention_norm"], eps)
-    q, k, v = split_heads(linear(h, w["qkv"]).reshape(*positions.shape, -1), config)
+    q, k, v = split_heads(linear(h, w["qkv"]).reshape(*span.positions.shape, -1), config)
     N, heads = q.shape[2], jnp.concatenate([q, k], axis=2)  # together, for fewer kernels
     if "q_norm" in w:
         is_query = jnp.arange(heads.shape[2])[:, None] < N
         heads = norm_plus_one(heads, jnp.where(is_query, w["q_norm"], w["k_norm"]), eps)  # of each head
     q, k = jnp.split(turned(heads, *turn, config.rope), [N], axis=2)  # local_rope differs in its angles alone
     q = (q * config.query_pre_attn_scalar**-0.5).astype(x.dtype)  # scales the attention scores
-    out, cache = attend(q, k, v, cache, positions, mask)
+    out, cache = cached_attention(q, k, v, cache, span, mask)
     out = jax.lax.psum(linear(out.reshape(len(x), -1), w["o"]).astype(x.dtype), MODEL_AXES)
     if "post_attention_norm" in w:
         out = norm_plus_one(out, w["post_attention_norm"], eps)
@@ -276,8 +274,8 @@ def feed_forward(x: Array, w: dict, config: Config) -> Array:
     return x + out
 
 
-def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCache], attend, config: Config):
-    """The layers on tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the new cache.
+def forward(weights: dict, tokens: Array, span: Span, cache: list[LayerCache], config: Config):
+    """The layers on tokens [B, T] at `span.positions`: hidden states [B, T, D], not yet normed, and the new cache.
 
     It is a Python loop, not a jax.lax.scan over stacked weights: the compiler can then fetch the next layer's weights
     ahead, and copies neither weights nor cache. The inner jit has JAX trace `layer` once for each kind of layer.
@@ -285,11 +283,13 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCac
 
     @partial(jax.jit, static_argnames="mask")
     def layer(x, w, layer_cache, turn, mask):
-        x, layer_cache = attention(x, w, layer_cache, positions, attend, config, mask, turn)
+        x, layer_cache = attention(x, w, layer_cache, span, config, mask, turn)
         return feed_forward(x, w, config), layer_cache
 
     # The barrier hides how they are computed: XLA for TPUs then fetches more weights ahead.
-    turns = jax.lax.optimization_barrier([cos_and_sin(positions, rope) for rope in (config.rope, config.local_rope)])
+    turns = jax.lax.optimization_barrier(
+        [cos_and_sin(span.positions, rope) for rope in (config.rope, config.local_rope)]
+    )
 
     x = embed(tokens, weights, config).reshape(-1, config.hidden_size)
     x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)  # in bfloat16 the factor is rounded, as in the reference
@@ -1046,6 +1046,16 @@ class Mask(NamedTuple):
         return bool(span) and slots >= span + T - 1
 
 
+class Span(NamedTuple):
+    """Which tokens a step takes: T neighbours of each of B rows, on each device of dp."""
+
+    positions: Array  # int32 [B, T]
+    places: Array | None  # int32 [B]: their rows in the cache; None: all, in order
+    known: Array | None  # int32 [B]: how many of the T are no guesses and no padding; None: all
+    batch: int  # rows of the cache
+    R: int  # devices that share what the cache has of a row
+
+
 def cache_slots(tokens: int) -> int:
     """The slots to allocate for `tokens`, so that large blocks divide them: the next multiple of 256 or, beyond 2,048,
     of an eighth of the next power of two."""
@@ -1292,18 +1302,16 @@ def with_sinks(out: Array, log_sum_exp: Array, sinks: Array | None) -> Array:
     return out if sinks is None else out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(*out.shape[2:4], 1))
 
 
-def cached_attention(
-    q, k, v, cache: LayerCache, positions, mask: Mask, sinks=None, *, places=None, batch=None, known=None, R: int
-):
-    """Causal attention of T tokens of each row, over all positions up to theirs: stores their keys and values, then
-    attends. Args and results as in `attention`; sinks as in with_sinks; places as in `step`. Other caches need more: a
-    cache without heads to split `batch`, the rows of a device, a state `known`, how many of the T are no guesses.
+def cached_attention(q, k, v, cache: LayerCache, span: Span, mask: Mask, sinks=None) -> tuple[Array, LayerCache]:
+    """Causal attention of the tokens of `span`, over all positions up to theirs: stores their keys and values, then
+    attends. q [B, T, N, H] is scaled already; k and v are float32 [B, T, K, H]; sinks as in with_sinks. Returns the
+    attention output [B, T, N H], and the cache.
 
     Where R devices share a kv head, each attends to its own slots, with the query heads of all R. They exchange the
     queries before, and afterwards the outputs with the log-sum-exp of their scores, by which partial softmaxes merge
     (as in Dao et al. 2023, "Flash-Decoding"). So no part of the cache is read, or held, twice.
     """
-    (B, T, N, H), K, width = q.shape, k.shape[2], cache.k.shape[-1]
+    (B, T, N, H), K, width, R = q.shape, k.shape[2], cache.k.shape[-1], span.R
     # As wide as the cache, with zeros, which change neither scores nor values.
     q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, width - H))) for a in (q, k, v))
     new = LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
@@ -1314,7 +1322,8 @@ def cached_attention(
     if T <= FEW:
         order, folded, run = (1, 3, 0, 2, 4, 5), (B, K, 1, -1, width), N // K
     q = q.transpose(order)
-    out, cache = store_and_attend(q.reshape(folded), new, cache, positions[:, 0], places, mask, T, R, run)
+    starts = span.positions[:, 0]
+    out, cache = store_and_attend(q.reshape(folded), new, cache, starts, span.places, mask, T, R, run)
 
     def unfolded(x):  # [R, B, T, K, G, ..]
         return x.reshape(*q.shape[:5], -1).transpose(np.argsort(order))

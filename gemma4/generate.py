@@ -158,8 +158,8 @@ def step(
         tokens = jnp.take_along_axis(taken.history, positions, axis=1, mode="clip")
         R = model.cache_sharers(config, model.model_shards(mesh))
         known = jnp.clip(jnp.minimum(taken.lengths, taken.limits - 1) - taken.filled, 0, T)
-        attend = partial(model.cached_attention, places=places, batch=len(rows.filled), known=known, R=R)
-        x, cache = model.forward(weights, tokens, positions, cache, attend, config)
+        span = model.Span(positions, places, known, len(rows.filled), R)
+        x, cache = model.forward(weights, tokens, span, cache, config)
         newest = taken.lengths[:, None] - 1 + jnp.arange(1 + verified)
         last_x = x if T == 1 else jnp.take_along_axis(x, jnp.clip(newest - positions[:, :1], 0, T - 1)[:, :, None], 1)
         logits = model.output_logits(weights, last_x.reshape(-1, x.shape[-1]), config)
@@ -168,7 +168,7 @@ def step(
         chosen, logprobs = (y.reshape(newest.shape) for y in choose(logits, newest.reshape(-1), seeds))
         taken = accept(taken, chosen, stop_tokens, T)
         if draft:
-            history, cache = DRAFTS[draft](taken, cache, drafts, weights, x, positions, attend, config, choose)
+            history, cache = DRAFTS[draft](taken, cache, drafts, weights, x, span, config, choose)
             taken = taken._replace(history=history)
         rows = taken if places is None else jax.tree.map(lambda x, new: x.at[places].set(new), rows, taken)
         # Every host needs the tokens of all rows, to see which rows have ended.

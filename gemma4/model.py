@@ -348,21 +348,19 @@ def left_out(name: str, config: Config) -> str | None:
 
 
 @jax.named_scope("attention")  # the name in a profiler's trace
-def attention(x, w: dict, cache: LayerCache, positions: Array, attend, config: Config, kind: Kind, turn, shared):
-    """The first half of a layer, on the residual stream x, [1, B T, D] or a share (see divide_tokens), at positions
-    [B, T]: norm, attention, another norm, residual. Returns the new x, the new cache, and keys and values.
+def attention(x, w: dict, cache: LayerCache, span: Span, config: Config, kind: Kind, turn, shared):
+    """The first half of a layer, on the residual stream x, [1, B T, D] or a share (see divide_tokens), at
+    `span.positions`: norm, attention, another norm, residual. Returns the new x, the new cache, and keys and values.
 
     A layer without keys and values of its own takes those that an earlier one returned, `shared`, and that one's cache.
-    It stores them there again, which changes nothing, so that `attend` needs no case for it. `turn` is the layer's
+    It stores them there again, which changes nothing, so that nothing needs a case for it. `turn` is the layer's
     cos_and_sin of the positions.
 
-    `attend(q, k, v, cache, positions, mask, R=R)` is cached_attention; `step` binds its other arguments, and an R for
-    which each layer has its own. q [B, T, N, H] is normed, and so not scaled; k and v are float32 [B, T, K, H]. It
-    returns the attention output [B, T, N H], and this layer's cache with k and v stored.
+    cached_attention stores the keys and values of these tokens, and gives what they read, [B, T, N H].
     """
     eps, rope = config.rms_norm_eps, kind.rope
-    h = all_tokens(rms_norm(x, w["attention_norm"], eps)).reshape(*positions.shape, -1)
-    heads = linear(h, w["qkv"]).reshape(*positions.shape, -1, kind.head_dim)
+    h = all_tokens(rms_norm(x, w["attention_norm"], eps)).reshape(*span.positions.shape, -1)
+    heads = linear(h, w["qkv"]).reshape(*span.positions.shape, -1, kind.head_dim)
     if kind.is_shared:
         q = turned(rms_norm(heads, w["q_norm"], eps), *turn, rope)
     else:
@@ -376,7 +374,7 @@ def attention(x, w: dict, cache: LayerCache, positions: Array, attend, config: C
         q, k = jnp.split(turned(heads[:, :, : N + K], *turn, rope), [N], axis=2)
         shared = k, heads[:, :, N + K :]
     R = sharers(kind.num_key_value_heads, jax.lax.axis_size(MODEL_AXES))
-    out, cache = attend(q.astype(x.dtype), *shared, cache, positions, kind.mask, R=R)
+    out, cache = cached_attention(q.astype(x.dtype), *shared, cache, span._replace(R=R), kind.mask)
     out = summed(linear(out, w["o"]), x)
     return x + rms_norm(out, w["post_attention_norm"], eps), cache, shared
 
@@ -455,8 +453,8 @@ def add_per_layer_input(x: Array, w: dict, layer_input: Array, config: Config) -
     return x + rms_norm(out, w["post_per_layer_norm"], config.rms_norm_eps)
 
 
-def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCache], attend, config: Config):
-    """The layers on tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the new cache.
+def forward(weights: dict, tokens: Array, span: Span, cache: list[LayerCache], config: Config):
+    """The layers on tokens [B, T] at `span.positions`: hidden states [B, T, D], not yet normed, and the new cache.
 
     It is a Python loop, not a jax.lax.scan over stacked weights: the compiler can then fetch the next layer's weights
     ahead, and copies neither weights nor cache. The inner jit has JAX trace `layer` once for each kind of layer.
@@ -471,7 +469,8 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCac
         # Without it, XLA for TPUs fetches weights of later layers, since sizes differ, and has no room for those that
         # are needed next.
         x, w = jax.lax.optimization_barrier((x, w))
-        x, layer_cache, shared = attention(x, w, layer_cache, positions, attend, config, kind, turn, shared)
+        of_tokens = span._replace(positions=positions)
+        x, layer_cache, shared = attention(x, w, layer_cache, of_tokens, config, kind, turn, shared)
         x = feed_forward(x, w, config)
         if layer_input is not None:
             x = add_per_layer_input(x, w, divide_tokens(layer_input), config)
@@ -482,8 +481,7 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCac
         turns = {rope: cos_and_sin(positions, rope) for rope in (config.rope, config.local_rope)}
         return dict(zip(turns, jax.lax.optimization_barrier([*turns.values()]), strict=True))
 
-    (B, T), turns = tokens.shape, turns_of(positions)
-    known = attend.keywords.get("known")  # of `step`: how many of a row's T tokens are there; None: all are asked for
+    (B, T), positions, turns = tokens.shape, span.positions, turns_of(span.positions)
     R = cache_sharers(config, jax.lax.axis_size(MODEL_AXES))
     few = ceil_div(2 * FEW, R) * R  # more than FEW, which would be a decode step, and a multiple as in piece_lengths
     rows, last = jnp.arange(B)[:, None], None
@@ -494,8 +492,8 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCac
     cache, shared = list(cache), {}  # the caller's list stays as it is
     for i, w in enumerate(weights["layers"]):
         kind, source = config.kind(i), config.source(i)
-        if kind.is_shared and last is None and few < T and known is not None:
-            last = jnp.clip(known - few, 0, T - few)[:, None] + jnp.arange(few)
+        if kind.is_shared and last is None and few < T and span.known is not None:
+            last = jnp.clip(span.known - few, 0, T - few)[:, None] + jnp.arange(few)
             of_tokens = all_tokens(x).reshape(B, T, -1), positions, inputs, shared
             x, positions, inputs, shared = jax.tree.map(lambda y: y[rows, last], of_tokens)
             x, turns = divide_tokens(x), turns_of(positions)
@@ -1175,6 +1173,16 @@ class Mask(NamedTuple):
         return bool(span) and slots >= span + T - 1
 
 
+class Span(NamedTuple):
+    """Which tokens a step takes: T neighbours of each of B rows, on each device of dp."""
+
+    positions: Array  # int32 [B, T]
+    places: Array | None  # int32 [B]: their rows in the cache; None: all, in order
+    known: Array | None  # int32 [B]: how many of the T are no guesses and no padding; None: all
+    batch: int  # rows of the cache
+    R: int  # devices that share what the cache has of a row
+
+
 def cache_slots(tokens: int) -> int:
     """The slots to allocate for `tokens`, so that large blocks divide them: the next multiple of 256 or, beyond 2,048,
     of an eighth of the next power of two."""
@@ -1421,18 +1429,16 @@ def with_sinks(out: Array, log_sum_exp: Array, sinks: Array | None) -> Array:
     return out if sinks is None else out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(*out.shape[2:4], 1))
 
 
-def cached_attention(
-    q, k, v, cache: LayerCache, positions, mask: Mask, sinks=None, *, places=None, batch=None, known=None, R: int
-):
-    """Causal attention of T tokens of each row, over all positions up to theirs: stores their keys and values, then
-    attends. Args and results as in `attention`; sinks as in with_sinks; places as in `step`. Other caches need more: a
-    cache without heads to split `batch`, the rows of a device, a state `known`, how many of the T are no guesses.
+def cached_attention(q, k, v, cache: LayerCache, span: Span, mask: Mask, sinks=None) -> tuple[Array, LayerCache]:
+    """Causal attention of the tokens of `span`, over all positions up to theirs: stores their keys and values, then
+    attends. q [B, T, N, H] is scaled already; k and v are float32 [B, T, K, H]; sinks as in with_sinks. Returns the
+    attention output [B, T, N H], and the cache.
 
     Where R devices share a kv head, each attends to its own slots, with the query heads of all R. They exchange the
     queries before, and afterwards the outputs with the log-sum-exp of their scores, by which partial softmaxes merge
     (as in Dao et al. 2023, "Flash-Decoding"). So no part of the cache is read, or held, twice.
     """
-    (B, T, N, H), K, width = q.shape, k.shape[2], cache.k.shape[-1]
+    (B, T, N, H), K, width, R = q.shape, k.shape[2], cache.k.shape[-1], span.R
     # As wide as the cache, with zeros, which change neither scores nor values.
     q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, width - H))) for a in (q, k, v))
     new = LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
@@ -1443,7 +1449,8 @@ def cached_attention(
     if T <= FEW:
         order, folded, run = (1, 3, 0, 2, 4, 5), (B, K, 1, -1, width), N // K
     q = q.transpose(order)
-    out, cache = store_and_attend(q.reshape(folded), new, cache, positions[:, 0], places, mask, T, R, run)
+    starts = span.positions[:, 0]
+    out, cache = store_and_attend(q.reshape(folded), new, cache, starts, span.places, mask, T, R, run)
 
     def unfolded(x):  # [R, B, T, K, G, ..]
         return x.reshape(*q.shape[:5], -1).transpose(np.argsort(order))

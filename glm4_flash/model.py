@@ -227,15 +227,13 @@ def left_out(name: str, config: Config) -> str | None:
 
 
 @jax.named_scope("attention")  # the name in a profiler's trace
-def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, config: Config):
-    """The first half of a layer, on the residual stream x, [1, B T, D] or a share (see divide_tokens), at positions
-    [B, T]: norm, attention, residual. Returns the new x and the new cache.
+def attention(x: Array, w: dict, cache: LayerCache, span: Span, config: Config):
+    """The first half of a layer, on the residual stream x, [1, B T, D] or a share (see divide_tokens), at
+    `span.positions`: norm, attention, residual. Returns the new x and the new cache.
 
-    `attend(q, q_rope, new, cache, positions, w)` is cached_attention; `step` binds its other arguments. q [B, T, N, H]
-    and q_rope [B, T, N, U] are scaled already; `new` is the latents [B, T, L] and rotary keys [B, T, U] of these
-    tokens, in x's dtype. It returns the attention output float32 [B, T, N, W], and this layer's cache with `new` in it.
+    cached_attention stores the latents of these tokens, and gives what they read, [B, T, N, W].
     """
-    B, T = positions.shape
+    B, T = span.positions.shape
     Q, L, H, U = config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
     eps = 1e-6  # of the norms of latents and compressed queries, whatever rms_norm_eps is
 
@@ -245,13 +243,13 @@ def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, co
     qkv_a = jax.lax.all_gather(qkv_a, MODEL_AXES, axis=2, tiled=True)
     compressed, latent, rope_key, _ = jnp.split(qkv_a, [Q, Q + L, Q + L + U], axis=-1)
     latent = rms_norm(latent, w["kv_norm"], eps)
-    rope_key = rotate(rope_key[:, :, None].astype(jnp.float32), positions, config.rope)[:, :, 0]
+    rope_key = rotate(rope_key[:, :, None].astype(jnp.float32), span.positions, config.rope)[:, :, 0]
     if Q:
         h = rms_norm(compressed, w["q_norm"], eps)
     q, q_rope = jnp.split(linear(h, w["q"]).reshape(B, T, -1, H + U) * (H + U) ** -0.5, [H], axis=-1)
-    q, q_rope = q.astype(x.dtype), rotate(q_rope, positions, config.rope).astype(x.dtype)
+    q, q_rope = q.astype(x.dtype), rotate(q_rope, span.positions, config.rope).astype(x.dtype)
     new = LayerCache(latent, rope_key.astype(x.dtype))
-    out, cache = attend(q, q_rope, new, cache, positions, w)
+    out, cache = cached_attention(q, q_rope, new, cache, span, w)
     x = x + summed(linear(out.astype(x.dtype).reshape(B, T, -1), w["o"]), x)
     if config.attention_bias:
         x = x + w["o_bias"]  # after the sum; otherwise it is added X times
@@ -303,8 +301,8 @@ def activation(gate: Array, up: Array, score: Array) -> Array:
     return jax.nn.silu(gate) * up * score
 
 
-def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCache], attend, config: Config):
-    """The layers on tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the new cache.
+def forward(weights: dict, tokens: Array, span: Span, cache: list[LayerCache], config: Config):
+    """The layers on tokens [B, T] at `span.positions`: hidden states [B, T, D], not yet normed, and the new cache.
 
     It is a Python loop, not a jax.lax.scan over stacked weights: the compiler can then fetch the next layer's weights
     ahead, and copies neither weights nor cache. The inner jit has JAX trace `layer` once for each kind of layer.
@@ -312,7 +310,7 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCac
 
     @jax.jit
     def layer(x, w, layer_cache):
-        x, layer_cache = attention(x, w, layer_cache, positions, attend, config)
+        x, layer_cache = attention(x, w, layer_cache, span, config)
         return feed_forward(x, w, config), layer_cache
 
     x = divide_tokens(embed(tokens, weights, config))
@@ -329,9 +327,9 @@ def output_logits(weights: dict, x: Array, config: Config) -> Array:
     return mask_padding(linear(x, weights.get("head", weights["embedding"])), config)
 
 
-def predict(weights: dict, x: Array, norm: Array, tokens: Array, positions: Array, cache, attend, config: Config):
+def predict(weights: dict, x: Array, norm: Array, tokens: Array, span: Span, cache, config: Config):
     """The extra layer, of multi-token prediction (DeepSeek-AI 2024, "DeepSeek-V3"). It takes the hidden states x
-    [B, T, D] at positions [B, T], the weight of their norm, and the token that follows each, tokens [B, T]. It returns
+    [B, T, D] at `span.positions`, the weight of their norm, and the token that follows each, tokens [B, T]. It returns
     hidden states [B, T, D], not yet normed, from which the output head predicts the token after that one, and its new
     cache.
 
@@ -343,7 +341,7 @@ def predict(weights: dict, x: Array, norm: Array, tokens: Array, positions: Arra
     # Each device computes some columns and needs all of them; the last ones may be padding.
     x = jax.lax.all_gather(linear(both, w["projection"]).astype(x.dtype), MODEL_AXES, axis=2, tiled=True)
     x = divide_tokens(x[..., : config.hidden_size])
-    x, cache = attention(x, w, cache, positions, attend, config)
+    x, cache = attention(x, w, cache, span, config)
     return all_tokens(feed_forward(x, w, config)).reshape(*tokens.shape, -1), cache
 
 
@@ -778,22 +776,22 @@ def in_format(weights: dict, quantize: str | None) -> dict:
 
 
 def draft_by_extra_layer(
-    rows, cache: list[LayerCache], drafts: int, weights: dict, x, positions, attend, config: Config, choose
+    rows, cache: list[LayerCache], drafts: int, weights: dict, x, span: Span, config: Config, choose
 ) -> tuple[Array, list[LayerCache]]:
     """Puts guesses into `history` of generate.py's Rows, behind the tokens that are known: those of the extra layer,
     each from the one before it, as `choose` takes them from logits. Returns history and cache, in which the extra layer
     is the last.
 
-    It reads what a step has computed, the hidden states x [B, T, D] of the tokens at `positions` [B, T]. What it caches
+    It reads what a step has computed, the hidden states x [B, T, D] of the tokens at `span.positions`. What it caches
     of drafts that failed is overwritten before it is read. Sampled guesses are chosen by the key of their row and
     position, as the tokens themselves will be: the more alike the two distributions, the more often they are the same.
     Behind a piece of a prompt there is one guess. Where a row begins like the one before it in its place, the last slot
     that they share has the state of that row's next token: guesses may be worse for it, tokens are not.
     """
-    history, w, T = rows.history, weights["extra"], positions.shape[1]
-    tokens = jnp.take_along_axis(history, positions + 1, axis=1, mode="clip")
-    x, extra = predict(weights, x, weights["norm"], tokens, positions, cache[-1], attend, config)
-    newest = jnp.clip(rows.filled[:, None] - 1 - positions[:, :1], 0, T - 1)
+    history, w, T = rows.history, weights["extra"], span.positions.shape[1]
+    tokens = jnp.take_along_axis(history, span.positions + 1, axis=1, mode="clip")
+    x, extra = predict(weights, x, weights["norm"], tokens, span, cache[-1], config)
+    newest = jnp.clip(rows.filled[:, None] - 1 - span.positions[:, :1], 0, T - 1)
     x = jnp.take_along_axis(x, newest[:, :, None], axis=1)
     count = drafts if T <= FEW else 1
     for i in range(count):
@@ -802,7 +800,7 @@ def draft_by_extra_layer(
         guess = choose(logits, at[:, 0] - 1, rows.seeds)[0][:, None]
         history = jnp.where(jnp.arange(history.shape[1]) == at, guess, history)
         if i + 1 < count:
-            x, extra = predict(weights, x, w["norm"], guess, at - 1, extra, attend, config)
+            x, extra = predict(weights, x, w["norm"], guess, span._replace(positions=at - 1), extra, config)
     return history, [*cache[:-1], extra]
 
 
@@ -1021,6 +1019,16 @@ class Mask(NamedTuple):
         of T new tokens overwrites one that another of them sees. Else a position beyond the slots is not stored."""
         span = self.window or self.chunk
         return bool(span) and slots >= span + T - 1
+
+
+class Span(NamedTuple):
+    """Which tokens a step takes: T neighbours of each of B rows, on each device of dp."""
+
+    positions: Array  # int32 [B, T]
+    places: Array | None  # int32 [B]: their rows in the cache; None: all, in order
+    known: Array | None  # int32 [B]: how many of the T are no guesses and no padding; None: all
+    batch: int  # rows of the cache
+    R: int  # devices that share what the cache has of a row
 
 
 def cache_slots(tokens: int) -> int:
@@ -1312,15 +1320,15 @@ def as_wide(new: LayerCache, cache: LayerCache) -> LayerCache:
     return LayerCache(*(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n)]) for x, n in zip(new, missing, strict=True)))
 
 
-def cached_attention(
-    q, q_rope, new: LayerCache, cache: LayerCache, positions, w: dict, *, places=None, batch, known=None, R: int
-):
-    """Causal attention of T tokens of each row, over all positions up to theirs: stores their latents, then attends.
-    Args and results as in `attention`; places as in `step`, of `batch` rows on these devices."""
+def cached_attention(q, q_rope, new: LayerCache, cache: LayerCache, span: Span, w: dict) -> tuple[Array, LayerCache]:
+    """Causal attention of the tokens of `span`, over all positions up to theirs: stores their latents, then attends.
+    q [B, T, N, H] and q_rope [B, T, N, U] are scaled already; `new` has the latents [B, T, L] and rotary keys [B, T, U]
+    of these tokens, in q's dtype. Returns the attention output, float32 [B, T, N, W], and the cache."""
+    starts = span.positions[:, 0]
     if q.shape[1] > FEW:
-        places = jnp.arange(batch) if places is None else places
-        return expanded_attention(q, q_rope, new, cache, positions[:, 0], w, places, batch, R)
-    return absorbed_attention(q, q_rope, new, cache, positions[:, 0], w, R)
+        places = jnp.arange(span.batch) if span.places is None else span.places
+        return expanded_attention(q, q_rope, new, cache, starts, w, places, span.batch, span.R)
+    return absorbed_attention(q, q_rope, new, cache, starts, w, span.R)
 
 
 def expanded_attention(q, q_rope, new: LayerCache, cache: LayerCache, starts, w: dict, places, batch: int, R: int):

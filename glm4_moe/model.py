@@ -212,21 +212,19 @@ def left_out(name: str, config: Config) -> str | None:
 
 
 @jax.named_scope("attention")  # the name in a profiler's trace
-def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, config: Config):
-    """The first half of a layer, on the residual stream x, [1, B T, D] or a share (see divide_tokens), at positions
-    [B, T]: norm, attention, residual. Returns the new x and the new cache.
+def attention(x: Array, w: dict, cache: LayerCache, span: Span, config: Config):
+    """The first half of a layer, on the residual stream x, [1, B T, D] or a share (see divide_tokens), at
+    `span.positions`: norm, attention, residual. Returns the new x and the new cache.
 
-    `attend(q, k, v, cache, positions, mask)` is cached_attention; `step` binds its other arguments. q [B, T, N, H] is
-    scaled already; k and v are float32 [B, T, K, H]. It returns the attention output [B, T, N H], and this layer's
-    cache with k and v stored.
+    cached_attention stores the keys and values of these tokens, and gives what they read, [B, T, N H].
     """
-    h = all_tokens(rms_norm(x, w["attention_norm"], config.rms_norm_eps)).reshape(*positions.shape, -1)
+    h = all_tokens(rms_norm(x, w["attention_norm"], config.rms_norm_eps)).reshape(*span.positions.shape, -1)
     q, k, v = split_heads(linear(h, w["qkv"], w.get("qkv_bias")), config)
     if config.use_qk_norm:  # of each head
         q, k = rms_norm(q, w["q_norm"], config.rms_norm_eps), rms_norm(k, w["k_norm"], config.rms_norm_eps)
-    q, k = rotate(q, positions, config.rope), rotate(k, positions, config.rope)
+    q, k = rotate(q, span.positions, config.rope), rotate(k, span.positions, config.rope)
     q = (q * config.head_dim**-0.5).astype(x.dtype)  # scales the attention scores
-    out, cache = attend(q, k, v, cache, positions, config.mask(layer=0))  # the same in all layers
+    out, cache = cached_attention(q, k, v, cache, span, config.mask(layer=0))  # the same in all layers
     return x + summed(linear(out, w["o"]), x), cache
 
 
@@ -275,8 +273,8 @@ def activation(gate: Array, up: Array, score: Array) -> Array:
     return jax.nn.silu(gate) * up * score
 
 
-def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCache], attend, config: Config):
-    """The layers on tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the new cache.
+def forward(weights: dict, tokens: Array, span: Span, cache: list[LayerCache], config: Config):
+    """The layers on tokens [B, T] at `span.positions`: hidden states [B, T, D], not yet normed, and the new cache.
 
     It is a Python loop, not a jax.lax.scan over stacked weights: the compiler can then fetch the next layer's weights
     ahead, and copies neither weights nor cache. The inner jit has JAX trace `layer` once for each kind of layer.
@@ -284,7 +282,7 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCac
 
     @jax.jit
     def layer(x, w, layer_cache):
-        x, layer_cache = attention(x, w, layer_cache, positions, attend, config)
+        x, layer_cache = attention(x, w, layer_cache, span, config)
         return feed_forward(x, w, config), layer_cache
 
     x = divide_tokens(embed(tokens, weights, config))
@@ -301,9 +299,9 @@ def output_logits(weights: dict, x: Array, config: Config) -> Array:
     return mask_padding(linear(x, weights.get("head", weights["embedding"])), config)
 
 
-def predict(weights: dict, x: Array, norm: Array, tokens: Array, positions: Array, cache, attend, config: Config):
+def predict(weights: dict, x: Array, norm: Array, tokens: Array, span: Span, cache, config: Config):
     """The extra layer, of multi-token prediction (DeepSeek-AI 2024, "DeepSeek-V3"). It takes the hidden states x
-    [B, T, D] at positions [B, T], the weight of their norm, and the token that follows each, tokens [B, T]. It returns
+    [B, T, D] at `span.positions`, the weight of their norm, and the token that follows each, tokens [B, T]. It returns
     hidden states [B, T, D], not yet normed, from which the output head predicts the token after that one, and its new
     cache.
 
@@ -315,7 +313,7 @@ def predict(weights: dict, x: Array, norm: Array, tokens: Array, positions: Arra
     # Each device computes some columns and needs all of them; the last ones may be padding.
     x = jax.lax.all_gather(linear(both, w["projection"]).astype(x.dtype), MODEL_AXES, axis=2, tiled=True)
     x = divide_tokens(x[..., : config.hidden_size])
-    x, cache = attention(x, w, cache, positions, attend, config)
+    x, cache = attention(x, w, cache, span, config)
     return all_tokens(feed_forward(x, w, config)).reshape(*tokens.shape, -1), cache
 
 
@@ -750,22 +748,22 @@ def in_format(weights: dict, quantize: str | None) -> dict:
 
 
 def draft_by_extra_layer(
-    rows, cache: list[LayerCache], drafts: int, weights: dict, x, positions, attend, config: Config, choose
+    rows, cache: list[LayerCache], drafts: int, weights: dict, x, span: Span, config: Config, choose
 ) -> tuple[Array, list[LayerCache]]:
     """Puts guesses into `history` of generate.py's Rows, behind the tokens that are known: those of the extra layer,
     each from the one before it, as `choose` takes them from logits. Returns history and cache, in which the extra layer
     is the last.
 
-    It reads what a step has computed, the hidden states x [B, T, D] of the tokens at `positions` [B, T]. What it caches
+    It reads what a step has computed, the hidden states x [B, T, D] of the tokens at `span.positions`. What it caches
     of drafts that failed is overwritten before it is read. Sampled guesses are chosen by the key of their row and
     position, as the tokens themselves will be: the more alike the two distributions, the more often they are the same.
     Behind a piece of a prompt there is one guess. Where a row begins like the one before it in its place, the last slot
     that they share has the state of that row's next token: guesses may be worse for it, tokens are not.
     """
-    history, w, T = rows.history, weights["extra"], positions.shape[1]
-    tokens = jnp.take_along_axis(history, positions + 1, axis=1, mode="clip")
-    x, extra = predict(weights, x, weights["norm"], tokens, positions, cache[-1], attend, config)
-    newest = jnp.clip(rows.filled[:, None] - 1 - positions[:, :1], 0, T - 1)
+    history, w, T = rows.history, weights["extra"], span.positions.shape[1]
+    tokens = jnp.take_along_axis(history, span.positions + 1, axis=1, mode="clip")
+    x, extra = predict(weights, x, weights["norm"], tokens, span, cache[-1], config)
+    newest = jnp.clip(rows.filled[:, None] - 1 - span.positions[:, :1], 0, T - 1)
     x = jnp.take_along_axis(x, newest[:, :, None], axis=1)
     count = drafts if T <= FEW else 1
     for i in range(count):
@@ -774,7 +772,7 @@ def draft_by_extra_layer(
         guess = choose(logits, at[:, 0] - 1, rows.seeds)[0][:, None]
         history = jnp.where(jnp.arange(history.shape[1]) == at, guess, history)
         if i + 1 < count:
-            x, extra = predict(weights, x, w["norm"], guess, at - 1, extra, attend, config)
+            x, extra = predict(weights, x, w["norm"], guess, span._replace(positions=at - 1), extra, config)
     return history, [*cache[:-1], extra]
 
 
@@ -993,6 +991,16 @@ class Mask(NamedTuple):
         of T new tokens overwrites one that another of them sees. Else a position beyond the slots is not stored."""
         span = self.window or self.chunk
         return bool(span) and slots >= span + T - 1
+
+
+class Span(NamedTuple):
+    """Which tokens a step takes: T neighbours of each of B rows, on each device of dp."""
+
+    positions: Array  # int32 [B, T]
+    places: Array | None  # int32 [B]: their rows in the cache; None: all, in order
+    known: Array | None  # int32 [B]: how many of the T are no guesses and no padding; None: all
+    batch: int  # rows of the cache
+    R: int  # devices that share what the cache has of a row
 
 
 def cache_slots(tokens: int) -> int:
@@ -1241,18 +1249,16 @@ def with_sinks(out: Array, log_sum_exp: Array, sinks: Array | None) -> Array:
     return out if sinks is None else out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(*out.shape[2:4], 1))
 
 
-def cached_attention(
-    q, k, v, cache: LayerCache, positions, mask: Mask, sinks=None, *, places=None, batch=None, known=None, R: int
-):
-    """Causal attention of T tokens of each row, over all positions up to theirs: stores their keys and values, then
-    attends. Args and results as in `attention`; sinks as in with_sinks; places as in `step`. Other caches need more: a
-    cache without heads to split `batch`, the rows of a device, a state `known`, how many of the T are no guesses.
+def cached_attention(q, k, v, cache: LayerCache, span: Span, mask: Mask, sinks=None) -> tuple[Array, LayerCache]:
+    """Causal attention of the tokens of `span`, over all positions up to theirs: stores their keys and values, then
+    attends. q [B, T, N, H] is scaled already; k and v are float32 [B, T, K, H]; sinks as in with_sinks. Returns the
+    attention output [B, T, N H], and the cache.
 
     Where R devices share a kv head, each attends to its own slots, with the query heads of all R. They exchange the
     queries before, and afterwards the outputs with the log-sum-exp of their scores, by which partial softmaxes merge
     (as in Dao et al. 2023, "Flash-Decoding"). So no part of the cache is read, or held, twice.
     """
-    (B, T, N, H), K, width = q.shape, k.shape[2], cache.k.shape[-1]
+    (B, T, N, H), K, width, R = q.shape, k.shape[2], cache.k.shape[-1], span.R
     # As wide as the cache, with zeros, which change neither scores nor values.
     q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, width - H))) for a in (q, k, v))
     new = LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
@@ -1263,7 +1269,8 @@ def cached_attention(
     if T <= FEW:
         order, folded, run = (1, 3, 0, 2, 4, 5), (B, K, 1, -1, width), N // K
     q = q.transpose(order)
-    out, cache = store_and_attend(q.reshape(folded), new, cache, positions[:, 0], places, mask, T, R, run)
+    starts = span.positions[:, 0]
+    out, cache = store_and_attend(q.reshape(folded), new, cache, starts, span.places, mask, T, R, run)
 
     def unfolded(x):  # [R, B, T, K, G, ..]
         return x.reshape(*q.shape[:5], -1).transpose(np.argsort(order))

@@ -210,21 +210,19 @@ def left_out(name: str, config: Config) -> str | None:
 
 
 @jax.named_scope("attention")  # the name in a profiler's trace
-def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, config: Config, mask: Mask):
-    """The first half of a layer, on the residual stream x, [1, B T, D] or a share (see divide_tokens), at positions
-    [B, T]: norm, attention, residual. Returns the new x and the new cache.
+def attention(x: Array, w: dict, cache: LayerCache, span: Span, config: Config, mask: Mask):
+    """The first half of a layer, on the residual stream x, [1, B T, D] or a share (see divide_tokens), at
+    `span.positions`: norm, attention, residual. Returns the new x and the new cache.
 
-    `attend(q, k, v, cache, positions, mask)` is cached_attention; `step` binds its other arguments. q [B, T, N, H] is
-    scaled already; k and v are float32 [B, T, K, H]. It returns the attention output [B, T, N H], and this layer's
-    cache with k and v stored.
+    cached_attention stores the keys and values of these tokens, and gives what they read, [B, T, N H].
     """
-    h = all_tokens(rms_norm(x, w["attention_norm"], config.rms_norm_eps)).reshape(*positions.shape, -1)
+    h = all_tokens(rms_norm(x, w["attention_norm"], config.rms_norm_eps)).reshape(*span.positions.shape, -1)
     q, k, v = split_heads(linear(h, w["qkv"], w.get("qkv_bias")), config)
     if "q_norm" in w:  # of each head; not in Qwen2
         q, k = rms_norm(q, w["q_norm"], config.rms_norm_eps), rms_norm(k, w["k_norm"], config.rms_norm_eps)
-    q, k = rotate(q, positions, config.rope), rotate(k, positions, config.rope)
+    q, k = rotate(q, span.positions, config.rope), rotate(k, span.positions, config.rope)
     q = (q * config.head_dim**-0.5).astype(x.dtype)  # scales the attention scores
-    out, cache = attend(q, k, v, cache, positions, mask)
+    out, cache = cached_attention(q, k, v, cache, span, mask)
     x = x + summed(linear(out, w["o"]), x)
     if config.attention_bias:
         x = x + w["o_bias"]  # after the sum; otherwise it is added X times
@@ -264,8 +262,8 @@ def activation(gate: Array, up: Array, score: Array) -> Array:
     return jax.nn.silu(gate) * up * score
 
 
-def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCache], attend, config: Config):
-    """The layers on tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the new cache.
+def forward(weights: dict, tokens: Array, span: Span, cache: list[LayerCache], config: Config):
+    """The layers on tokens [B, T] at `span.positions`: hidden states [B, T, D], not yet normed, and the new cache.
 
     It is a Python loop, not a jax.lax.scan over stacked weights: the compiler can then fetch the next layer's weights
     ahead, and copies neither weights nor cache. The inner jit has JAX trace `layer` once for each kind of layer.
@@ -273,7 +271,7 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list[LayerCac
 
     @partial(jax.jit, static_argnums=3)
     def layer(x, w, layer_cache, mask):
-        x, layer_cache = attention(x, w, layer_cache, positions, attend, config, mask)
+        x, layer_cache = attention(x, w, layer_cache, span, config, mask)
         return feed_forward(x, w, config), layer_cache
 
     x = divide_tokens(embed(tokens, weights, config))
@@ -1029,6 +1027,16 @@ class Mask(NamedTuple):
         return bool(span) and slots >= span + T - 1
 
 
+class Span(NamedTuple):
+    """Which tokens a step takes: T neighbours of each of B rows, on each device of dp."""
+
+    positions: Array  # int32 [B, T]
+    places: Array | None  # int32 [B]: their rows in the cache; None: all, in order
+    known: Array | None  # int32 [B]: how many of the T are no guesses and no padding; None: all
+    batch: int  # rows of the cache
+    R: int  # devices that share what the cache has of a row
+
+
 def cache_slots(tokens: int) -> int:
     """The slots to allocate for `tokens`, so that large blocks divide them: the next multiple of 256 or, beyond 2,048,
     of an eighth of the next power of two."""
@@ -1275,18 +1283,16 @@ def with_sinks(out: Array, log_sum_exp: Array, sinks: Array | None) -> Array:
     return out if sinks is None else out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(*out.shape[2:4], 1))
 
 
-def cached_attention(
-    q, k, v, cache: LayerCache, positions, mask: Mask, sinks=None, *, places=None, batch=None, known=None, R: int
-):
-    """Causal attention of T tokens of each row, over all positions up to theirs: stores their keys and values, then
-    attends. Args and results as in `attention`; sinks as in with_sinks; places as in `step`. Other caches need more: a
-    cache without heads to split `batch`, the rows of a device, a state `known`, how many of the T are no guesses.
+def cached_attention(q, k, v, cache: LayerCache, span: Span, mask: Mask, sinks=None) -> tuple[Array, LayerCache]:
+    """Causal attention of the tokens of `span`, over all positions up to theirs: stores their keys and values, then
+    attends. q [B, T, N, H] is scaled already; k and v are float32 [B, T, K, H]; sinks as in with_sinks. Returns the
+    attention output [B, T, N H], and the cache.
 
     Where R devices share a kv head, each attends to its own slots, with the query heads of all R. They exchange the
     queries before, and afterwards the outputs with the log-sum-exp of their scores, by which partial softmaxes merge
     (as in Dao et al. 2023, "Flash-Decoding"). So no part of the cache is read, or held, twice.
     """
-    (B, T, N, H), K, width = q.shape, k.shape[2], cache.k.shape[-1]
+    (B, T, N, H), K, width, R = q.shape, k.shape[2], cache.k.shape[-1], span.R
     # As wide as the cache, with zeros, which change neither scores nor values.
     q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, width - H))) for a in (q, k, v))
     new = LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
@@ -1297,7 +1303,8 @@ def cached_attention(
     if T <= FEW:
         order, folded, run = (1, 3, 0, 2, 4, 5), (B, K, 1, -1, width), N // K
     q = q.transpose(order)
-    out, cache = store_and_attend(q.reshape(folded), new, cache, positions[:, 0], places, mask, T, R, run)
+    starts = span.positions[:, 0]
+    out, cache = store_and_attend(q.reshape(folded), new, cache, starts, span.places, mask, T, R, run)
 
     def unfolded(x):  # [R, B, T, K, G, ..]
         return x.reshape(*q.shape[:5], -1).transpose(np.argsort(order))

@@ -311,24 +311,22 @@ def norm_plus_one(x: Array, weight: Array, eps: float) -> Array:
 
 
 @jax.named_scope("attention")  # the name in a profiler's trace
-def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, config: Config, mask: Mask):
+def attention(x: Array, w: dict, cache: LayerCache, span: Span, config: Config, mask: Mask):
     """The first half of a layer with attention, on the residual stream x, [1, B T, D] or a share (see divide_tokens),
-    at positions [B, T]: norm, attention, a gate for each number of its output, residual. Returns the new x and the new
+    at `span.positions`: norm, attention, a gate for each number of its output, residual. Returns the new x and the new
     cache.
 
-    `attend(q, k, v, cache, positions, mask)` is cached_attention; `step` binds its other arguments. q [B, T, N, H] is
-    scaled already; k and v are float32 [B, T, K, H]. It returns the attention output [B, T, N H], and this layer's
-    cache with k and v stored.
+    cached_attention stores the keys and values of these tokens, and gives what they read, [B, T, N H].
     """
-    h = all_tokens(norm_plus_one(x, w["mixer_norm"], config.rms_norm_eps)).reshape(*positions.shape, -1)
-    heads = linear(h, w["qkv"], w.get("qkv_bias")).reshape(*positions.shape, -1, config.head_dim)
+    h = all_tokens(norm_plus_one(x, w["mixer_norm"], config.rms_norm_eps)).reshape(*span.positions.shape, -1)
+    heads = linear(h, w["qkv"], w.get("qkv_bias")).reshape(*span.positions.shape, -1, config.head_dim)
     K = ceil_div(config.num_key_value_heads, jax.lax.axis_size(MODEL_AXES))
     N = heads.shape[2] // 2 - K
     q, k, v, gate = jnp.split(heads, [N, N + K, N + 2 * K], axis=2)
     q, k = norm_plus_one(q, w["q_norm"], config.rms_norm_eps), norm_plus_one(k, w["k_norm"], config.rms_norm_eps)
-    q, k = rotate(q, positions, config.rope), rotate(k, positions, config.rope)
+    q, k = rotate(q, span.positions, config.rope), rotate(k, span.positions, config.rope)
     q = (q * config.head_dim**-0.5).astype(x.dtype)  # scales the attention scores
-    out, cache = attend(q, k, v, cache, positions, mask)
+    out, cache = cached_attention(q, k, v, cache, span, mask)
     out = (out * jax.nn.sigmoid(gate.reshape(out.shape))).astype(x.dtype)
     x = x + summed(linear(out, w["o"]), x)
     if config.attention_bias:
@@ -337,24 +335,19 @@ def attention(x: Array, w: dict, cache: LayerCache, positions: Array, attend, co
 
 
 @jax.named_scope("delta_net")
-def delta_net(x: Array, w: dict, cache: StateCache, positions: Array, recur, config: Config):
+def delta_net(x: Array, w: dict, cache: StateCache, span: Span, config: Config):
     """The first half of the other layers: norm, a gated delta rule (Yang, Kautz and Hatamizadeh 2024, "Gated Delta
-    Networks"), a gated norm of each head, residual. Args and results as in `attention`.
-
-    `recur(qkv, taps, log_decay, beta, cache, positions)` is cached_recurrence; `forward` binds its other arguments.
-    From qkv [B, T, M] it makes queries, keys and values by a short convolution over time, with weights taps [M, taps].
-    Each token first multiplies the state of a head by exp(log_decay), then moves what the state holds for the token's
-    key towards its value, by the share beta. log_decay and beta are float32 [B, T, N]. It returns what the queries
-    read, float32 [B, T, N, W], and the new cache.
+    Networks"), a gated norm of each head, residual. Args and results as in `attention`. cached_recurrence changes the
+    state by these tokens, and gives what they read, [B, T, N, W].
     """
-    h = all_tokens(norm_plus_one(x, w["mixer_norm"], config.rms_norm_eps)).reshape(*positions.shape, -1)
+    h = all_tokens(norm_plus_one(x, w["mixer_norm"], config.rms_norm_eps)).reshape(*span.positions.shape, -1)
     taps = w["taps"].values
     qkv, z = jnp.split(linear(h, w["qkvz"]), [len(taps)], axis=-1)
     b, a = jnp.split(linear(h.astype(jnp.float32), w["gates"]), 2, axis=-1)
     log_decay = -jnp.exp(w["A_log"]) * jax.nn.softplus(a + w["dt_bias"])  # as in Gu and Dao 2023, "Mamba"
-    out, cache = recur(qkv.astype(x.dtype), taps, log_decay, jax.nn.sigmoid(b), cache, positions)
+    out, cache = cached_recurrence(qkv.astype(x.dtype), taps, log_decay, jax.nn.sigmoid(b), cache, span)
     out = rms_norm(out, w["out_norm"], config.rms_norm_eps) * jax.nn.silu(z.reshape(out.shape))
-    return x + summed(linear(out.astype(x.dtype).reshape(*positions.shape, -1), w["o"]), x), cache
+    return x + summed(linear(out.astype(x.dtype).reshape(*span.positions.shape, -1), w["o"]), x), cache
 
 
 @jax.named_scope("mlp")
@@ -397,24 +390,23 @@ def activation(gate: Array, up: Array, score: Array) -> Array:
     return jax.nn.silu(gate) * up * score
 
 
-def forward(weights: dict, tokens: Array, positions: Array, cache: list, attend, config: Config):
-    """The layers on tokens [B, T] at positions [B, T]: hidden states [B, T, D], not yet normed, and the new cache.
+def forward(weights: dict, tokens: Array, span: Span, cache: list, config: Config):
+    """The layers on tokens [B, T] at `span.positions`: hidden states [B, T, D], not yet normed, and the new cache.
 
     It is a Python loop, not a jax.lax.scan over stacked weights: the compiler can then fetch the next layer's weights
     ahead, and copies neither weights nor cache. The inner jit has JAX trace `layer` once for each kind of layer.
     """
-    recur = partial(cached_recurrence, **attend.keywords)  # with what `step` binds
 
     @partial(jax.jit, static_argnums=3)
     def layer(x, w, layer_cache, mask):
-        if positions.shape[1] <= FEW and not config.num_experts:
+        if span.positions.shape[1] <= FEW and not config.num_experts:
             # Without it, XLA for TPUs fetches weights of later layers, since sizes differ, and has no room for those
             # that are needed next. With experts or a prompt it would cost 3 %.
             x, w = jax.lax.optimization_barrier((x, w))
         if mask is not None:
-            x, layer_cache = attention(x, w, layer_cache, positions, attend, config, mask)
+            x, layer_cache = attention(x, w, layer_cache, span, config, mask)
         else:
-            x, layer_cache = delta_net(x, w, layer_cache, positions, recur, config)
+            x, layer_cache = delta_net(x, w, layer_cache, span, config)
         return feed_forward(x, w, config), layer_cache
 
     x = divide_tokens(embed(tokens, weights, config))
@@ -425,9 +417,9 @@ def forward(weights: dict, tokens: Array, positions: Array, cache: list, attend,
 
 
 @jax.named_scope("extra_layer")
-def predict(weights: dict, x: Array, norm: Array, tokens: Array, positions: Array, cache, attend, config: Config):
+def predict(weights: dict, x: Array, norm: Array, tokens: Array, span: Span, cache, config: Config):
     """The extra layer, of multi-token prediction (DeepSeek-AI 2024, "DeepSeek-V3"), which has attention. From hidden
-    states x [B, T, D] at positions [B, T] and the token that follows each, tokens [B, T], it makes hidden states
+    states x [B, T, D] at `span.positions` and the token that follows each, tokens [B, T], it makes hidden states
     [B, T, D], not yet normed, of which the model's head predicts the token after that one. `norm` is the weight of the
     norm behind x: the model's or, if x is of this layer itself, its own. It returns its new cache, too."""
     w, eps = weights["extra"], config.rms_norm_eps
@@ -436,7 +428,7 @@ def predict(weights: dict, x: Array, norm: Array, tokens: Array, positions: Arra
     # Each device computes some columns and needs all of them; the last ones may be padding.
     x = jax.lax.all_gather(linear(both, w["projection"]).astype(x.dtype), MODEL_AXES, axis=2, tiled=True)
     x = divide_tokens(x[..., : config.hidden_size])
-    x, cache = attention(x, w, cache, positions, attend, config, Mask())
+    x, cache = attention(x, w, cache, span, config, Mask())
     return all_tokens(feed_forward(x, w, config)).reshape(*tokens.shape, -1), cache
 
 
@@ -878,22 +870,22 @@ def in_format(weights: dict, quantize: str | None) -> dict:
 
 
 def draft_by_extra_layer(
-    rows, cache: list[LayerCache], drafts: int, weights: dict, x, positions, attend, config: Config, choose
+    rows, cache: list[LayerCache], drafts: int, weights: dict, x, span: Span, config: Config, choose
 ) -> tuple[Array, list[LayerCache]]:
     """Puts guesses into `history` of generate.py's Rows, behind the tokens that are known: those of the extra layer,
     each from the one before it, as `choose` takes them from logits. Returns history and cache, in which the extra layer
     is the last.
 
-    It reads what a step has computed, the hidden states x [B, T, D] of the tokens at `positions` [B, T]. What it caches
+    It reads what a step has computed, the hidden states x [B, T, D] of the tokens at `span.positions`. What it caches
     of drafts that failed is overwritten before it is read. Sampled guesses are chosen by the key of their row and
     position, as the tokens themselves will be: the more alike the two distributions, the more often they are the same.
     Behind a piece of a prompt there is one guess. Where a row begins like the one before it in its place, the last slot
     that they share has the state of that row's next token: guesses may be worse for it, tokens are not.
     """
-    history, w, T = rows.history, weights["extra"], positions.shape[1]
-    tokens = jnp.take_along_axis(history, positions + 1, axis=1, mode="clip")
-    x, extra = predict(weights, x, weights["norm"], tokens, positions, cache[-1], attend, config)
-    newest = jnp.clip(rows.filled[:, None] - 1 - positions[:, :1], 0, T - 1)
+    history, w, T = rows.history, weights["extra"], span.positions.shape[1]
+    tokens = jnp.take_along_axis(history, span.positions + 1, axis=1, mode="clip")
+    x, extra = predict(weights, x, weights["norm"], tokens, span, cache[-1], config)
+    newest = jnp.clip(rows.filled[:, None] - 1 - span.positions[:, :1], 0, T - 1)
     x = jnp.take_along_axis(x, newest[:, :, None], axis=1)
     count = drafts if T <= FEW else 1
     for i in range(count):
@@ -902,7 +894,7 @@ def draft_by_extra_layer(
         guess = choose(logits, at[:, 0] - 1, rows.seeds)[0][:, None]
         history = jnp.where(jnp.arange(history.shape[1]) == at, guess, history)
         if i + 1 < count:
-            x, extra = predict(weights, x, w["norm"], guess, at - 1, extra, attend, config)
+            x, extra = predict(weights, x, w["norm"], guess, span._replace(positions=at - 1), extra, config)
     return history, [*cache[:-1], extra]
 
 
@@ -1222,6 +1214,16 @@ class Mask(NamedTuple):
         return bool(span) and slots >= span + T - 1
 
 
+class Span(NamedTuple):
+    """Which tokens a step takes: T neighbours of each of B rows, on each device of dp."""
+
+    positions: Array  # int32 [B, T]
+    places: Array | None  # int32 [B]: their rows in the cache; None: all, in order
+    known: Array | None  # int32 [B]: how many of the T are no guesses and no padding; None: all
+    batch: int  # rows of the cache
+    R: int  # devices that share what the cache has of a row
+
+
 def cache_slots(tokens: int) -> int:
     """The slots to allocate for `tokens`, so that large blocks divide them: the next multiple of 256 or, beyond 2,048,
     of an eighth of the next power of two."""
@@ -1468,18 +1470,16 @@ def with_sinks(out: Array, log_sum_exp: Array, sinks: Array | None) -> Array:
     return out if sinks is None else out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(*out.shape[2:4], 1))
 
 
-def cached_attention(
-    q, k, v, cache: LayerCache, positions, mask: Mask, sinks=None, *, places=None, batch=None, known=None, R: int
-):
-    """Causal attention of T tokens of each row, over all positions up to theirs: stores their keys and values, then
-    attends. Args and results as in `attention`; sinks as in with_sinks; places as in `step`. Other caches need more: a
-    cache without heads to split `batch`, the rows of a device, a state `known`, how many of the T are no guesses.
+def cached_attention(q, k, v, cache: LayerCache, span: Span, mask: Mask, sinks=None) -> tuple[Array, LayerCache]:
+    """Causal attention of the tokens of `span`, over all positions up to theirs: stores their keys and values, then
+    attends. q [B, T, N, H] is scaled already; k and v are float32 [B, T, K, H]; sinks as in with_sinks. Returns the
+    attention output [B, T, N H], and the cache.
 
     Where R devices share a kv head, each attends to its own slots, with the query heads of all R. They exchange the
     queries before, and afterwards the outputs with the log-sum-exp of their scores, by which partial softmaxes merge
     (as in Dao et al. 2023, "Flash-Decoding"). So no part of the cache is read, or held, twice.
     """
-    (B, T, N, H), K, width = q.shape, k.shape[2], cache.k.shape[-1]
+    (B, T, N, H), K, width, R = q.shape, k.shape[2], cache.k.shape[-1], span.R
     # As wide as the cache, with zeros, which change neither scores nor values.
     q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, width - H))) for a in (q, k, v))
     new = LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
@@ -1490,7 +1490,8 @@ def cached_attention(
     if T <= FEW:
         order, folded, run = (1, 3, 0, 2, 4, 5), (B, K, 1, -1, width), N // K
     q = q.transpose(order)
-    out, cache = store_and_attend(q.reshape(folded), new, cache, positions[:, 0], places, mask, T, R, run)
+    starts = span.positions[:, 0]
+    out, cache = store_and_attend(q.reshape(folded), new, cache, starts, span.places, mask, T, R, run)
 
     def unfolded(x):  # [R, B, T, K, G, ..]
         return x.reshape(*q.shape[:5], -1).transpose(np.argsort(order))
@@ -1608,23 +1609,24 @@ def even_norms(weights: dict, config: Config) -> None:
 CHUNK = 64  # tokens whose updates of a state become products
 
 
-def cached_recurrence(
-    qkv, taps, log_decay, beta, cache: StateCache, positions, *, places=None, batch=None, known=None, R: int
-):
-    """The delta rule on T tokens of each row, from the state of those before: args and results as in `delta_net`;
-    places as in `step`. (`batch` and `R` are for cached_attention.)
+def cached_recurrence(qkv, taps, log_decay, beta, cache: StateCache, span: Span) -> tuple[Array, StateCache]:
+    """The delta rule on the tokens of `span`, from the state of those before.
 
-    Of the T tokens the first `known` int32 [B] belong to the row, and all if it is None. What follows is drafts, of
-    which the next step adds those that were accepted, or padding, which no state ever sees. A row that begins at
-    position 0 begins with a state of zeros.
+    From qkv [B, T, M] it makes queries, keys and values by a short convolution over time, with weights taps [M, taps].
+    Each token first multiplies the state of a head by exp(log_decay), then moves what the state holds for the token's
+    key towards its value, by the share beta. log_decay and beta are float32 [B, T, N]. It returns what the queries
+    read, float32 [B, T, N, W], and the new cache.
+
+    Behind the tokens that are known come drafts, of which the next step adds those that were accepted, or padding,
+    which no state ever sees. A row that begins at position 0 begins with a state of zeros.
     """
+    starts, places = span.positions[:, 0], span.places
     old = cache if places is None else jax.tree.map(lambda x: x[places], cache)
-    is_new = positions[:, 0] == 0
-    known = jnp.full(len(qkv), qkv.shape[1]) if known is None else known
-    kept = jnp.zeros_like(known) if old.begin is None else jnp.where(is_new, 0, positions[:, 0] - old.begin[:, 0])
+    is_new, known = starts == 0, jnp.full(len(qkv), qkv.shape[1]) if span.known is None else span.known
+    kept = jnp.zeros_like(known) if old.begin is None else jnp.where(is_new, 0, starts - old.begin[:, 0])
     out, new = recurrence(qkv, taps, log_decay, beta, old, is_new, kept, known)
     if old.begin is not None:
-        new = new._replace(begin=(positions[:, 0] + known)[:, None])
+        new = new._replace(begin=(starts + known)[:, None])
     return out, new if places is None else jax.tree.map(lambda x, new: x.at[places].set(new), cache, new)
 
 

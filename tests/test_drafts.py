@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -174,9 +173,9 @@ def test_the_extra_layer_guesses_as_the_reference(tmp_path, case, mesh):
         positions = jnp.zeros((2, 1), jnp.int32) + jnp.arange(tokens.shape[1] - 1)
         R = model.cache_sharers(config, model.model_shards(mesh))
         known = jnp.full(2, tokens.shape[1] - 1)
-        attend = partial(model.cached_attention, places=None, batch=2, known=known, R=R)
-        x, cache = model.forward(weights, tokens[:, :-1], positions, cache, attend, config)
-        x, _ = model.predict(weights, x, weights["norm"], tokens[:, 1:], positions, cache[-1], attend, config)
+        span = model.Span(positions, None, known, 2, R)
+        x, cache = model.forward(weights, tokens[:, :-1], span, cache, config)
+        x, _ = model.predict(weights, x, weights["norm"], tokens[:, 1:], span, cache[-1], config)
         norm = getattr(model, "norm_plus_one", model.rms_norm)
         return norm(x, weights["extra"]["norm"], config.rms_norm_eps)
 

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +47,7 @@ def test_model_alone(name, tmp_path):
 
     def body(weights, tokens, cache):
         positions = jnp.arange(tokens.shape[1])[None]
-        attend = partial(alone.cached_attention, places=None, batch=1, known=None, R=1)
-        x, _ = alone.forward(weights, tokens, positions, cache, attend, config)
+        x, _ = alone.forward(weights, tokens, alone.Span(positions, None, None, 1, 1), cache, config)
         return alone.output_logits(weights, x[0], config)
 
     program = jax.jit(alone.sharded(body, mesh, weights, config, (P("dp"), alone.CACHE_SPEC), P()))

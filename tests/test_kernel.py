@@ -160,7 +160,7 @@ def test_devices_that_share_a_head(monkeypatch, platform, mesh, kv_heads, G, T, 
     heads, rows = jax.sharding.PartitionSpec("dp", None, model.MODEL_AXES), jax.sharding.PartitionSpec("dp")
 
     def attend(q, k, v, cache, positions):
-        return model.cached_attention(q, k, v, cache, positions, mask, R=R)
+        return model.cached_attention(q, k, v, cache, model.Span(positions, None, None, B, R), mask)
 
     specs = heads, heads, heads, model.CACHE_SPEC, rows
     program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(heads, model.CACHE_SPEC), check_vma=False)
@@ -184,7 +184,7 @@ def test_short_prompts_lower_for_tpus(R):
     heads = jax.sharding.PartitionSpec("dp", None, model.MODEL_AXES)
 
     def attend(q, k, v, cache, positions):
-        return model.cached_attention(q, k, v, cache, positions, model.Mask(), R=R)
+        return model.cached_attention(q, k, v, cache, model.Span(positions, None, None, 1, R), model.Mask())
 
     specs = heads, heads, heads, model.CACHE_SPEC, jax.sharding.PartitionSpec("dp")
     program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(heads, specs[3]), check_vma=False)

@@ -118,7 +118,10 @@ def test_against_float64(monkeypatch, platform, mesh, sharers, starts, T, slots,
     heads = P("dp", None, model.MODEL_AXES)
     k_b, v_b = (jax.tree.map(lambda x: x[:, part].reshape(-1, *x.shape[2:]), kv_b) for part in np.s_[:H, H:])
     specs = heads, heads, P("dp"), model.CACHE_SPEC, P("dp"), P(model.MODEL_AXES)
-    attend = partial(model.cached_attention, batch=B // dp, R=R)
+
+    def attend(q, q_rope, new, cache, positions, w):
+        return model.cached_attention(q, q_rope, new, cache, model.Span(positions, None, None, B // dp, R), w)
+
     program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(heads, specs[3]), check_vma=False)
     positions = jnp.array(starts)[:, None] + jnp.arange(T)
     out, cache = jax.jit(program)(q, q_rope, new, cache_with(0), positions, {"k_b": k_b, "v_b": v_b})

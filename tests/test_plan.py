@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -139,7 +138,10 @@ def test_loops_run_as_often_as_counted(monkeypatch, rows):
     monkeypatch.setattr(model, "attention_kernel", kernel)
     mesh, heads = model.make_mesh(1, 1, 2, devices=jax.devices()[:2]), P("dp", None, model.MODEL_AXES)
     specs = heads, heads, P("dp"), model.CACHE_SPEC, P("dp"), P(model.MODEL_AXES)
-    attend = partial(model.cached_attention, batch=rows, R=2)
+
+    def attend(q, q_rope, new, cache, positions, w):
+        return model.cached_attention(q, q_rope, new, cache, model.Span(positions, None, None, rows, 2), w)
+
     program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(heads, specs[3]), check_vma=False)
     program, R = jax.jit(program), model.row_groups(rows, 2)[1]
     x, new, w = jnp.ones((rows, T, 2, 16)), jnp.ones((rows, T, 16)), model.Plain(jnp.ones((2 * 16, 16)))

@@ -170,8 +170,9 @@ def test_places(T=6):
     )
     tokens = [random.standard_normal(shape) for shape in ((2, T, M), (M, taps), (2, T, N), (2, T, N))]
     known = jnp.array([T, 2])
-    program = jax.jit(model.cached_recurrence, static_argnames="R")
-    out, new = program(*map(jnp.float32, tokens), cache, positions, places=places, known=known, R=1)
+    out, new = jax.jit(model.cached_recurrence)(
+        *map(jnp.float32, tokens), cache, model.Span(positions, places, known, 4, 1)
+    )
     old = jax.tree.map(lambda x: x[places], cache)
     wanted, rows = model.recurrence(*map(jnp.float32, tokens), old, positions[:, 0] == 0, 0 * known, known)
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-4)
