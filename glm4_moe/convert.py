@@ -248,7 +248,7 @@ class InGroups:
         n = held.shape[-1] // held.values.shape[-1]
         yield on_devices(held.values, weight, codes, held.packed, n, np.dtype(np.uint8), order=held.ordered_values)
         group, part = held.shape[-1] // held.ordered(held.scale.shape)[-1], weight.parts[0]
-        step = math.gcd(group, part.layout()[2]) if weight.split == 1 and part.units else group  # units are not cut
+        step = math.gcd(group, part.layout()[1]) if weight.split == 1 and part.units else group  # units are not cut
         n, of_steps = group // step, with_columns(weight, step)
         for array, field in ((held.scale, "scales"), (held.zero, "zeros")):
             if array is not None:
@@ -660,7 +660,7 @@ def unpack_experts(found: dict, weight: Weight) -> None:
     for e in range(weight.experts):
         for part, rows in parts.items():
             of_part = weight.shape(rows)
-            found[weight.full_name(part, e)] = packed._replace(offset=offset, shape=of_part)
+            found[part.format(e) + weight.suffix] = packed._replace(offset=offset, shape=of_part)
             offset += math.prod(of_part) * packed.dtype.itemsize
 
 
@@ -899,8 +899,8 @@ def block_of(readers: dict, weight: Weight, index: tuple, shape: tuple[int, ...]
         for part in weight.parts:
             place = filled
             for name, rows in part.row_slices(shard, shards):
-                where = (*[e] * weight.is_packed(), *[slice(None)] * axis, rows)
-                values = np.moveaxis(readers[weight.full_name(name, e)](*where), axis, 0)
+                where = (*[e] * (stacked and weight.is_packed()), *[slice(None)] * axis, rows)
+                values = np.moveaxis(readers[name.format(e) + weight.suffix](*where), axis, 0)
                 along[place : place + len(values)][tuple(map(slice, values.shape))] = values
                 place += len(values)
             filled += part.rows_per_device(shards)

@@ -117,7 +117,7 @@ class Config:
             hidden_act=(config.get("hidden_act", "silu"), ("silu", "swish")),
         )
         given = read_heads(cls, config)
-        given["rope"] = read_rope(config, "head_dim", given["head_dim"], part=0.5)
+        given["rope"] = read_rope(config, "head_dim", given["head_dim"], partial_rotary_factor=0.5)
         extra = f"model.layers.{given['num_hidden_layers']}.eh_proj.weight"  # no other layer has this tensor
         result = cls(**given | {"has_extra_layer": extra in names})
         check_routing(result, result.n_routed_experts, best=2)
@@ -167,7 +167,7 @@ def weights_of(config: Config) -> dict:
 
         def mlp_of(module, columns, experts=0):
             gate, up, down = (Part({f"{module}.{name}": columns}) for name in ("gate_proj", "up_proj", "down_proj"))
-            return by_output(D, gate, up, experts=experts), by_input(D, down, experts=experts)
+            return of_experts(experts, by_output(D, gate, up)), of_experts(experts, by_input(D, down))
 
         if config.has_experts(i):
             F, shared = config.moe_intermediate_size, config.n_shared_experts
@@ -536,36 +536,28 @@ FORMATS = {None: Plain, "int8": Int8}  # by what main.py's --quantize asks for; 
 class Part:
     """Rows of the checkpoint's tensors that devices split; columns, if the weight is split by input.
 
-    `tensors` maps names to numbers of rows; they are concatenated. A name with `{}` stands for one tensor per expert;
-    in the weight of several experts, a name without it is a packed tensor [experts, input, output], or of vectors.
+    `tensors` maps names to numbers of rows; they are concatenated.
 
     The rows form `units` of equal size that are never cut, such as heads (0: each row is one). Units form `groups`,
     such as the query heads of one kv head. A device holds whole groups. If R devices share a group, its units are
     divided among them; a `replicated` part is copied to each. The last devices may get fewer groups or units, or none,
-    and have zeros for them. `rows` (start, stop) limits the part to these rows. `of_group` (start, stop) makes units of
-    these rows of each group alone, and `within` (start, stop) takes these rows of each unit. The units of a device are
-    rounded up to a multiple of `multiple`, with zeros.
+    and have zeros for them. The units of a device are rounded up to a multiple of `multiple`, with zeros.
     """
 
     tensors: dict[str, int]
     units: int = 0
     groups: int = 1
     replicated: bool = False
-    rows: tuple[int, int] | None = None
-    of_group: tuple[int, int] | None = None
-    within: tuple[int, int] | None = None
     multiple: int = 1
 
-    def layout(self) -> tuple[int, int, int]:
-        """The first row to take, the number of units, and the rows of one."""
-        first, last = self.rows or (0, sum(self.tensors.values()))
-        units = self.units or last - first
-        start, stop = self.of_group or (0, (last - first) // self.groups)
-        return first + start, units, (stop - start) * self.groups // units
+    def layout(self) -> tuple[int, int]:
+        """The number of units, and the rows of one."""
+        rows = sum(self.tensors.values())
+        return self.units or rows, rows // (self.units or rows)
 
     def assigned_units(self, shard: int, shards: int) -> tuple[int, int, int]:
         """The units of device `shard` of `shards`: the first, the one after the last, and how many it has room for."""
-        R, units = sharers(self.groups, shards), self.layout()[1]
+        R, (units, _) = sharers(self.groups, shards), self.layout()
         size = units // self.groups * ceil_div(self.groups, shards // R)  # units of the groups of a device
         room = size if self.replicated else ceil_div(size, R * self.multiple) * self.multiple
         begin = min(shard // R * size, units)
@@ -575,23 +567,18 @@ class Part:
 
     def rows_per_device(self, shards: int) -> int:
         """How many rows each of `shards` devices has room for."""
-        start, stop = self.within or (0, self.layout()[2])
-        return self.assigned_units(0, shards)[2] * (stop - start)
+        return self.assigned_units(0, shards)[2] * self.layout()[1]
+
+    def rows_of(self, first: int, last: int) -> list[range]:
+        """The rows of the units from `first` on, without `last`."""
+        rows = self.layout()[1]
+        return [range(rows * first, rows * last)]
 
     def row_slices(self, shard: int, shards: int) -> Iterator[tuple[str, slice]]:
         """The rows of device `shard` of `shards` in order, as slices of tensors by name."""
-        (first, last, _), (begin, units, rows) = self.assigned_units(shard, shards), self.layout()
-        runs, step = [(begin + rows * first, begin + rows * last)], 1
-        if self.of_group:
-            of_one, pitch = units // self.groups, sum(self.tensors.values()) // self.groups  # units and rows of a group
-            firsts = [begin + i // of_one * pitch + i % of_one * rows for i in range(first, last)]
-            runs = [(i, i + rows) for i in firsts]
-        if self.within:
-            start, stop = self.within
-            runs = [(begin + rows * i + start, begin + rows * i + stop) for i in range(first, last)]
-            if stop - start == 1 < len(runs):  # one slice instead of thousands
-                runs, step = [(runs[0][0], runs[-1][1])], rows
-        for start, stop in runs:
+        first, last, _ = self.assigned_units(shard, shards)
+        for run in self.rows_of(first, last):
+            start, stop, step = run.start, run.stop, run.step
             for name, size in self.tensors.items():
                 if max(start, 0) < min(stop, size):
                     yield name, slice(start % step if start < 0 else start, min(stop, size), step)
@@ -603,37 +590,28 @@ class Weight:
     """A weight: its parts, concatenated along the output or the input dimension of a matrix.
 
     `split` is the dimension that devices split: 0 the output, 1 the input, None: each device holds all of it.
-    `other_dim` is the size of the other dimension of a matrix, None for a vector. `experts` is how many matrices are
-    stacked along a first dimension, 0 for one matrix alone. `dtype` is a fixed one, also in converted checkpoints.
-    `per_head` says that each head is multiplied on its own (see head_dtype). `transposed` says that the checkpoint has
-    the matrix as [input, output], as most have packed experts. A matrix is held in what `format.on` gives.
+    `other_dim` is the size of the other dimension of a matrix, None for a vector. `dtype` is a fixed one, also in
+    converted checkpoints. `transposed` says that the checkpoint has the matrix as [input, output]. A matrix is held in
+    what `format.on` gives.
     """
 
     parts: tuple[Part, ...]
     split: int | None
     other_dim: int | None
     suffix: str  # of the tensors' names
-    experts: int = 0
     dtype: str | None = None
-    per_head: bool = False
     transposed: bool = False
     format: type[Format] = Plain
 
-    def axes(self) -> tuple[str, ...]:
-        """The axes of the mesh that split one matrix. Experts are split over ep, so only tp splits each one."""
-        return () if self.split is None else MODEL_AXES[1:] if self.experts else MODEL_AXES
+    experts, is_by_head = 0, False  # other kinds of weights say otherwise
 
-    def is_packed(self) -> bool:
-        """Whether the matrices, or vectors, of all experts are one tensor."""
-        return bool(self.experts) and not any("{}" in name for part in self.parts for name in part.tensors)
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that split one matrix."""
+        return () if self.split is None else MODEL_AXES
 
     def is_matrix(self) -> bool:
         """Whether it is a matrix that devices split, in no dtype of its own: it can be rounded."""
         return self.split is not None and self.other_dim is not None and self.dtype is None
-
-    def full_name(self, name: str, expert: int = 0) -> str:
-        """The full name in the checkpoint of a part's tensor."""
-        return name.format(expert) + self.suffix
 
     def shape(self, rows: int) -> tuple[int, ...]:
         """The shape of one matrix, or vector, with `rows` rows."""
@@ -641,12 +619,13 @@ class Weight:
             return (rows,)
         return (self.other_dim, rows) if self.split == 1 else (rows, self.other_dim)
 
+    def stacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of all matrices, or vectors, of the weight, by that of one."""
+        return shape
+
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """The tensors of the checkpoint, with their shapes. Input dimensions are last, of transposed ones too."""
-        shapes = {name: self.shape(rows) for part in self.parts for name, rows in part.tensors.items()}
-        if self.is_packed():
-            return {self.full_name(name): (self.experts, *shape) for name, shape in shapes.items()}
-        return {self.full_name(name, e): shape for e in range(self.experts or 1) for name, shape in shapes.items()}
+        return {name + self.suffix: self.shape(rows) for part in self.parts for name, rows in part.tensors.items()}
 
     def columns(self) -> int:
         """The input dimension of a matrix in the checkpoint."""
@@ -659,31 +638,28 @@ class Weight:
         if self.split != 1:
             return self.other_dim
         firsts = (part.assigned_units(shard, shards)[0] for shard in range(shards))
-        return math.gcd(*firsts, part.assigned_units(0, shards)[2]) * part.layout()[2]
+        return math.gcd(*firsts, part.assigned_units(0, shards)[2]) * part.layout()[1]
 
     def spec(self) -> P:
         """Which axes of the mesh split its dimensions."""
         split = [] if self.split is None else [None] * (1 if self.other_dim is None else 2)
         if split:
             split[self.split] = self.axes()
-        return P(*[MODEL_AXES[0]] * bool(self.experts), *split)
+        return P(*split)
 
     def specs(self, held: Array | Format) -> P | Format:
         """The PartitionSpec of each array of the weight."""
         return self.spec() if self.other_dim is None else held.specs(self.spec())
 
     def abstract(self, mesh: Mesh, dtype: jnp.dtype) -> jax.ShapeDtypeStruct | Format:
-        """The weight on a mesh, a jax.ShapeDtypeStruct with its sharding for each array. Raises InputError if the
-        devices along ep cannot hold as many experts each."""
-        if self.experts % mesh.shape["ep"]:
-            raise InputError(f"ep = {mesh.shape['ep']} does not divide the {self.experts} experts; choose a divisor")
+        """The weight on a mesh, a jax.ShapeDtypeStruct with its sharding for each array."""
         shards = math.prod(mesh.shape[axis] for axis in self.axes())
         shape = list(self.shape(shards * sum(part.rows_per_device(shards) for part in self.parts)))
-        dtype, format = self.dtype or (head_dtype(dtype, mesh) if self.per_head else dtype), self.format.on(self, mesh)
-        if self.is_matrix() and not self.per_head:
+        dtype, format = self.dtype or dtype, self.format.on(self, mesh)
+        if self.is_matrix() and not self.is_by_head:
             cuts = shards if self.split == 1 else 1
             shape[1] = cuts * format.width(shape[1] // cuts, self, dtype, mesh)
-        shape = (*[self.experts] * bool(self.experts), *shape)
+        shape = self.stacked(tuple(shape))
         held = jax.ShapeDtypeStruct(shape, dtype) if self.other_dim is None else format.declare(shape, dtype)
 
         def array(x, spec):
@@ -692,34 +668,33 @@ class Weight:
         return jax.tree.map(array, held, self.specs(held))
 
 
-def by_output(inputs: int, *parts: Part, experts: int = 0, per_head=False, transposed: bool | None = None) -> Weight:
-    """A matrix [rows of the parts, inputs] split by output, or `experts` of them: transposed, if they are packed."""
-    weight = Weight(parts, 0, inputs, ".weight", experts, per_head=per_head, transposed=bool(transposed))
-    return dataclasses.replace(weight, suffix="", transposed=transposed is not False) if weight.is_packed() else weight
+def by_output(inputs: int, *parts: Part, **fields) -> Weight:
+    """A matrix [rows of the parts, inputs] split by output. `fields` are Weight's."""
+    return Weight(parts, 0, inputs, ".weight", **fields)
 
 
-def by_input(outputs: int, part: Part, experts: int = 0, transposed: bool | None = None) -> Weight:
-    """A matrix [outputs, rows of the part] split by input, or `experts` of them."""
-    return dataclasses.replace(by_output(outputs, part, experts=experts, transposed=transposed), split=1)
+def by_input(outputs: int, part: Part, **fields) -> Weight:
+    """A matrix [outputs, rows of the part] split by input."""
+    return Weight((part,), 1, outputs, ".weight", **fields)
 
 
-def bias(*parts: Part, suffix: str = ".bias", experts: int = 0, dtype: str | None = None) -> Weight:
-    """A vector split over devices, such as the biases of a matrix that is split by output; or one for each expert."""
-    return Weight(parts, 0, None, suffix, experts, dtype)
+def bias(*parts: Part, **fields) -> Weight:
+    """A vector split over devices, such as the biases of a matrix that is split by output."""
+    return Weight(parts, 0, None, **{"suffix": ".bias"} | fields)
 
 
-def whole(name: str, *shape: int, dtype: str | None = None, transposed=False) -> Weight:
+def whole(name: str, *shape: int, **fields) -> Weight:
     """A vector or a matrix that each device holds whole, and that is never rounded."""
     other_dim = shape[1] if shape[1:] else None
-    return Weight((Part({name: shape[0]}),), None, other_dim, "", dtype=dtype, transposed=transposed)
+    return Weight((Part({name: shape[0]}),), None, other_dim, "", **fields)
 
 
 def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, quantize: str | None = None) -> dict:
     """Every weight as a jax.ShapeDtypeStruct with its sharding; a matrix as a Format of these, which `quantize`, a name
     in FORMATS, chooses. Raises InputError if the mesh does not divide the experts.
 
-    Matrices are [output, input], so a row is contiguous. Loading transposes only packed experts and what is declared
-    `transposed`. If devices cannot share rows evenly, the arrays have rows or columns of zeros, which change nothing.
+    Matrices are [output, input], so a row is contiguous. Loading transposes only what is declared `transposed`. If
+    devices cannot share rows evenly, the arrays have rows or columns of zeros, which change nothing.
     """
     return jax.tree.map(lambda weight: weight.abstract(mesh, dtype), in_format(weights_of(config), quantize))
 
@@ -736,7 +711,7 @@ def in_format(weights: dict, quantize: str | None) -> dict:
             return weight
         format = FORMATS[quantize]
         if quantize == "int4":
-            is_apart = path[0].key.endswith(("embedding", "head")) or weight.per_head
+            is_apart = path[0].key.endswith(("embedding", "head")) or weight.is_by_head
             format = Int8 if is_apart or weight.columns() % format.size else format
         return weight if weight.format.bits == format.bits else dataclasses.replace(weight, format=format)
 
@@ -810,14 +785,12 @@ class Rope:
 ROPES = {"default": Rope}  # of each rope_type that this model can have: the blocks below add theirs
 
 
-def read_rope(
-    config: dict, field: str, size: int, interleaved=False, rope_theta: float | None = 1e4, part: float | None = None
-) -> Rope:
+def read_rope(config: dict, field: str, size: int, **defaults) -> Rope:
     """The Rope of a config.json, whose `field` says that heads have `size` numbers. Its parameters stand in
     `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), or beside the other fields. As in
     transformers, the table wins, except for original_max_position_embeddings, which defaults to
-    max_position_embeddings. `rope_theta` is the default, None if there is none. Heads turn whole, unless `part` is
-    given: the default of partial_rotary_factor.
+    max_position_embeddings. `defaults` are the model's own, of Rope's fields. If partial_rotary_factor is not among
+    them, heads turn whole.
 
     Raises InputError for a missing or impossible value and, by name, for what is not supported.
     """
@@ -826,17 +799,17 @@ def read_rope(
         raise InputError(f"config.json: the rope parameters must be one table for all layers, not {table!r:.40}")
     key = "original_max_position_embeddings"
     places = (  # the later ones win
-        {"rope_theta": rope_theta, "partial_rotary_factor": part or 1, key: config.get("max_position_embeddings")},
+        {"rope_theta": 1e4, "partial_rotary_factor": 1, key: config.get("max_position_embeddings")} | defaults,
         {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")},
         table,
-        {key: config.get(key), "size": size, "interleaved": interleaved},
+        {key: config.get(key), "size": size, "interleaved": defaults.get("interleaved", False)},
     )
     given = {name: value for place in places for name, value in place.items() if value is not None}
     kind = given.get("rope_type", given.get("type", "default"))
     check_supported(rope_type=(kind, tuple(ROPES)))
     rope = ROPES[kind](**read_fields(ROPES[kind], given))
     share = rope.partial_rotary_factor
-    if part is None and rope.dim != size:
+    if "partial_rotary_factor" not in defaults and rope.dim != size:
         check_supported(partial_rotary_factor=(share, (1,)))
     if rope.dim % 2 or not rope.dim or share > 1:
         share_of = f"partial_rotary_factor {share} of " if share != 1 else ""
@@ -1414,6 +1387,50 @@ def even_norms(weights: dict, config: Config) -> None:
 # Experts in plain JAX
 
 
+@dataclasses.dataclass(frozen=True)
+class ExpertWeight(Weight):
+    """Matrices, or vectors, of `experts`, stacked along a first dimension, which ep splits; so only tp splits each one.
+
+    A part's name with `{}` stands for one tensor per expert. A name without it is a packed tensor of all.
+    """
+
+    experts: int = 1
+
+    def axes(self):
+        return super().axes()[1:]
+
+    def is_packed(self) -> bool:
+        """Whether the matrices, or vectors, of all experts are one tensor."""
+        return not any("{}" in name for part in self.parts for name in part.tensors)
+
+    def stacked(self, shape):
+        return (self.experts, *shape)
+
+    def tensors(self):
+        of_one = super().tensors().items()
+        if self.is_packed():
+            return {name: self.stacked(shape) for name, shape in of_one}
+        return {name.format(e): shape for e in range(self.experts) for name, shape in of_one}
+
+    def spec(self):
+        return P(MODEL_AXES[0], *super().spec())
+
+    def abstract(self, mesh, dtype):
+        """As of Weight. Raises InputError if the devices along ep cannot hold as many experts each."""
+        if self.experts % mesh.shape["ep"]:
+            raise InputError(f"ep = {mesh.shape['ep']} does not divide the {self.experts} experts; choose a divisor")
+        return super().abstract(mesh, dtype)
+
+
+def of_experts(experts: int, weight: Weight) -> Weight:
+    """As many such weights, stacked; none: the weight itself. A packed tensor's name has no suffix."""
+    if not experts:
+        return weight
+    fields = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
+    stacked = ExpertWeight(**fields, experts=experts)
+    return dataclasses.replace(stacked, suffix="") if stacked.is_packed() else stacked
+
+
 @jax.named_scope("experts")
 def experts(x, ids, scores, w_gate_up, w_down, activate, biases: tuple[Array, Array] | None = None) -> Array:
     """What this device's experts, and its columns of them, contribute to the rows that chose them: float32 [B, D], to
@@ -1578,19 +1595,6 @@ def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:
     return {name: float(value) if kinds[name] is float else value for name, value in given.items()}
 
 
-def read_list(config: dict, name: str, allowed: Collection, default: Collection, least: int = 0) -> tuple:
-    """A list of config.json, of `least` entries at least, which are all among `allowed`."""
-    values = config.get(name)
-    if values is None:
-        return tuple(default)
-    kind = type(allowed[0])  # True does not pass for 1
-    if not isinstance(values, list) or any(type(value) is not kind or value not in allowed for value in values):
-        raise InputError(f"config.json: {name} cannot be {values!r:.40}")
-    if len(values) < least:
-        raise InputError(f"config.json: {name} has {len(values)} entries for {least} layers")
-    return tuple(values)
-
-
 def is_valid(value: object, kind: type, name: str = "") -> bool:
     """Whether a value of a JSON file can be a field of type `kind`. Numbers are positive and bounded."""
     if kind in (bool, str):
@@ -1642,11 +1646,6 @@ def stored_width(C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
     if platform == "tpu" and weight.split == 0:
         return ceil_div(C, 128) * 128
     return C + 32 if platform == "cpu" and dtype.itemsize == 2 and 2 * C % 4096 == 0 and not weight.experts else C
-
-
-def head_dtype(dtype: jnp.dtype, mesh: Mesh) -> jnp.dtype:
-    """The dtype of weights that are multiplied head by head: float32 on CPUs, where any other is slow."""
-    return jnp.float32 if mesh.devices.flat[0].platform == "cpu" else dtype
 
 
 def cache_layout(H: int, dtype: jnp.dtype, mesh: Mesh) -> tuple[int, jnp.dtype]:

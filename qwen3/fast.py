@@ -390,7 +390,7 @@ class Int4Groups(NamedTuple):
         columns = weight.parts[0].rows_per_device(math.prod(mesh.shape[axis] for axis in weight.axes()))
         has_kernel = mesh.devices.flat[0].platform == "tpu" and not (weight.experts and columns % 128)
         kind = Int4Lanes if has_kernel else Int4
-        return Plain if size < 16 or weight.per_head else GroupsOn(kind, self._replace(size=size))
+        return Plain if size < 16 or weight.is_by_head else GroupsOn(kind, self._replace(size=size))
 
 
 class GroupsOn(NamedTuple):

@@ -44,7 +44,9 @@ def test_frequencies(kind, options):
         if kind in model.ROPES:
             for size, part in ((96, None), (24, None), *(((128, 0.5),) if kind != "proportional" else ())):
                 table = {"rope_type": kind, "rope_theta": 1e5} | options
-                rope = model.read_rope({"rope_parameters": table, "max_position_embeddings": 512}, "", size, part=part)
+                defaults = {"partial_rotary_factor": part} if part else {}
+                config = {"rope_parameters": table, "max_position_embeddings": 512}
+                rope = model.read_rope(config, "", size, **defaults)
                 frequencies, scale = reference(table, int(size * (part or 1)))
                 np.testing.assert_allclose(rope.frequencies(), frequencies, rtol=3e-7, err_msg=folder)
                 assert rope.frequencies().dtype == np.float32 and rope.dim == int(size * (part or 1))
@@ -95,4 +97,4 @@ def test_a_part_of_a_head_is_even(share):
             assert (frequencies > 0).sum() == int(share * 64) // 2
             continue
         with pytest.raises(model.InputError, match="partial_rotary_factor"):
-            model.read_rope({"rope_parameters": table}, "head_dim", 64, part=0.5)
+            model.read_rope({"rope_parameters": table}, "head_dim", 64, partial_rotary_factor=0.5)
