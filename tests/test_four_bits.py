@@ -199,6 +199,15 @@ RELEASES = {
         r"_proj(_qkvz)?\.weight$",
         (1, 1, 2),
     ),
+    "the outputs of wide heads of Qwen3-Next, cut between them": (
+        qwen3_5,
+        partial(qwen_3_next, linear_key_head_dim=32, linear_value_head_dim=32),
+        pack_quantized,
+        16,
+        False,
+        r"\.out_proj\.weight$",
+        (1, 1, 2),
+    ),
 }
 
 
