@@ -1488,6 +1488,9 @@ def cache_sharers(config: Config, shards: int) -> int:
     return math.lcm(*(sharers(config.kind(i).num_key_value_heads, shards) for i in range(config.num_hidden_layers)))
 
 
+CAN_GO_BACK = True  # a row can be read again from any token on: what came before is still there
+
+
 def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> int:
     """How many tokens of a row fit into every layer's cache."""
     return min(sharers(config.kind(i).num_key_value_heads, shards) * layer.k.shape[2] for i, layer in enumerate(cache))

@@ -1296,6 +1296,9 @@ def cache_sharers(config: Config, shards: int) -> int:
     return next(n for n in range(min(shards, CACHE_SHARERS), 0, -1) if shards % n == 0)
 
 
+CAN_GO_BACK = True  # a row can be read again from any token on: what came before is still there
+
+
 def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> int:
     """How many tokens of a row each layer's cache has room for."""
     return cache_sharers(config, shards) * min(layer.latent.shape[2] for layer in cache)

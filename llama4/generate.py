@@ -391,6 +391,92 @@ class Places:
         return np.mean([repeats(p) for p in np.flatnonzero(self.numbers >= 0)])
 
 
+class Engine:
+    """The steps of a batch on the devices: its cache, the state of its rows, the programs, the results in flight; and
+    the clock, which counts into `stats` of generate. While a program has the cache, there is none here: if it is broken
+    off, the next call begins anew."""
+
+    def __init__(self, weights: dict, cache, programs: dict, places: Places, options: dict, stats: dict, progress):
+        self.weights, self.cache, self.programs, self.places = weights, cache, programs, places
+        self.options, self.stats, self.progress = options, stats, progress  # options: the static ones of step
+        stats |= dict.fromkeys(("compile_s", "prefill_s", "decode_s"), 0.0)
+        stats |= dict.fromkeys(("prefill_tokens", "decode_steps", "decode_tokens", "row_steps", "busy_row_steps"), 0)
+        stats |= dict.fromkeys(("drafts", "drafts_accepted"), 0)
+        self.results, self.clock = deque(), time.perf_counter()
+        self.lengths = np.zeros(places.count)  # tokens in the cache, summed over decoding steps
+        self.first_tokens = int(places.unread().sum())  # of the first prompts
+        self.state = jax.tree.map(self.on_mesh, places.rows)
+        shardings = jax.tree.map(lambda x: x.sharding, self.state)
+        self.refill = jax.jit(refill, out_shardings=shardings, donate_argnums=0)
+
+    def on_mesh(self, array: np.ndarray) -> Array:
+        """The array, copied, since the host goes on writing in its own."""
+        sharding = NamedSharding(self.options["mesh"], P("dp"))
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index].copy())
+
+    def tick(self, part: str | None = None) -> None:
+        """Adds the time since the last tick to a part of `stats`."""
+        begin, self.clock = self.clock, time.perf_counter()
+        if part:
+            self.stats[part] += self.clock - begin
+
+    def program(self, T: int, b: int):
+        """The program of steps of T tokens, of b rows on each device of dp."""
+        key = (T, b, *self.options.values())
+        if key not in self.programs:
+            jax.block_until_ready(self.state)
+            in_flight = self.places.in_flight
+            self.tick(("prefill_s" if in_flight[-1].prompt_tokens else "decode_s") if in_flight else None)
+            self.progress("compiling decoding" if T <= FEW else "compiling prefill", 0, 1)
+            taken = None if T <= FEW else self.on_mesh(np.zeros(b * self.places.dp, np.int32))
+            lowered = step.lower(self.weights, self.cache, self.state, taken, T=T, **self.options)
+            self.programs[key] = lowered.compile()
+            multihost_utils.sync_global_devices("compiled")  # the clock should not count others' compilation
+            self.tick("compile_s")
+        return self.programs[key]
+
+    def start(self, T: int, taken: np.ndarray) -> None:
+        """Starts a step of T tokens for the places `taken` on each device of dp."""
+        program = self.program(T, taken.shape[1])
+        arguments = None if T <= FEW else self.on_mesh(taken.astype(np.int32).reshape(-1))
+        given, self.cache = self.cache, None
+        self.places.start(T, taken)
+        given, self.state, result = program(self.weights, given, self.state, arguments)
+        jax.tree.map(lambda x: x.copy_to_host_async(), result)
+        self.results.append(result)
+        self.cache = given
+
+    def fill(self, is_new: np.ndarray) -> None:
+        """Gives new prompts their places."""
+        self.state = self.refill(self.state, self.on_mesh(is_new), jax.tree.map(self.on_mesh, self.places.rows))
+
+    def read(self) -> list[Token]:
+        """The tokens of the oldest step that was started."""
+        places, stats = self.places, self.stats
+        after, chosen, logprobs = map(np.asarray, self.results.popleft())
+        prompt_tokens = places.in_flight[0].prompt_tokens
+        self.tick("prefill_s" if prompt_tokens else "decode_s")
+        new = places.read(after, chosen.tolist(), logprobs.tolist())
+        counts = {"prefill_tokens": prompt_tokens}
+        if not prompt_tokens:
+            busy = len({token.row for token in new})
+            counts = {"decode_steps": 1, "decode_tokens": len(new), "row_steps": places.count, "busy_row_steps": busy}
+            counts |= {"drafts": busy * (chosen.shape[1] - 1), "drafts_accepted": len(new) - busy}
+            self.lengths += after[: places.count] - 1
+        for name, n in counts.items():
+            stats[name] += n
+        self.progress("prefill", min(stats["prefill_tokens"], self.first_tokens), self.first_tokens)
+        return new
+
+    def finish(self) -> None:
+        """Waits for steps in flight: no process may leave while others wait for it in a collective."""
+        jax.block_until_ready(self.cache)
+        stats, config = self.stats, self.options["config"]
+        mean_lengths = list(self.lengths / max(stats["decode_steps"], 1))
+        tokens = 1 + stats["drafts"] / max(stats["busy_row_steps"], 1)
+        stats["step_bytes"] = step_bytes(self.weights, self.cache, mean_lengths, config, tokens)
+
+
 def generate(
     weights: dict,
     prompts: list[list[int]],
@@ -437,10 +523,6 @@ def generate(
     `progress(stage, done, total)` is called before a compilation, and with the tokens that were read of the first
     prompts.
     """
-    stats = {} if stats is None else stats
-    stats |= dict.fromkeys(("compile_s", "prefill_s", "decode_s"), 0.0)
-    stats |= dict.fromkeys(("prefill_tokens", "decode_steps", "decode_tokens", "row_steps", "busy_row_steps"), 0)
-    stats |= dict.fromkeys(("drafts", "drafts_accepted"), 0)
     check_prompts(prompts, config, max_seq_len, max_new_tokens)
     if not 0 < draft_tokens < FEW:
         raise InputError(f"draft_tokens {draft_tokens} is not from 1 to {FEW - 1}")
@@ -454,110 +536,46 @@ def generate(
 
     count = rows_at_once(len(prompts), rows, weights, cache_of(dp), mesh)
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
-    wanted = cache_of(batch)
-    has_states = not all(isinstance(layer, LayerCache) for layer in wanted)
-    ring = model.tokens_held(wanted, config, model.model_shards(mesh))
+    wanted, kept = cache_of(batch), {} if kept is None else kept
+    held = model.tokens_held(wanted, config, model.model_shards(mesh))
 
     def reusable(shared, filled, stored):
-        """A ring, with fewer slots than were stored, has forgotten what it needs if too much came after, and a state
-        does not go back at all."""
-        if has_states:
+        """A ring, with fewer slots than were stored, has forgotten what it needs if too much came after."""
+        if not model.CAN_GO_BACK:
             return shared if shared == filled else 0
-        return shared if stored <= ring or stored - shared <= model.PREFILL_PIECE else 0
+        return shared if stored <= held or stored - shared <= model.PREFILL_PIECE else 0
 
-    kept = {} if kept is None else kept
     cache, past, programs = (kept.pop(name, None) for name in ("cache", "places", "programs"))
-    options = {"drafts": drafts, "seed": seed, "max_new_tokens": max_new_tokens, "max_seq_len": max_seq_len}
     shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (wanted, cache)]
     if shapes[0] != shapes[1] or past.max_seq_len != max_seq_len:  # nothing is kept, or it has outgrown its slots
         cache, past, programs = model.zeros(wanted), None, {}
-    places = Places(prompts, count, batch, dp, pieces, **options, stop_tokens=stop_tokens, reusable=reusable, past=past)
-    results = deque()  # of the steps in flight
-    lengths, clock = np.zeros(count), time.perf_counter()  # lengths: tokens in the cache, summed over decoding steps
-
-    def on_mesh(array):  # copied, since the host goes on writing in its own
-        sharding = NamedSharding(mesh, P("dp"))
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index].copy())
+    limits = {"drafts": drafts, "seed": seed, "max_new_tokens": max_new_tokens, "max_seq_len": max_seq_len}
+    places = Places(prompts, count, batch, dp, pieces, **limits, stop_tokens=stop_tokens, reusable=reusable, past=past)
+    options = {"config": config, "mesh": mesh, "draft": draft, "drafts": drafts}
+    options |= {"sampling": sampling, "stop_tokens": stop_tokens}
+    engine = Engine(weights, cache, programs, places, options, {} if stats is None else stats, progress)
+    del cache  # the engine has it, and gives its memory to each step
 
     def verifies():
         """Whether the next step verifies drafts. All hosts must decide alike: by the tokens, not by a clock."""
         return draft != "lookup" or mesh.devices.flat[0].platform != "cpu" or places.repeating() >= REPEATING
 
-    def tick(part=None):
-        """Adds the time since the last tick to a part of `stats`."""
-        nonlocal clock
-        begin, clock = clock, time.perf_counter()
-        if part:
-            stats[part] += clock - begin
-
-    def compiled(T, b):
-        """The program of steps of T tokens, of b rows on each device of dp."""
-        if (key := (T, b, draft, drafts, sampling, stop_tokens)) not in programs:
-            jax.block_until_ready(state)
-            tick(("prefill_s" if places.in_flight[-1].prompt_tokens else "decode_s") if places.in_flight else None)
-            progress("compiling decoding" if T <= FEW else "compiling prefill", 0, 1)
-            taken = None if T <= FEW else on_mesh(np.zeros(b * dp, np.int32))
-            options = {"config": config, "mesh": mesh, "draft": draft, "drafts": drafts}
-            options |= {"sampling": sampling, "stop_tokens": stop_tokens}
-            programs[key] = step.lower(weights, cache, state, taken, T=T, **options).compile()
-            multihost_utils.sync_global_devices("compiled")  # the clock should not count others' compilation
-            tick("compile_s")
-        return programs[key]
-
-    def start(T, taken):
-        """Starts a step of T tokens for the places `taken` on each device of dp. While a program has the cache, nothing
-        of it is kept: if this is broken off, the next call begins anew."""
-        nonlocal cache, state
-        program = compiled(T, taken.shape[1])
-        arguments = None if T <= FEW else on_mesh(taken.astype(np.int32).reshape(-1))
-        given, cache = cache, None
-        places.start(T, taken)
-        given, state, result = program(weights, given, state, arguments)
-        jax.tree.map(lambda x: x.copy_to_host_async(), result)
-        results.append(result)
-        cache = given
-
-    def read():
-        """The tokens of the oldest step that was started."""
-        nonlocal lengths
-        after, chosen, logprobs = map(np.asarray, results.popleft())
-        is_prefill = places.in_flight[0].prompt_tokens > 0
-        tick("prefill_s" if is_prefill else "decode_s")
-        stats["prefill_tokens"] += places.in_flight[0].prompt_tokens
-        new = places.read(after, chosen.tolist(), logprobs.tolist())
-        if not is_prefill:
-            busy = len({token.row for token in new})
-            counts = {"decode_steps": 1, "decode_tokens": len(new), "row_steps": count, "busy_row_steps": busy}
-            counts |= {"drafts": busy * (chosen.shape[1] - 1), "drafts_accepted": len(new) - busy}
-            for name, n in counts.items():
-                stats[name] += n
-            lengths += after[:count] - 1
-        return new
-
     try:
-        state = jax.tree.map(on_mesh, places.rows)
-        refilled = jax.jit(refill, out_shardings=jax.tree.map(lambda x: x.sharding, state), donate_argnums=0)
-        first_tokens = int(places.unread().sum())
         T, taken = places.choose(verifies)
-        compiled(T, taken.shape[1]), compiled(1 + drafts * verifies(), batch // dp)
-        progress("prefill", 0, first_tokens)
+        engine.program(T, taken.shape[1]), engine.program(1 + drafts * verifies(), batch // dp)
+        progress("prefill", 0, engine.first_tokens)
         while places.is_busy():
-            if places.has_more() and len(results) <= LOOKAHEAD:
-                start(*places.choose(verifies))
+            if places.has_more() and len(engine.results) <= LOOKAHEAD:
+                engine.start(*places.choose(verifies))
                 continue
-            new = read()
-            progress("prefill", min(stats["prefill_tokens"], first_tokens), first_tokens)
-            yield new
+            yield engine.read()
             if places.waiting and (is_new := places.fill()).any():
-                state = refilled(state, on_mesh(is_new), jax.tree.map(on_mesh, places.rows))
-        jax.block_until_ready(cache)  # steps in flight: no process may leave while others wait for it in a collective
-        mean_lengths = list(lengths / max(stats["decode_steps"], 1))
-        tokens = 1 + stats["drafts"] / max(stats["busy_row_steps"], 1)
-        stats["step_bytes"] = step_bytes(weights, cache, mean_lengths, config, tokens)
+                engine.fill(is_new)
+        engine.finish()
     finally:
-        if has_states and drafts and places.in_flight:  # how many drafts these steps put into the states is not known
+        if not model.CAN_GO_BACK and drafts and places.in_flight:  # how many drafts these steps took in is not known
             places.rows.filled[places.numbers >= 0] = 0
-        kept |= {"cache": cache, "places": places, "programs": programs}
+        kept |= {"cache": engine.cache, "places": places, "programs": programs}
 
 
 def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None, max_new_tokens: int) -> None:

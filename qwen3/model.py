@@ -1323,6 +1323,9 @@ def cache_sharers(config: Config, shards: int) -> int:
     return sharers(config.num_key_value_heads, shards)
 
 
+CAN_GO_BACK = True  # a row can be read again from any token on: what came before is still there
+
+
 def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> int:
     """How many tokens of a row each layer's cache has room for."""
     return cache_sharers(config, shards) * min(layer.k.shape[2] for layer in cache)

@@ -1591,6 +1591,9 @@ def cache_sharers(config: Config, shards: int) -> int:
     return sharers(config.num_key_value_heads, shards)
 
 
+CAN_GO_BACK = False  # a state has taken in what came after
+
+
 def tokens_held(cache: list, config: Config, shards: int) -> float:
     """How many tokens of a row fit into every layer's cache. A state has no limit."""
     slots = (layer.k.shape[2] for layer in cache if isinstance(layer, LayerCache))
