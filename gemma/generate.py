@@ -5,7 +5,8 @@
 
 `step` is the program of the devices: model.py's `forward` of some tokens of every row, the choice of the next ones, and
 what becomes of guesses. `generate` is the host's loop, which starts steps before it has read the results of those
-before them. The file is the same in every folder; model.py explains the letters of shapes.
+before them: Places knows which prompt has which place, Engine runs the steps. The file is the same in every folder;
+model.py explains the letters of shapes.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ It covers the text of `Gemma4ForConditionalGeneration` and `Gemma4UnifiedForCond
 their `ForCausalLM`: the dense models, the one with experts, and the small ones with per-layer embeddings. Images and
 sound are left out on purpose. The file has two parts. "The model" is what makes this a Gemma 4: its configuration, its
 weights, its layers. "Running it" is the rest in plain JAX: sharding, attention over the cache, int8. The latter
-consists of blocks that other models have too, with options that not every model uses. The file needs only jax and
-numpy. generate.py decodes with it, and fast.py, the appendix, makes it fast on each machine.
+consists of blocks: each is the same text in every model that has it. The file needs only jax and numpy. generate.py
+decodes with it, and fast.py, the appendix, makes it fast on each machine.
 
 Differs from gemma in: `Kind`, since layers that see all tokens have other heads than those with a window, their keys
 can be the values too, and the last layers can attend to keys and values of earlier ones; `attention`, which has a norm
@@ -44,6 +44,8 @@ Dimension letters, in shapes and einsums. Under shard_map B, N, K, G, F, E and V
     C  any contracted dimension  G  query heads per kv head   R  devices that share a kv head
     O  any output dimension      H  head_dim of a layer       E  num_experts
     L  num_hidden_layers         I  hidden_size_per_layer_input
+    A, M  queries of a kv head are A x M: 1 x all of them for few tokens, query heads x tokens for many
+    W     the width of a value
 
 Dtypes. Weights, residual stream and cache are bfloat16 by default; `weights_of` and `cache_layout` name the exceptions.
 Matrices that devices split, and the cache, can be int8 with float32 scales; matrices can be in 4 bits too (see

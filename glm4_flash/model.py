@@ -2,9 +2,9 @@
 
 It covers `Glm4MoeLiteForCausalLM` of transformers. Its layer of multi-token prediction is loaded to draft tokens alone.
 The file has two parts. "The model" is what makes this a GLM-4.7-Flash: its configuration, its weights, its layers.
-"Running it" is the rest in plain JAX: sharding, attention over the cache, int8. The latter consists of blocks that
-other models have too, with options that not every model uses. The file needs only jax and numpy. generate.py decodes
-with it, and fast.py, the appendix, makes it fast on each machine.
+"Running it" is the rest in plain JAX: sharding, attention over the cache, int8. The latter consists of blocks: each is
+the same text in every model that has it. The file needs only jax and numpy. generate.py decodes with it, and fast.py,
+the appendix, makes it fast on each machine.
 
 Differs from deepseek in: `Config`, `weights_of` and `route`, whose router has sigmoids and a bias in every model.
 Differs from llama3 in: `attention` and the cache, which are latent; `feed_forward`, which has experts in most layers,
@@ -47,6 +47,7 @@ Dimension letters, in shapes and einsums. Under shard_map B, N, F, E and V are t
     O  any output dimension      L  kv_lora_rank          R  devices that share a cache
     E  n_routed_experts          H  qk_nope_head_dim      U  qk_rope_head_dim
     k  num_experts_per_tok       W  v_head_dim
+    A, M  queries of a kv head are A x M: 1 x all of them for few tokens, query heads x tokens for many
 
 Dtypes. Weights, residual stream and cache are bfloat16 by default; `weights_of`, `cache_layout` and `head_dtype` name
 the exceptions. Matrices that devices split, and the cache, can be int8 with float32 scales; matrices can be in 4 bits

@@ -2,9 +2,9 @@
 
 It covers `Glm4MoeForCausalLM` of transformers, GLM-4.5-Air too. Its layer of multi-token prediction is loaded to draft
 tokens alone. The file has two parts. "The model" is what makes this a GLM-4.5: its configuration, its weights, its
-layers. "Running it" is the rest in plain JAX: sharding, attention over the cache, int8. The latter consists of blocks
-that other models have too, with options that not every model uses. The file needs only jax and numpy. generate.py
-decodes with it, and fast.py, the appendix, makes it fast on each machine.
+layers. "Running it" is the rest in plain JAX: sharding, attention over the cache, int8. The latter consists of blocks:
+each is the same text in every model that has it. The file needs only jax and numpy. generate.py decodes with it, and
+fast.py, the appendix, makes it fast on each machine.
 
 Differs from glm4_flash in: `attention` and the cache, which have heads and no latents; `Config` and `weights_of`.
 Differs from llama3 in: `attention`, which turns half of each head, and can norm it; `feed_forward`, which has experts
@@ -40,6 +40,8 @@ Dimension letters, in shapes and einsums. Under shard_map B, N, K, G, F, E and V
     S  cache slots of a row      K  num_key_value_heads       X  devices that share a layer, ep x tp
     C  any contracted dimension  G  query heads per kv head   R  devices that share a kv head
     O  any output dimension      H  head_dim                  E  n_routed_experts
+    A, M  queries of a kv head are A x M: 1 x all of them for few tokens, query heads x tokens for many
+    W     the width of a value
 
 Dtypes. Weights, residual stream and cache are bfloat16 by default; `weights_of` and `cache_layout` name the exceptions.
 Matrices that devices split, and the cache, can be int8 with float32 scales; matrices can be in 4 bits too (see

@@ -3,9 +3,8 @@
 It covers `GPT2LMHeadModel` of transformers: GPT-2 from 124M to 1.5B parameters (Radford et al. 2019, "Language Models
 are Unsupervised Multitask Learners"), DistilGPT2 and Cerebras-GPT. The file has two parts. "The model" is what makes
 this a GPT-2: its configuration, its weights, its layers. "Running it" is the rest in plain JAX: sharding, attention
-over the cache, int8. The latter consists of blocks that other models have too, with options that not every model uses.
-The file needs only jax and numpy. generate.py decodes with it, and fast.py, the appendix, makes it fast on each
-machine.
+over the cache, int8. The latter consists of blocks: each is the same text in every model that has it. The file needs
+only jax and numpy. generate.py decodes with it, and fast.py, the appendix, makes it fast on each machine.
 
     config = Config.from_dict(json.loads(Path("config.json").read_text()))
     mesh = make_mesh(tp=jax.device_count())
@@ -23,6 +22,8 @@ Parallelism. `dp` splits the batch; `ep` and `tp` together split every layer: at
     B  rows of the batch     D  n_embd                    F  n_inner
     T  tokens of a row       N  n_head                    V  vocab_size
     S  cache slots of a row  H  head_dim, D / N           X  devices that share a layer, ep x tp
+    A, M  queries of a kv head are A x M: 1 x all of them for few tokens, query heads x tokens for many
+    W     the width of a value
 
 Under shard_map B, N, F and V are the sizes on one device; `B T` is one dimension of B times T. Weights, residual stream
 and cache are bfloat16 by default; `cache_layout` names an exception. Products accumulate in float32, and `linear`

@@ -4,9 +4,8 @@ It covers `Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM` and `Qwen3NextForCausalL
 of the releases that nest them beside a vision tower: Qwen3.5 from 0.8B to 27B, 35B-A3B and larger mixtures, Qwen3.6 and
 3.8 of the same sizes, Qwen3-Next-80B-A3B and Qwen3-Coder-Next. The file has two parts. "The model" is what makes this a
 Qwen: its configuration, its weights, its layers. "Running it" is the rest in plain JAX: sharding, attention over the
-cache, the delta rule, int8. The latter consists of blocks that other models have too, with options that not every model
-uses. The file needs only jax and numpy. generate.py decodes with it, and fast.py, the appendix, makes it fast on each
-machine.
+cache, the delta rule, int8. The latter consists of blocks: each is the same text in every model that has it. The file
+needs only jax and numpy. generate.py decodes with it, and fast.py, the appendix, makes it fast on each machine.
 
 Differs from qwen3 in: `delta_net`, which stands in the place of attention in three of four layers, and keeps a state
 instead of keys and values; `attention`, whose outputs have a gate, and whose heads turn by a quarter; norms, which
@@ -44,6 +43,8 @@ Dimension letters, in shapes and einsums. Under shard_map B, N, K, G, F, E and V
     S  cache slots of a row      K  num_key_value_heads       X  devices that share a layer, ep x tp
     C  any contracted dimension  G  query heads per kv head   R  devices that share a kv head
     O  any output dimension      H  head_dim                  E  num_experts
+    A, M  queries of a kv head are A x M: 1 x all of them for few tokens, query heads x tokens for many
+    W     the width of a value
 
 In a layer with a state, N is linear_num_value_heads, K linear_num_key_heads, H linear_key_head_dim and W
 linear_value_head_dim. M is the channels of its convolution, 2 K H + N W.
