@@ -96,7 +96,7 @@ def test_the_factor_of_embeddings_is_rounded_as_in_the_reference(dtype):
     weights = {"embedding": model.Plain(table), "norm": jnp.ones(3072, dtype), "layers": []}
 
     def embedded(tokens):
-        return model.forward(weights, tokens, tokens, [], None, config)[0]
+        return model.forward(weights, tokens, model.Span(tokens, None, None, 1, 1), [], config)[0]
 
     tokens = np.arange(16)[None]
     found = jax.jit(jax.shard_map(embedded, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))(tokens)
