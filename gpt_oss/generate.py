@@ -400,6 +400,7 @@ class Engine:
     def __init__(self, weights: dict, cache, programs: dict, places: Places, options: dict, stats: dict, progress):
         self.weights, self.cache, self.programs, self.places = weights, cache, programs, places
         self.options, self.stats, self.progress = options, stats, progress  # options: the static ones of step
+        self.kind = tuple(options[name] for name in ("draft", "drafts", "sampling", "stop_tokens"))  # of a program
         stats |= dict.fromkeys(("compile_s", "prefill_s", "decode_s"), 0.0)
         stats |= dict.fromkeys(("prefill_tokens", "decode_steps", "decode_tokens", "row_steps", "busy_row_steps"), 0)
         stats |= dict.fromkeys(("drafts", "drafts_accepted"), 0)
@@ -423,8 +424,7 @@ class Engine:
 
     def program(self, T: int, b: int):
         """The program of steps of T tokens, of b rows on each device of dp."""
-        key = (T, b, *self.options.values())
-        if key not in self.programs:
+        if (key := (T, b, self.kind)) not in self.programs:
             jax.block_until_ready(self.state)
             in_flight = self.places.in_flight
             self.tick(("prefill_s" if in_flight[-1].prompt_tokens else "decode_s") if in_flight else None)
