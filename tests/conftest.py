@@ -20,6 +20,7 @@ command_line.add_argument("-m", default="")
 HAS_NVIDIA = Path("/proc/driver/nvidia/version").exists()
 # Workers have another command line, and this environment.
 ON_DEVICE = os.environ.setdefault("TESTS_MARKED", command_line.parse_known_args(sys.argv[1:])[0].m) == "device"
+NOT_BEGUN = "not begun: the minutes were over"
 BEGIN = float(os.environ.setdefault("TESTS_BEGAN", str(time.time())))
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # it has the environment of the process that started it
@@ -90,7 +91,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_runtest_setup(item):
     if ON_DEVICE and time.time() - BEGIN >= 60 * item.config.option.minutes:
-        pytest.skip("not begun: the minutes were over")
+        pytest.skip(NOT_BEGUN)
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -114,7 +115,7 @@ def pytest_terminal_summary(terminalreporter):
         device = jax.devices()[0]
         versions = f"jax {jax.__version__}, {' '.join(device.client.platform_version.split())}"
         terminalreporter.section(f"{jax.device_count()} x {device.device_kind}, {versions}")
-        late = sum("minutes" in report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
+        late = sum(NOT_BEGUN in report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
         if late:
             terminalreporter.write_line(f"{late} tests were not begun: the minutes were over, see --minutes")
         for report in terminalreporter.stats.get("passed", []):
