@@ -166,7 +166,7 @@ def weights_of(config: Config) -> dict:
     what all heads share: the compressed query, the latent and the rope key. `gate_up` is one product too: a device
     holds its gate rows, then its up rows. Experts are split over ep, and each like an MLP over tp. The router, which
     every device needs, is whole on each. The norms in a layer are float32, in which they are computed. "Declaring
-    weights" explains Part, by_output, by_input, bias and whole.
+    weights" explains Part, by_output, by_input, bias and whole; "Experts in plain JAX", of_experts.
     """
     D, Q, L, U = config.hidden_size, config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
     N, H, W, E = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim, config.n_routed_experts
@@ -1423,7 +1423,7 @@ def cache_sharers(config: Config, shards: int) -> int:
     return next(n for n in range(min(shards, CACHE_SHARERS), 0, -1) if shards % n == 0)
 
 
-CAN_GO_BACK = True  # a row can be read again from any token on: what came before is still there
+CAN_GO_BACK = True  # what came before a token is still there, but for what a ring has forgotten
 
 
 def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> int:

@@ -247,9 +247,9 @@ def weights_of(config: Config) -> dict:
     heads, then its value heads. `gate_up` joins gate_proj and up_proj likewise. The embedding is the head too. Experts
     are split over ep, and each like an MLP over tp. The router, which every device needs, is whole on each, and so are
     norms and the two small matrices of per-layer embeddings: to split those would cost another psum in each layer. The
-    table of per-layer embeddings is split by its rows, as the embedding is.
-    Norms in layers are float32, so that no step converts them. "Declaring weights" explains Part, by_output, by_input
-    and whole.
+    table of per-layer embeddings is split by its rows, as the embedding is. Norms in layers are float32, so that no
+    step converts them. "Declaring weights" explains Part, by_output, by_input and whole; "Experts in plain JAX",
+    of_experts.
     """
     D, E, N = config.hidden_size, config.num_experts, config.num_attention_heads
     L, I = config.num_hidden_layers, config.hidden_size_per_layer_input
@@ -1490,7 +1490,7 @@ def cache_sharers(config: Config, shards: int) -> int:
     return math.lcm(*(sharers(config.kind(i).num_key_value_heads, shards) for i in range(config.num_hidden_layers)))
 
 
-CAN_GO_BACK = True  # a row can be read again from any token on: what came before is still there
+CAN_GO_BACK = True  # what came before a token is still there, but for what a ring has forgotten
 
 
 def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> int:

@@ -1276,7 +1276,7 @@ def cache_sharers(config: Config, shards: int) -> int:
     return sharers(config.num_key_value_heads, shards)
 
 
-CAN_GO_BACK = True  # a row can be read again from any token on: what came before is still there
+CAN_GO_BACK = True  # what came before a token is still there, but for what a ring has forgotten
 
 
 def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> int:

@@ -150,9 +150,9 @@ def weights_of(config: Config) -> dict:
     by input, each device computes a partial sum of all outputs, and a psum adds the sums. `qkv_a` is one product for
     what all heads share: the compressed query, the latent and the rope key. `gate_up` is one product too: a device
     holds its gate rows, then its up rows. Experts are split over ep, and each like an MLP over tp. The router, which
-    every device needs, is whole on each. "Declaring weights" explains Part, by_output, by_input, bias and whole. `k_b`
-    and `v_b` expand a latent to each head's key and value. The norms in a layer are float32, in which they are
-    computed.
+    every device needs, is whole on each. "Declaring weights" explains Part, by_output, by_input, bias and whole;
+    "Experts in plain JAX", of_experts. `k_b` and `v_b` expand a latent to each head's key and value. The norms in a
+    layer are float32, in which they are computed.
     """
     D, Q, L, U = config.hidden_size, config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
     N, H, W, E = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim, config.n_routed_experts
@@ -1297,7 +1297,7 @@ def cache_sharers(config: Config, shards: int) -> int:
     return next(n for n in range(min(shards, CACHE_SHARERS), 0, -1) if shards % n == 0)
 
 
-CAN_GO_BACK = True  # a row can be read again from any token on: what came before is still there
+CAN_GO_BACK = True  # what came before a token is still there, but for what a ring has forgotten
 
 
 def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> int:

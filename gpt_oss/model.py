@@ -147,7 +147,8 @@ def weights_of(config: Config) -> dict:
     has a multiple of 128, which a TPU's kernel needs. In the checkpoint the rows of gate and up take turns; here all
     gate rows come first. The router, which every device needs, is whole on each, and so are the norms. Those in layers,
     the sinks, the router's bias and those of gate and up are float32, so that no step converts them. "Declaring
-    weights" explains Part, by_output, by_input, bias and whole; "Numbers of 4 bits", Mxfp4.
+    weights" explains Part, by_output, by_input, bias and whole; "Experts in plain JAX", of_experts; "Numbers of 4
+    bits", Mxfp4.
     """
     D, H, F, E = config.hidden_size, config.head_dim, config.intermediate_size, config.num_local_experts
     N, K = config.num_attention_heads, config.num_key_value_heads
@@ -1334,7 +1335,7 @@ def cache_sharers(config: Config, shards: int) -> int:
     return sharers(config.num_key_value_heads, shards)
 
 
-CAN_GO_BACK = True  # a row can be read again from any token on: what came before is still there
+CAN_GO_BACK = True  # what came before a token is still there, but for what a ring has forgotten
 
 
 def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> int:

@@ -165,7 +165,8 @@ def weights_of(config: Config) -> dict:
     by input, each device computes a partial sum of all outputs, and a psum adds the sums. `qkv` joins q_proj, k_proj
     and v_proj, so that they are one product: a device holds its query heads, then its key heads, then its value heads.
     `gate_up` joins gate_proj and up_proj likewise. Experts are split over ep, and each like an MLP over tp. The router,
-    which every device needs, is whole on each. "Declaring weights" explains Part, by_output, by_input, bias and whole.
+    which every device needs, is whole on each. "Declaring weights" explains Part, by_output, by_input, bias and whole;
+    "Experts in plain JAX", of_experts.
     """
     D, H, F, E = config.hidden_size, config.head_dim, config.intermediate_size, config.num_local_experts
     N, K = config.num_attention_heads, config.num_key_value_heads
@@ -1378,7 +1379,7 @@ def cache_sharers(config: Config, shards: int) -> int:
     return sharers(config.num_key_value_heads, shards)
 
 
-CAN_GO_BACK = True  # a row can be read again from any token on: what came before is still there
+CAN_GO_BACK = True  # what came before a token is still there, but for what a ring has forgotten
 
 
 def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> int:

@@ -154,7 +154,8 @@ def weights_of(config: Config) -> dict:
     and v_proj, so that they are one product: a device holds its query heads, then its key heads, then its value heads.
     `gate_up` joins gate_proj and up_proj likewise. Experts are split over ep, and each like an MLP over tp. The router,
     which every device needs, is whole on each, and so are the norms. Those in layers are float32, so that no step
-    converts them. "Declaring weights" explains Part, by_output, by_input, bias and whole.
+    converts them. "Declaring weights" explains Part, by_output, by_input, bias and whole; "Experts in plain JAX",
+    of_experts.
     """
     D, H, E = config.hidden_size, config.head_dim, config.num_experts
     N, K = config.num_attention_heads, config.num_key_value_heads
@@ -1325,7 +1326,7 @@ def cache_sharers(config: Config, shards: int) -> int:
     return sharers(config.num_key_value_heads, shards)
 
 
-CAN_GO_BACK = True  # a row can be read again from any token on: what came before is still there
+CAN_GO_BACK = True  # what came before a token is still there, but for what a ring has forgotten
 
 
 def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> int:

@@ -189,7 +189,7 @@ def weights_of(config: Config) -> dict:
     router, which every device needs, is whole on each, and so are the norms. Norms in layers are float32, so that no
     step converts them, and so are the weights of the convolution and what decides how fast a state decays. All norms
     but that of the delta rule are stored less one. "Declaring weights" explains Part, by_output, by_input, bias and
-    whole.
+    whole; "Experts in plain JAX", of_experts.
     """
     D, H, E = config.hidden_size, config.head_dim, config.num_experts
     N, K = config.num_attention_heads, config.num_key_value_heads
