@@ -27,6 +27,7 @@ from model import (
     MASKED,
     MODEL_AXES,
     PRODUCTS,
+    Blocks,
     Config,
     Format,
     Int8,
@@ -35,8 +36,11 @@ from model import (
     Plain,
     Weight,
     attend_to_stored,
+    begin_softmax,
     ceil_div,
     einsum,
+    finish_softmax,
+    fold,
     format_of_arrays,
     kernel_cost,
     linear,
@@ -51,6 +55,7 @@ from model import (
     scores_by_expert,
     shard_index,
     softcapped,
+    softmax_state,
     weighed,
 )
 
@@ -292,6 +297,68 @@ def triton_attention(q, cache, starts, places, mask: Mask, R: int, interpret=Fal
 
 PRODUCTS["gpu", Plain] = PRODUCTS["gpu", Int8] = gpu_product
 FAST["attend_to_stored", "gpu"] = gpu_attend_to_stored
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention of many tokens on TPUs
+
+
+def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries=1024, block=None, interpret=False):
+    """attend_to_stored as a Pallas kernel for TPUs.
+
+    The grid is (rows, kv heads, tiles of queries, blocks of keys). A tile is about `queries` of them: some tokens, with
+    all A of each. A block that a tile does not see is neither fetched nor computed, as in decode_kernel. `block` is by
+    default 1,024 slots, or 512 if keys and values are wide, and is cut to a divisor of the slots.
+    """
+    (B, K, A, _, H), (*_, S, split) = q.shape, cache[0].shape
+    W = split if split < H else cache[1].shape[-1]
+    block = math.gcd(S, block or (1024 if sum(side.shape[-1] for side in cache) < 1024 else 512))
+    blocks, tile = Blocks(block, S, R, mask, mask.wraps(R * S, T)), min(T, max(queries // power_of_two(A), 16))
+    tiles = pl.cdiv(T, tile)
+    steps = jnp.minimum(blocks.most_seen(tile), blocks.holding(jnp.max(starts) + tiles * tile - 1) + 1)
+
+    def kernel(starts, places, q, cache, out, *softmax):
+        start, n = starts[pl.program_id(0)] + pl.program_id(2) * tile, pl.program_id(3)
+        first, last = blocks.seen(start, tile)
+        i, offsets = first + n, jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
+        pl.when(n == 0)(lambda: begin_softmax(*softmax))
+
+        def fold_head(seen):
+            fold(0, pl.ds(pl.program_id(1), 1), q, cache, seen, mask.softcap, *softmax)
+
+        @pl.when(i <= last)
+        def visit():
+            is_whole = blocks.is_whole(i, start, tile)
+            pl.when(is_whole)(lambda: fold_head(None))
+            pl.when(~is_whole)(lambda: fold_head(mask.is_attended(blocks.positions(i), start + offsets)))
+
+        pl.when(n == pl.num_programs(3) - 1)(lambda: finish_softmax(out, *softmax))
+
+    def of_tile(width):
+        return pl.BlockSpec((1, 1, A, tile, width), lambda b, h, t, *_: (b, h, 0, t, 0))
+
+    def read(b, h, t, n, starts, places):
+        first, last = blocks.seen(starts[b] + t * tile, tile)
+        return places[b], h, jnp.minimum(first + n, last)
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((*q.shape[:4], W + 1), jnp.float32),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(B, K, tiles, steps),
+            in_specs=[of_tile(H), jax.tree.map(lambda x: blocks.spec(x, 1, read), cache)],
+            out_specs=of_tile(W + 1),
+            scratch_shapes=softmax_state(1, A * tile, block, W),
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        cost_estimate=kernel_cost(2 * B * K * A * T * S * (H + W), cache),
+        interpret=interpret,
+        name="ragged_attention",
+    )(starts, places, q, cache)
+
+
+FAST["attend_to_stored", "tpu"] = prefill_kernel
 
 
 # ---------------------------------------------------------------------------------------------------------------------

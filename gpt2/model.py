@@ -965,7 +965,7 @@ def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask
         cache = store_many(cache, new, starts, places, mask, R)
         return attend_to_stored(q, cache, starts, places, mask, T, R), cache
     if platform() == "tpu":
-        return attention_kernel(q, new, cache, starts, mask=mask, T=T, R=R, run=run)
+        return decode_kernel(q, new, cache, starts, mask=mask, T=T, R=R, run=run)
     cache, block, sizes = store_few(cache, new, starts, mask, R), 128 if len(q) > 8 else 512, {}
     if platform() == "cpu" and cache[0].shape[2] > block:
         sizes = {"rows": 1, "block": block}  # stays in the processor's cache; what a row has not filled is not read
@@ -975,8 +975,6 @@ def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask
 @by_machine
 def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -> Array:
     """store_and_attend of many tokens, which are in the cache."""
-    if platform() == "tpu":
-        return attention_kernel(q, (), cache, starts, places, mask=mask, T=T, R=R)[0]
     sizes = {"rows": 1, "tile": 256, "block": 128 if T <= 128 else 256} if platform() == "cpu" else {"block": 512}
     return plain_attention(q, cache, starts, places, mask, T, R, **sizes)
 
@@ -1249,7 +1247,9 @@ def keep_layout(x: Array) -> Array:
 # Attention on TPUs
 #
 # A Pallas kernel is the program of a TPU core, which fetches blocks of its arguments (a BlockSpec says which) into the
-# core's fast memory, VMEM.
+# core's fast memory, VMEM. The kernel here is for few new tokens, and stores them too; fast.py has one for many, which
+# are stored already. Both go over the slots of a row in blocks, and fold one after another into a running softmax, so
+# that scores stay in VMEM (as in Dao et al. 2022, "FlashAttention").
 
 
 def kernel_cost(flops: int, read) -> pl.CostEstimate:
@@ -1258,17 +1258,109 @@ def kernel_cost(flops: int, read) -> pl.CostEstimate:
     return pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0)
 
 
-def attention_kernel(
-    q, new, cache, starts, places=None, *, mask: Mask, T: int, R=1, run=None, queries=1024, block=None, interpret=False
-):
-    """store_and_attend as one Pallas kernel for TPUs; scores stay in VMEM (as in Dao et al. 2022, "FlashAttention").
-    Few tokens are `new`, and it stores them; for many `new` is (), as they are in the cache already.
+class Blocks(NamedTuple):
+    """The positions of a row in blocks of `size` slots. If the cache is a ring, they lie there modulo its blocks."""
 
-    The grid is (rows of the batch, kv heads, tiles of queries, blocks of keys). A tile is about `queries` of them: some
-    of M, with all A of each. A block that a tile does not see is neither fetched nor computed: its index is mapped to a
-    block that is there already. Only blocks at the edge of what a tile sees are masked. Blocks are those of a row's
-    positions; if the cache is a ring, they lie there modulo its blocks. Of few tokens all kv heads of a block are
-    fetched at once, since one is too few bytes.
+    size: int
+    slots: int  # of the cache
+    R: int  # devices that share the row
+    mask: Mask
+    wraps: bool  # whether the cache is a ring
+
+    # No dividend here is negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
+    def holding(self, position: Array) -> Array:
+        """The block of a position, the last one if it has no slot."""
+        stored = position if self.wraps else jnp.clip(position, 0, self.R * self.slots - 1)
+        return jax.lax.div(stored, self.R * self.size)
+
+    def seen(self, position: Array, tokens: int) -> tuple[Array, Array]:
+        """The first and the last block that so many neighbours see, the first of them at `position`."""
+        last = self.holding(position + tokens - 1)
+        return jnp.minimum(jax.lax.div(self.mask.first_seen(position), self.R * self.size), last), last
+
+    def most_seen(self, tokens: int) -> int:
+        """How many blocks they see at most."""
+        blocks, span = self.slots // self.size, self.mask.window or self.mask.chunk
+        most = (span + tokens - 2) // (self.R * self.size) + 2 if span else blocks
+        return most if self.wraps else min(most, blocks)
+
+    def is_whole(self, i: Array, position: Array, tokens: int) -> Array:
+        """Whether each of them sees all of block i."""
+        is_whole = (i + 1) * self.size * self.R <= position + 1
+        if self.mask.window or self.mask.chunk:
+            is_whole &= i * self.size * self.R >= self.mask.first_seen(position + tokens - 1)
+        return is_whole
+
+    def positions(self, i: Array) -> Array:
+        """Those of block i on this device, int32 [1, size]."""
+        slots = i * self.size + jax.lax.broadcasted_iota(jnp.int32, (1, self.size), 1)
+        return slots * self.R + shard_index(self.R)
+
+    def spec(self, x: Array, heads: int, at) -> pl.BlockSpec:
+        """Blocks of the numbers [B, K, slots, H], of so many heads, or of the scales [B, K, slots], of all heads.
+        at(..) is the row, the head and the block for a step of the grid."""
+
+        def index(*step):
+            row, head, i = at(*step)
+            i = jax.lax.rem(i, self.slots // self.size) if self.wraps else i
+            return (row, head, i, 0) if x.ndim == 4 else (row, 0, i)
+
+        return pl.BlockSpec((1, heads, self.size, x.shape[3]) if x.ndim == 4 else (1, x.shape[1], self.size), index)
+
+
+def softmax_state(heads: int, queries: int, block: int, width: int) -> list[pltpu.VMEM]:
+    """Memory for a running softmax: of each query, m, the largest score so far; l, the sum of exp(score - m); and acc,
+    the sum of exp(score - m) times values. m and l are as wide as scores are, up to 128 lanes. m repeats one number,
+    and l has sums of some keys each: to add up lanes is slow, and is done once, at the end."""
+    lanes = min(block, 128)
+    return [pltpu.VMEM((heads, queries, columns), jnp.float32) for columns in (lanes, lanes, width)]
+
+
+def begin_softmax(m, l, acc) -> None:
+    m[...] = jnp.full(m.shape, MASKED)
+    l[...] = jnp.zeros(l.shape)
+    acc[...] = jnp.zeros(acc.shape)
+
+
+def fold(h: int, scales, q, cache, seen: Array | None, softcap: float | None, m, l, acc) -> None:
+    """Folds a block of the cache [1, heads, slots, ..], as in plain_attention, into the running softmax of the queries
+    q [1, heads, A, M, H] of head h. `scales` says which of all heads' scales are its; `seen` [M or 1, slots] which keys
+    its queries see (None: all)."""
+
+    def side(x):
+        values, *scale = jax.tree.leaves(x)
+        return values[0, h].astype(q.dtype), scale[0][0, scales] if scale else 1.0
+
+    (first, first_scale), (second, second_scale) = map(side, cache)
+    (A, M, H), split, pieces = q.shape[2:], first.shape[1], first.shape[0] // m.shape[2]
+    queries = q[0, h].reshape(A * M, H)
+    scores = einsum("th,sh->ts", queries[:, :split], first) * first_scale
+    if split < H:
+        scores += einsum("th,sh->ts", queries[:, split:], second) * second_scale
+        second, second_scale = first, first_scale
+    scores = softcapped(scores, softcap)
+    if seen is not None:
+        scores = jnp.where(seen[None], scores.reshape(A, M, -1), MASKED).reshape(scores.shape)
+    new_m = jnp.maximum(m[h], jnp.max(scores, axis=-1, keepdims=True))
+    alpha, p = jnp.exp(m[h] - new_m), jnp.exp(scores - jnp.tile(new_m, (1, pieces)))
+    m[h] = new_m
+    l[h] = l[h] * alpha + sum(jnp.split(p, pieces, axis=1))
+    acc[h] = acc[h] * alpha[:, :1] + einsum("ts,sw->tw", (p * second_scale).astype(q.dtype), second)
+
+
+def finish_softmax(out, m, l, acc) -> None:
+    """Writes the outputs and, beside them, the log-sum-exps of the scores to `out` [1, heads, A, M, W + 1]."""
+    total, W = jnp.sum(l[...], axis=-1, keepdims=True), acc.shape[-1]
+    out[0, :, :, :, :W] = (acc[...] / total).reshape(*out.shape[1:4], W)
+    out[0, :, :, :, W:] = (m[:, :, :1] + jnp.log(total)).reshape(*out.shape[1:4], 1)
+
+
+def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=None, block=None, interpret=False):
+    """store_and_attend of few tokens as a Pallas kernel for TPUs.
+
+    The grid is (rows of the batch, blocks of keys). All kv heads of a block are fetched at once, since one is too few
+    bytes. A block that a row does not see is neither fetched nor computed: its index is mapped to a block that is there
+    already. Only blocks at the edge of what a row sees are masked.
 
     That the kernel stores the new tokens saves launches and, for the scales, a change of layout. A single slot of a
     packed dtype cannot be written, so the tile around it is patched in VMEM, before queries attend to it, and written
@@ -1276,77 +1368,40 @@ def attention_kernel(
     goes out in the memory that it came in: a row's tile is written after the block that holds it was read, and other
     rows never read it.
 
-    `block` is by default 1,024 slots, or 512 if keys and values are wide; of few tokens a power of two that makes at
-    most half a MiB of keys, or 128. It is cut to a divisor of the slots.
+    `block` is by default the power of two of slots that makes at most half a MiB of keys, or 128. It is cut to a
+    divisor of the slots.
     """
-    (B, K, A, M, width), S = q.shape, cache[0].shape[2]
-    split = cache[0].shape[-1]
-    W = cache[1].shape[-1] if width == split else split
+    (B, K, A, M, H), (*_, S, split) = q.shape, cache[0].shape
+    W = split if split < H else cache[1].shape[-1]
     fitting = 2**19 // (K * split * jax.tree.leaves(cache)[0].dtype.itemsize)
-    many = 1024 if sum(side.shape[-1] for side in cache) < 1024 else 512
-    block = math.gcd(S, block or (max(128, power_of_two(fitting + 1) // 2) if new else many))
-    lanes = min(block, 128)  # of m and l, and as many slots in a tile that is written back
-    # kv heads of a grid step; queries of a tile for each of A; and the positions that they span
-    heads, tile = (K, M) if new else (1, min(M, max(queries // power_of_two(A), 16)))
-    span, blocks = T if new else tile, S // block
-    wraps, span_seen = mask.wraps(R * S, T), mask.window or mask.chunk
+    block = math.gcd(S, block or max(128, power_of_two(fitting + 1) // 2))
+    blocks = Blocks(block, S, R, mask, mask.wraps(R * S, T))
+    tiles = blocks._replace(size=min(block, 128))  # that are written back
+    steps = blocks.most_seen(T) + (T > 1)
 
-    # No dividend here is negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
-    def stored(position):  # the last position with a slot that is not beyond this one
-        return position if wraps else jnp.clip(position, 0, R * S - 1)
-
-    def last_block(start, t):
-        return jax.lax.div(stored(start + (t + 1) * span - 1), R * block)
-
-    def first_block(start, t):
-        return jnp.minimum(jax.lax.div(mask.first_seen(start + t * span), R * block), last_block(start, t))
-
-    def tile_of(position):  # the tile of `lanes` slots to patch and write for a new token
-        return jax.lax.div(stored(position), R * lanes)
-
-    steps = blocks
-    if span_seen:
-        steps = (span_seen + span - 2) // (R * block) + 2
-        steps = steps if wraps else min(steps, blocks)
-    if not new:
-        steps = jnp.minimum(steps, last_block(jnp.max(starts), pl.cdiv(M, tile) - 1) + 1)
-    steps += bool(new) and T > 1
-
-    def kernel(starts, places, q, new, cache, out, new_cache, m, l, acc):
-        # m and l are as wide as scores are, up to 128 lanes. m repeats one number, and l has sums of some keys each: to
-        # add up lanes is slow, and is done once, at the end.
-        t, n, start, r = pl.program_id(2), pl.program_id(3), starts[pl.program_id(0)], shard_index(R)
-        first, last = first_block(start, t), last_block(start, t)
-        i = jnp.minimum(first + n, last)
-
-        def side(x, h):  # [slots, ..] of a kv head, and the scale of each slot [1, slots]
-            values, *scale = jax.tree.leaves(x)
-            scales = slice(h, h + 1) if heads == K else pl.ds(pl.program_id(1), 1)
-            return values[0, h].astype(q.dtype), scale[0][0, scales] if scale else 1.0
-
-        @pl.when(n == 0)
-        def begin():
-            m[...] = jnp.full(m.shape, MASKED)
-            l[...] = jnp.zeros(l.shape)
-            acc[...] = jnp.zeros(acc.shape)
-
-        def slots_of(tile):
-            return pl.ds(0 if lanes == block else pl.multiple_of(tile * lanes - i * block, lanes), lanes)
+    def kernel(starts, q, new, cache, out, new_cache, *softmax):
+        start, n = starts[pl.program_id(0)], pl.program_id(1)
+        first, last = blocks.seen(start, T)
+        i, first_tile, last_tile = jnp.minimum(first + n, last), tiles.holding(start), tiles.holding(start + T - 1)
+        pl.when(n == 0)(lambda: begin_softmax(*softmax))
 
         def is_here(tile):
-            return jax.lax.div(tile, block // lanes) == i
+            return jax.lax.div(tile, block // tiles.size) == i
+
+        def slots_of(tile):
+            offset = 0 if tiles.size == block else pl.multiple_of(tile * tiles.size - i * block, tiles.size)
+            return pl.ds(offset, tiles.size)
 
         def patch(tile):
             def patch_side(x, token):
-                slots = tile * lanes + jax.lax.broadcasted_iota(jnp.int32, (1, K, lanes) + (1,) * (x.ndim - 3), 2)
+                slots = tile * tiles.size + jax.lax.broadcasted_iota(jnp.int32, (1, K, tiles.size, 1)[: x.ndim], 2)
                 patched = x[:, :, slots_of(tile)]
                 for j in range(T):
-                    patched = jnp.where(slots * R + r == start + j, token[:, :, j : j + 1], patched)
+                    is_new = slots * R + shard_index(R) == start + j
+                    patched = jnp.where(is_new, token[:, :, j : j + 1], patched)
                 x[:, :, slots_of(tile)] = patched
 
-            @pl.when(is_here(tile))
-            def patch_here():
-                jax.tree.map(patch_side, cache, as_stored(jax.tree.map(lambda x: x[...], new), cache))
+            jax.tree.map(patch_side, cache, as_stored(jax.tree.map(lambda x: x[...], new), cache))
 
         def write_back(tile):
             def write_side(x, y):
@@ -1354,89 +1409,61 @@ def attention_kernel(
 
             jax.tree.map(write_side, cache, new_cache)
 
-        def fold(seen):
-            for h in range(heads):
-                (first, first_scale), (second, second_scale) = (side(x, h) for x in cache)
-                queries = q[0, h].reshape(A * tile, width)
-                scores = einsum("th,sh->ts", queries[:, :split], first) * first_scale
-                if width > split:
-                    scores += einsum("th,sh->ts", queries[:, split:], second) * second_scale
-                    second, second_scale = first, first_scale
-                scores = softcapped(scores, mask.softcap)
-                if seen is not None:
-                    scores = jnp.where(seen, scores.reshape(A, tile, block), MASKED).reshape(scores.shape)
-                new_m = jnp.maximum(m[h], jnp.max(scores, axis=-1, keepdims=True))
-                alpha, p = jnp.exp(m[h] - new_m), jnp.exp(scores - jnp.tile(new_m, (1, block // lanes)))
-                m[h] = new_m
-                l[h] = l[h] * alpha + sum(jnp.split(p, block // lanes, axis=1))
-                acc[h] = acc[h] * alpha[:, :1] + einsum("ts,sw->tw", (p * second_scale).astype(q.dtype), second)
+        def fold_heads(seen):
+            for h in range(K):
+                fold(h, slice(h, h + 1), q, cache, seen, mask.softcap, *softmax)
 
         @pl.when(first + n <= last)
         def visit():
-            if new:
-                patch(tile_of(start))
-                if T > 1:
-                    patch(tile_of(start + T - 1))
-                pl.when(is_here(tile_of(start)))(lambda: write_back(tile_of(start)))
-            keys = (i * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)) * R + r
-            first_query, offsets = start + t * span, 0
-            if span > 1:
-                offsets = jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
-                offsets = jnp.fmod(jax.lax.div(offsets, run or M // T), T) if new else offsets
-            is_whole = (i + 1) * block * R <= first_query + 1
-            if span_seen:
-                is_whole &= i * block * R >= mask.first_seen(first_query + span - 1)
-            pl.when(is_whole)(lambda: fold(None))
-            pl.when(~is_whole)(lambda: fold(mask.is_attended(keys, first_query + offsets)[None]))
+            for tile in (first_tile, last_tile)[:T]:
+                pl.when(is_here(tile))(lambda: patch(tile))
+            pl.when(is_here(first_tile))(lambda: write_back(first_tile))
+            is_whole, offsets = blocks.is_whole(i, start, T), 0
+            if T > 1:
+                offsets = jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, (M, 1), 0), run or M // T)
+                offsets = jnp.fmod(offsets, T)
+            pl.when(is_whole)(lambda: fold_heads(None))
+            pl.when(~is_whole)(lambda: fold_heads(mask.is_attended(blocks.positions(i), start + offsets)))
 
-        @pl.when(n == pl.num_programs(3) - 1)
+        @pl.when(n == steps - 1)
         def finish():
-            if new and T > 1:
-                write_back(tile_of(start + T - 1))
-            total = jnp.sum(l[...], axis=-1, keepdims=True)
-            out[0, :, :, :, :W] = (acc[...] / total).reshape(heads, A, tile, W)
-            out[0, :, :, :, W:] = (m[:, :, :1] + jnp.log(total)).reshape(heads, A, tile, 1)
+            if T > 1:
+                write_back(last_tile)
+            finish_softmax(out, *softmax)
 
-    def of_tile(width):
-        return pl.BlockSpec((1, heads, A, tile, width), lambda b, h, t, n, *_: (b, h, 0, t, 0))
+    def of_row(shape):
+        return pl.BlockSpec((1, *shape[1:]), lambda b, *_: (b,) + (0,) * (len(shape) - 1))
 
-    def of_tokens(x):
-        return pl.BlockSpec((1, *x.shape[1:]), lambda b, *_: (b,) + (0,) * (x.ndim - 1))
+    def read(b, n, starts):  # the row, head and block to attend to
+        first, last = blocks.seen(starts[b], T)
+        return b, 0, jnp.minimum(first + n, last)
 
-    def slots(x, size, index):  # `size` slots: the index(start, t, n)-th of the row, with the scales of all heads
-        def at(b, h, t, n, starts, places):
-            i = jax.lax.rem(index(starts[b], t, n), S // size) if wraps else index(starts[b], t, n)
-            row = b if new else places[b]
-            return (row, h, i, 0) if x.ndim == 4 else (row, 0, i)
+    def written(b, n, starts):  # the tile of the first new token, at last that of the last one
+        return b, 0, tiles.holding(starts[b] + jnp.where(n == steps - 1, T - 1, 0))
 
-        return pl.BlockSpec((1, heads, size, x.shape[3]) if x.ndim == 4 else (1, K, size), at)
-
-    def read(x):  # the block to attend to
-        return slots(x, block, lambda start, t, n: jnp.minimum(first_block(start, t) + n, last_block(start, t)))
-
-    def write(x):  # the tile of the first new token, at last that of the last one
-        return slots(x, lanes, lambda start, t, n: tile_of(start + jnp.where(n == steps - 1, T - 1, 0)))
-
-    written = ()
-    if new:  # otherwise XLA moves the whole cache to VMEM and back if it fits
-        written = cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
-    out, cache = pl.pallas_call(
+    # Otherwise XLA moves the whole cache to VMEM and back if it fits.
+    cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
+    out_shape = *q.shape[:4], W + 1
+    return pl.pallas_call(
         kernel,
         out_shape=(
-            jax.ShapeDtypeStruct((*q.shape[:4], W + 1), jnp.float32),
-            jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), written),
+            jax.ShapeDtypeStruct(out_shape, jnp.float32),
+            jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), cache),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(B, K // heads, pl.cdiv(M, tile), steps),
-            in_specs=[of_tile(width), jax.tree.map(of_tokens, new), jax.tree.map(read, cache)],
-            out_specs=(of_tile(W + 1), jax.tree.map(write, written)),
-            scratch_shapes=[pltpu.VMEM((heads, A * tile, width), jnp.float32) for width in (lanes, lanes, W)],
+            num_scalar_prefetch=1,
+            grid=(B, steps),
+            in_specs=[
+                of_row(q.shape),
+                jax.tree.map(lambda x: of_row(x.shape), new),
+                jax.tree.map(lambda x: blocks.spec(x, K, read), cache),
+            ],
+            out_specs=(of_row(out_shape), jax.tree.map(lambda x: tiles.spec(x, K, written), cache)),
+            scratch_shapes=softmax_state(K, A * M, block, W),
         ),
-        input_output_aliases={5 + i: 1 + i for i in range(len(jax.tree.leaves(written)))},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
-        cost_estimate=kernel_cost(2 * B * K * A * M * S * (width + W), cache),
+        input_output_aliases={4 + i: 1 + i for i in range(len(jax.tree.leaves(cache)))},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=kernel_cost(2 * B * K * A * M * S * (H + W), cache),
         interpret=interpret,
         name="ragged_attention",
-    )(starts, starts if places is None else places, q, new, cache)
-    return out, cache
+    )(starts, q, new, cache)

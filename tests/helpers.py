@@ -52,11 +52,14 @@ def import_folder(name: str | Path, modules=MODULES, without: str | None = None)
             sys.modules.pop(module, None)
 
 
-def interpret_kernels(monkeypatch, model, **options) -> None:
-    """Has a model take the path of TPUs, with its kernels under the interpreter. `options` are attention_kernel's."""
+def interpret_kernels(monkeypatch, model, block: int | None = None, **of_prefill) -> None:
+    """Has a model take the path of TPUs, with its kernels under the interpreter. `block` and what is `of_prefill` are
+    options of those for attention."""
     fast = fast_of(model)
     monkeypatch.setattr(model, "platform", lambda: "tpu")
-    monkeypatch.setattr(model, "attention_kernel", partial(model.attention_kernel, interpret=STRICT, **options))
+    monkeypatch.setattr(model, "decode_kernel", partial(model.decode_kernel, interpret=STRICT, block=block))
+    prefill = partial(model.FAST["attend_to_stored", "tpu"], interpret=STRICT, block=block, **of_prefill)
+    monkeypatch.setitem(model.FAST, ("attend_to_stored", "tpu"), prefill)
     for name in ("expert_kernel", "streamed_product", "lanes_product"):
         if kernel := getattr(fast, name, None):
             monkeypatch.setattr(fast, name, partial(kernel, interpret=STRICT))

@@ -262,7 +262,7 @@ def test_compiles_for_tpus(topology, quantize, shape, T, mask):
     arguments = row_major(array(B, K, 1, T * G, H)), model.LayerCache(new, new), model.LayerCache(side, side)
 
     def attend(*arguments):  # as the models do; XLA 0.10.2 fails if what the kernel returns leaves the program as it is
-        out, cache = model.attention_kernel(*arguments, mask=model.Mask(**mask), T=T)
+        out, cache = model.decode_kernel(*arguments, mask=model.Mask(**mask), T=T)
         return out[..., :-1], out[..., -1:], cache
 
     program = jax.jit(attend, donate_argnums=2).lower(*arguments, array(B, dtype=jnp.int32)).compile()
@@ -289,8 +289,8 @@ def test_piece_compiles_for_tpus(topology, shape, T, mask, quantize):
     (B, K, G, S, H), W, array = shape, min(shape[-1], 128), array_on(topology)
     cache = tuple(abstract_side(array, (B + 1, K, S, width), quantize) for width in (H, W))
     at = array(B, dtype=jnp.int32)
-    kernel = partial(model.attention_kernel, mask=model.Mask(**mask), T=T)
-    program = jax.jit(kernel).lower(row_major(array(B, K, G, T, H)), (), cache, at, at).compile()
+    kernel = partial(fast.prefill_kernel, mask=model.Mask(**mask), T=T, R=1)
+    program = jax.jit(kernel).lower(row_major(array(B, K, G, T, H)), cache, at, at).compile()
     assert program.memory_analysis().temp_size_in_bytes < 4 * 4 * B * K * G * T * 128  # no scores: 129 columns as 256
 
 

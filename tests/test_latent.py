@@ -61,10 +61,10 @@ def dealt(x, dp, X, R):
     return np.concatenate(shares)
 
 
-def select(monkeypatch, platform):
+def select(monkeypatch, platform, **options):
     """Has the model take the path of another platform, its kernels under the interpreter."""
     if platform == "tpu":
-        interpret_kernels(monkeypatch, model)
+        interpret_kernels(monkeypatch, model, **options)
 
 
 ATTENTION = in_turns(
@@ -93,9 +93,7 @@ ATTENTION = in_turns(
 def test_against_float64(monkeypatch, platform, mesh, sharers, starts, T, slots, quantize):
     width = 128 if platform == "tpu" else None  # as abstract_cache has it there
     monkeypatch.setattr(model, "CACHE_SHARERS", sharers)
-    select(monkeypatch, platform)
-    if slots > 512:
-        monkeypatch.setattr(model, "attention_kernel", partial(model.attention_kernel, block=256))
+    select(monkeypatch, platform, block=256 if slots > 512 else None)
     dp, B = mesh[0], len(starts)
     mesh = model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
     X = model.model_shards(mesh)
@@ -205,7 +203,7 @@ def test_compiles_for_tpus(topology, quantize, B, G, S, T):
         model.LayerCache(side(S, 512), side(S, 128)),
         array(B, dtype=jnp.int32),
     )
-    kernel = partial(model.attention_kernel, mask=model.Mask(), T=T)
+    kernel = partial(model.decode_kernel, mask=model.Mask(), T=T)
     program = jax.jit(kernel, donate_argnums=2).lower(*arguments).compile()
     cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[2]))
     memory = program.memory_analysis()

@@ -16,9 +16,10 @@ FILES = ("model", "fast", "generate", "convert", "main")
 ALLOWED = {
     "the benchmarks': programs that are compiled ahead of time": {"abstract_weights"},
     "the tests': kernels that are interpreted, and in small blocks": {
-        "attention_kernel(block)", "attention_kernel(interpret)", "attention_kernel(queries)",
-        "delta_kernel(interpret)", "exchange_kernel(interpret)", "expert_kernel(interpret)", "expert_kernel(tile)",
-        "lanes_product(block)", "lanes_product(interpret)", "routing_kernel(interpret)",
+        "decode_kernel(block)", "decode_kernel(interpret)", "prefill_kernel(block)", "prefill_kernel(interpret)",
+        "prefill_kernel(queries)", "delta_kernel(interpret)", "exchange_kernel(interpret)",
+        "expert_kernel(interpret)", "expert_kernel(tile)", "lanes_product(block)", "lanes_product(interpret)",
+        "routing_kernel(interpret)",
         "streamed_product(block)", "streamed_product(interpret)", "triton_attention(interpret)",
     },
     "config.json's: read_rope gives what stands there": {

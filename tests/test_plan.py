@@ -130,12 +130,9 @@ def test_loops_run_as_often_as_counted(monkeypatch, rows):
 
         return loop(first, last, body if isinstance(last, int) and last == 1 else counts, state)  # XLA has no such loop
 
-    def kernel(q, new, *arguments, **options):
-        return (model.plain_attention(q, *arguments, **options),)
-
     monkeypatch.setattr(jax.lax, "fori_loop", counted)
     interpret_kernels(monkeypatch, model)
-    monkeypatch.setattr(model, "attention_kernel", kernel)
+    monkeypatch.setitem(model.FAST, ("attend_to_stored", "tpu"), model.plain_attention)
     mesh, heads = model.make_mesh(1, 1, 2, devices=jax.devices()[:2]), P("dp", None, model.MODEL_AXES)
     specs = heads, heads, P("dp"), model.CACHE_SPEC, P("dp"), P(model.MODEL_AXES)
 
