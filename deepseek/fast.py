@@ -937,10 +937,8 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
     many as VMEM holds.
     """
     (B, width), (E, D, _), k = x.shape, w_down.shape, ids.shape[1]
-    F, columns = w_gate_up.shape[1] // 2, w_down.kernel_columns
-    pieces, unit = ceil_div(F, columns), math.gcd(F, columns)
-    units, last_units = columns // unit, (F - 1) % columns // unit + 1  # of a piece, and of an expert's last one
-    is_sorted = tile < B
+    F, columns, is_sorted = w_gate_up.shape[1] // 2, w_down.kernel_columns, tile < B
+    pieces = ceil_div(F, columns)
     fitting, fewest = GROUP_BYTES // (width * (x.dtype.itemsize + 4)), 8 if isinstance(w_down, Int4Lanes) else 1
     group = min(power_of_two(B), power_of_two(fitting + 1) // 2) if is_sorted else max(B, fewest)
     groups, pairs = ceil_div(B, group), group * k
@@ -956,62 +954,19 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
 
     def kernel(listed, tokens, x, scores, weights, out, seen, active, first, rows, picked, y, buffers, arrived):
         # listed has the experts of the pairs or, if they are sorted, where each expert's pairs begin; tokens the token
-        # of each sorted pair. active has the expert of each visit, first its first pair. seen[e] is 1 once e is active.
-        # rows, picked and y are a visit's rows, scores and results.
+        # of each sorted pair. rows, picked and y are a visit's rows, scores and results.
         def begin_of(e):
             return listed[pl.program_id(0) * (E + 1) + e]
 
-        def clear(e, _):
-            seen[e] = 0
+        count = list_tiles(begin_of, E, tile, active, first) if is_sorted else list_chosen(listed, seen, active)
+        steps = count * pieces
 
-        def enter(i, count):
-            e = listed[i]
-            active[count] = e  # the next one takes this place if this is in the list already
-            count += 1 - seen[e]
-            seen[e] = 1
-            return count
-
-        def enter_pairs(e, count):
-            begin, end = begin_of(e), begin_of(e + 1)
-
-            def enter_tile(i, count):
-                active[count], first[count] = e, begin + i * tile
-                return count + 1
-
-            return jax.lax.fori_loop(0, pl.cdiv(end - begin, tile), enter_tile, count)
-
-        if is_sorted:
-            steps = jax.lax.fori_loop(0, E, enter_pairs, 0) * pieces
-        else:
-            jax.lax.fori_loop(0, E, clear, None)
-            seen[E] = 1  # what is elsewhere never enters the list
-            steps = jax.lax.fori_loop(0, pairs, enter, 0) * pieces
-
-        def for_copies(i, action):
-            """action(copy) for all of the i-th piece: rows of gate and up, maybe with biases; columns of down."""
+        def for_piece(i, action):
             e, f, slot = active[jax.lax.div(i, pieces)], jax.lax.rem(i, pieces), jax.lax.rem(i, 2)
-
-            def copy(w, buffers, axis, i, n, count):
-                places = places_of(w, e, axis, i, n, count)
-                for a, buffer, place in zip(jax.tree.leaves(w), jax.tree.leaves(buffers), places, strict=True):
-                    target = buffer.at[slot, *(pl.ds(0, n) for n in piece_shape(a, place))]
-                    action(pltpu.make_async_copy(a.at[place], target, arrived.at[slot]))
-
-            def copy_all(count):
-                *gate_up, down = weights
-                for of_half, first in zip(buffers, (0, F // unit), strict=False):
-                    for w, buffer in zip(gate_up, of_half, strict=True):
-                        copy(w, buffer, 0, first + f * units, unit, count)
-                copy(down, buffers[2], 1, f, columns, 1)
-
-            if last_units == units:
-                copy_all(units)
-            else:
-                pl.when(f < pieces - 1)(lambda: copy_all(units))
-                pl.when(f == pieces - 1)(lambda: copy_all(last_units))
+            for_copies(action, e, f, slot, weights, buffers, arrived, F, columns)
 
         def start(i):
-            pl.when(i < steps)(lambda: for_copies(i, lambda copy: copy.start()))
+            pl.when(i < steps)(lambda: for_piece(i, lambda copy: copy.start()))
 
         def for_rows(visit, action):
             """action(row of the visit, row of its token), for each pair of the visit."""
@@ -1038,38 +993,23 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
                     for_rows(visit, collect)
                     y[...] = jnp.zeros(y.shape, jnp.float32)
 
-            for_copies(i, lambda copy: copy.wait())
-
-            def multiply(x, w, *bias):
-                w = jax.tree.map(lambda buffer: buffer[slot], w)
-                return sum((one.values[slot] for one in bias), kernel_product(x, w))
+            for_piece(i, lambda copy: copy.wait())
 
             h, score = (unpacked(rows[...], dtype)[:, :width], picked) if is_sorted else (x[...], scores)
             is_e = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1) == active[visit]
             score = jnp.sum(jnp.where(is_e, score[...], 0), axis=1, keepdims=True)
-            gate, up = (multiply(h, *w) for w in buffers[:2])
+            gate, up = (piece_product(h, slot, *w) for w in buffers[:2])
             h = activate(gate, up, score)
-            if last_units < units:  # beyond them are rows of the piece before
+            if F % columns:  # beyond an expert's last rows are those of the piece before
                 h = jnp.where(jax.lax.broadcasted_iota(jnp.int32, h.shape, 1) < F - f * columns, h, 0)
             total = y if is_sorted else out
-            total[...] += multiply(h.astype(dtype), buffers[2])
+            total[...] += piece_product(h.astype(dtype), slot, buffers[2])
             if is_sorted:
                 pl.when(f == pieces - 1)(lambda: for_rows(visit, add_to_token))
 
         start(0)
         out[...] = jnp.zeros(out.shape, jnp.float32)
         jax.lax.fori_loop(0, steps, add, None)
-
-    def piece_shape(a, place):  # without the expert
-        sizes = [n if part == slice(None) else getattr(part, "size", 1) for part, n in zip(place, a.shape, strict=True)]
-        return sizes[a.ndim == 3 :]
-
-    def two_slots(w, axis):  # for a piece of a matrix, or of biases
-        arrays, tree = jax.tree.flatten(w)
-        places = places_of(w, 0, axis, 0, columns)
-        return tree.unflatten(
-            pltpu.VMEM((2, *piece_shape(a, at)), a.dtype) for a, at in zip(arrays, places, strict=True)
-        )
 
     def of_group(width):
         return pl.BlockSpec((group, width), lambda g, *_: (g, 0), pipeline_mode=pl.Buffered(1))
@@ -1082,7 +1022,7 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
     gate_up = [w_gate_up] if gate_up_bias is None else [w_gate_up, Plain(gate_up_bias)]
     # Otherwise XLA moves all weights to VMEM if they fit, chosen or not.
     weights = jax.tree.map(lambda w: pltpu.with_memory_space_constraint(w, pltpu.HBM), [*gate_up, w_down])
-    y = pl.pallas_call(
+    return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((groups * group, D), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -1094,7 +1034,7 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
                 *(pltpu.SMEM((n + 1,), jnp.int32) for n in (E, visits, visits)),  # seen, active, first
                 pltpu.VMEM((tile, x.shape[1]), x.dtype),
                 *(pltpu.VMEM((tile, width), jnp.float32) for width in (E, D)),
-                (*[[two_slots(w, 0) for w in gate_up]] * 2, two_slots(w_down, 1)),
+                (*[[two_slots(w, 0, columns) for w in gate_up]] * 2, two_slots(w_down, 1, columns)),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
@@ -1102,8 +1042,87 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
         cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0),
         interpret=interpret,
         name="experts",
-    )(listed.ravel(), tokens, x, scores, weights)
-    return y[:B]
+    )(listed.ravel(), tokens, x, scores, weights)[:B]
+
+
+def list_chosen(ids, seen, active) -> Array:
+    """Lists each expert of `ids` once in `active`, and returns how many there are. seen[e] is 1 once e is listed; the
+    last of `seen`, for what is elsewhere, is 1 from the start."""
+    E = seen.shape[0] - 1
+
+    def clear(e, _):
+        seen[e] = 0
+
+    def enter(i, count):
+        e = ids[i]
+        active[count] = e  # the next one takes this place if this is in the list already
+        count += 1 - seen[e]
+        seen[e] = 1
+        return count
+
+    jax.lax.fori_loop(0, E, clear, None)
+    seen[E] = 1
+    return jax.lax.fori_loop(0, ids.shape[0], enter, 0)
+
+
+def list_tiles(begin_of, E: int, tile: int, active, first) -> Array:
+    """Lists all sorted pairs, at most `tile` of one expert at a time: their expert in `active`, their beginning in
+    `first`. Returns how often. Those of expert e begin at begin_of(e)."""
+
+    def enter_pairs(e, count):
+        begin, end = begin_of(e), begin_of(e + 1)
+
+        def enter_tile(i, count):
+            active[count], first[count] = e, begin + i * tile
+            return count + 1
+
+        return jax.lax.fori_loop(0, pl.cdiv(end - begin, tile), enter_tile, count)
+
+    return jax.lax.fori_loop(0, E, enter_pairs, 0)
+
+
+def for_copies(action, e: Array, f: Array, slot: Array, weights, buffers, arrived, F: int, columns: int) -> None:
+    """action(copy) for all of piece f of expert e, which has F columns, into a slot of the buffers: rows of gate and
+    up, maybe with biases, and columns of down. An expert's last piece may have fewer rows."""
+    unit, last = math.gcd(F, columns), ceil_div(F, columns) - 1
+
+    def copy(w, buffers, axis, i, n, count):
+        places = places_of(w, e, axis, i, n, count)
+        for a, buffer, place in zip(jax.tree.leaves(w), jax.tree.leaves(buffers), places, strict=True):
+            target = buffer.at[slot, *(pl.ds(0, n) for n in piece_shape(a, place))]
+            action(pltpu.make_async_copy(a.at[place], target, arrived.at[slot]))
+
+    def copy_all(rows):
+        *gate_up, down = weights
+        for of_half, first in zip(buffers, (0, F // unit), strict=False):
+            for w, buffer in zip(gate_up, of_half, strict=True):
+                copy(w, buffer, 0, first + f * (columns // unit), unit, rows // unit)
+        copy(down, buffers[2], 1, f, columns, 1)
+
+    if F % columns:
+        pl.when(f < last)(lambda: copy_all(columns))
+        pl.when(f == last)(lambda: copy_all(F % columns))
+    else:
+        copy_all(columns)
+
+
+def piece_shape(a: Array, place: tuple) -> list[int]:
+    """The shape of a[place], without the expert."""
+    sizes = [n if part == slice(None) else getattr(part, "size", 1) for part, n in zip(place, a.shape, strict=True)]
+    return sizes[a.ndim == 3 :]
+
+
+def two_slots(w: Format, axis: int, columns: int) -> object:
+    """Memory for two pieces of a matrix, or of biases."""
+    arrays, tree = jax.tree.flatten(w)
+    places = places_of(w, 0, axis, 0, columns)
+    return tree.unflatten(pltpu.VMEM((2, *piece_shape(a, at)), a.dtype) for a, at in zip(arrays, places, strict=True))
+
+
+def piece_product(x: Array, slot: Array, w: Format, *bias: Plain) -> Array:
+    """x [B, C] times the piece in a slot of the buffers of a matrix, and maybe of biases."""
+    w = jax.tree.map(lambda buffer: buffer[slot], w)
+    return sum((one.values[slot] for one in bias), kernel_product(x, w))
 
 
 def kernel_product(x: Array, w: Format) -> Array:

@@ -1968,7 +1968,8 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=None, b
             return pl.ds(offset, tiles.size)
 
         def patch(tile):
-            def patch_side(x, token):
+            stored = as_stored(jax.tree.map(lambda x: x[...], new), cache)
+            for x, token in zip(jax.tree.leaves(cache), jax.tree.leaves(stored), strict=True):
                 slots = tile * tiles.size + jax.lax.broadcasted_iota(jnp.int32, (1, K, tiles.size, 1)[: x.ndim], 2)
                 patched = x[:, :, slots_of(tile)]
                 for j in range(T):
@@ -1976,13 +1977,9 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=None, b
                     patched = jnp.where(is_new, token[:, :, j : j + 1], patched)
                 x[:, :, slots_of(tile)] = patched
 
-            jax.tree.map(patch_side, cache, as_stored(jax.tree.map(lambda x: x[...], new), cache))
-
         def write_back(tile):
-            def write_side(x, y):
+            for x, y in zip(jax.tree.leaves(cache), jax.tree.leaves(new_cache), strict=True):
                 y[...] = x[:, :, slots_of(tile)]
-
-            jax.tree.map(write_side, cache, new_cache)
 
         def fold_heads(seen):
             for h in range(K):
