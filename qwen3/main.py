@@ -182,11 +182,11 @@ def encode(tokenizer, prompts, raw, history=(), template_args=None, remedy="") -
     """
     found = []
     for row, prompt in enumerate(prompts, 1):
-        if any("\ud800" <= c <= "\udfff" for c in prompt):  # Python's stand-ins for bytes that are not UTF-8
-            raise InputError(f"prompt {row} cannot be encoded: it is not in UTF-8")
+        messages = [*history, {"role": "user", "content": prompt}]
+        if any("\ud800" <= c <= "\udfff" for m in messages for c in m["content"]):  # Python's stand-ins for other bytes
+            raise InputError(f"prompt {row} cannot be encoded: it, or --system, is not in UTF-8")
         try:
             if not raw:
-                messages = [*history, {"role": "user", "content": prompt}]
                 options = {"add_generation_prompt": True, "tokenize": False}
                 prompt = tokenizer.apply_chat_template(messages, **options, **(template_args or {}))
             found.append(tokenizer(prompt, add_special_tokens=raw)["input_ids"])
@@ -204,8 +204,8 @@ def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:
     said = raw_config | (text_config if isinstance(text_config, dict) else {})
     context = said.get("max_position_embeddings")
     for row, prompt in enumerate(prompt_tokens, 1):
-        if isinstance(context, int) and len(prompt) > max(LONG_PROMPT, context):
-            raise InputError(f"prompt {row} has {len(prompt)} tokens, and the model takes {context}; shorten it")
+        if isinstance(context, int) and len(prompt) > (most := max(LONG_PROMPT, context)):
+            raise InputError(f"prompt {row} has {len(prompt)} tokens, more than {most}; the model takes {context}")
 
 
 def read_stop_tokens(checkpoint: Checkpoint, tokenizer) -> tuple[int, ...]:
@@ -216,18 +216,18 @@ def read_stop_tokens(checkpoint: Checkpoint, tokenizer) -> tuple[int, ...]:
     given = [place.get("eos_token_id") for place in places if isinstance(place, dict)]
     given.append(tokenizer.get_vocab().get(tokenizer.eos_token))
     stop = [token for value in given for token in (value if isinstance(value, list) else [value]) if token is not None]
-    if not all(type(token) is int and token >= 0 for token in stop):
+    if not all(type(token) is int and 0 <= token < 2**31 for token in stop):
         raise InputError(f"{checkpoint.folder}: eos_token_id {stop!r} is neither a token id nor a list of them")
     return tuple(dict.fromkeys(stop))
 
 
-# What a token begins: reasoning, the answer, or a name, which a line or <|message|> ends. The last token of each row
-# tells by the chat template which row is in use.
+# What a token begins: reasoning, the answer, or a name, which a line or <|message|> ends. A `turn` begins a name
+# wherever it stands. The last token of each row tells by the chat template which row is in use.
 MARKERS = (
     {"<think>": "reasoning", "</think>": "answer"},  # Qwen3, DeepSeek, GLM, Kimi
     {"[THINK]": "reasoning", "[/THINK]": "answer"},  # Magistral
-    {"<|channel>": "name", "<channel|>": "answer"},  # Gemma 4
-    {"<|start|>": "name", "<|end|>": "name", "<|message|>": "message", "<|channel|>": "name"},  # gpt-oss
+    {"<|channel>": "turn", "<channel|>": "answer"},  # Gemma 4
+    {"<|start|>": "turn", "<|end|>": "turn", "<|message|>": "message", "<|channel|>": "name"},  # gpt-oss
 )
 
 
@@ -421,7 +421,7 @@ class Part:
         self.context = self.given = 0  # where those given out last begin and end
 
     def text(self, first: int = 0, end: int | None = None) -> str:
-        return self.tokenizer.decode(self.ids[first:end], skip_special_tokens=True)
+        return self.tokenizer.decode(self.ids[first:end])
 
     def new_text(self, is_whole: bool) -> str:
         """What was not given out yet; all of it if the part `is_whole`."""
@@ -436,28 +436,38 @@ class Part:
 
 class Answer:
     """A row's tokens, and its parts one after another: reasoning, answer, or the name of a channel. `markers`, those of
-    read_markers, begin them, and so may the last tokens of the prompt; `hidden` tokens have no text."""
+    read_markers, begin them, also at the end of the prompt; `hidden` tokens have no text."""
 
     def __init__(self, tokenizer, markers: dict[int, str], hidden: set[int], heading: str, prompt_tokens: list[int]):
         self.tokenizer, self.markers, self.hidden, self.heading = tokenizer, markers, hidden, heading
         self.tokens, self.steps, self.finish_reason = [], 0, None  # steps: in which the row got tokens
-        ends = [i for i in prompt_tokens[-4:] if tokenizer.decode([i]).strip()]
-        self.parts = [Part(tokenizer, markers.get(ends[-1], "answer") if ends else "answer")]
-        self.printed = None  # the part that was printed last
+        self.parts, self.printed = [Part(tokenizer, "answer")], None  # printed: the part that was printed last
+        end = [i for i in prompt_tokens[-8:] if tokenizer.decode([i]).strip()]
+        if end and end[-1] in markers:  # the prompt begins a part, and may name it
+            names = [n for n, i in enumerate(end) if markers.get(i) in ("turn", "name")]
+            for i in end[max(names, default=-1) :]:
+                self.step(i)
+            del self.parts[:-1]
 
     def add(self, token: Token) -> None:
         self.tokens.append(token)
         self.finish_reason = token.finish_reason
-        part, begun = self.parts[-1], self.markers.get(token.id)
-        if begun in (part.kind, "reasoning") and part.kind != "name" and part.text().strip():
-            begun = None  # a word of an answer about these words
-        if begun == "message":  # channels are analysis, commentary and final
-            begun = "answer" if part.text().startswith("final") else "reasoning"
-        elif not begun and token.id not in self.hidden and self.tokenizer.convert_ids_to_tokens(token.id):
-            part.ids.append(token.id)
-            begun = part.kind == "name" and "\n" in part.text() and "reasoning"
-        if begun:
-            self.parts.append(Part(self.tokenizer, begun))
+        self.step(token.id)
+
+    def step(self, i: int) -> None:
+        """A token begins a part, or has text in the last one, or none."""
+        part, begun = self.parts[-1], self.markers.get(i)
+        is_within = begun and part.kind != "name" and begun != "turn" and (part.kind, begun) != ("reasoning", "answer")
+        # An answer about these words has them as words, once it has others, or was begun by </think>.
+        is_word = is_within and (part.text().strip() or (begun == part.kind and len(self.parts) > 1))
+        if begun and not is_word:
+            if begun == "message":  # channels are analysis, commentary and final
+                begun = "answer" if part.text().startswith("final") else "reasoning"
+            self.parts.append(Part(self.tokenizer, "name" if begun == "turn" else begun))
+        elif is_word or (i not in self.hidden and self.tokenizer.convert_ids_to_tokens(i)):
+            part.ids.append(i)
+            if part.kind == "name" and "\n" in part.text():
+                self.parts.append(Part(self.tokenizer, "reasoning"))
 
     def new_text(self) -> str:
         """What was not given out yet, the reasoning under a heading."""
@@ -482,8 +492,8 @@ class Answer:
         return "".join(texts).lstrip("\n") if self.markers else texts[0]
 
     def message(self) -> dict | None:
-        """The answer as a message for the chat template, None if there is none. Line ends before it are the template's.
-        One that knows of no reasoning_content takes thoughts out of the text itself."""
+        """The answer as a message for the chat template, None if there is none. A template that knows of no
+        reasoning_content takes thoughts out of the text itself."""
         said, reasoning = self.text(), self.text("reasoning")
         template = str(self.tokenizer.chat_template)
         if not said.strip():
@@ -493,7 +503,7 @@ class Answer:
                 [token.id for token in self.tokens if token.id in self.markers or token.id not in self.hidden]
             )
         thoughts = dict.fromkeys(("reasoning_content", "thinking"), reasoning) if self.markers else {}
-        return {"role": "assistant", "content": said.lstrip("\n")} | thoughts
+        return {"role": "assistant", "content": said} | thoughts
 
 
 class Results:
@@ -501,7 +511,8 @@ class Results:
 
     def __init__(self, args, tokenizer, prompts, prompt_tokens, markers=None):
         self.args, self.prompts, self.prompt_tokens = args, prompts, prompt_tokens
-        hidden = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+        hidden = {*tokenizer.all_special_ids, *special}
         headings = [f"> {prompt}\n" if len(prompts) > 1 else "" for prompt in prompts]
         self.answers = [Answer(tokenizer, markers or {}, hidden, *row) for row in zip(headings, prompt_tokens)]
         self.current = 0  # the first row that is not printed whole
@@ -547,10 +558,11 @@ class Results:
     def note_cut(self) -> None:
         """Says on standard error which answers were cut, and by which flag."""
         cut = [len(answer.tokens) for answer in self.answers if answer.finish_reason == "length"]
-        if cut:
-            flag = "max_new_tokens" if self.args.max_new_tokens in cut else "max_seq_len"
-            what = f"{len(cut)} of {len(self.answers)} answers" if len(self.answers) > 1 else "the answer"
-            say(f"note: {what} ended at --{flag} {getattr(self.args, flag)}")
+        by_tokens = cut.count(self.args.max_new_tokens)
+        for flag, count in {"max_new_tokens": by_tokens, "max_seq_len": len(cut) - by_tokens}.items():
+            what = f"{count} of {len(self.answers)} answers" if len(self.answers) > 1 else "the answer"
+            if count:
+                say(f"note: {what} ended at --{flag} {getattr(self.args, flag)}")
 
 
 def write(text: str) -> None:
@@ -559,7 +571,7 @@ def write(text: str) -> None:
         print(text, end="", flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or closing it would fail once more
-        raise InputError(f"standard output cannot be written: {one_line(error)}") from error
+        raise OSError(f"standard output cannot be written: {one_line(error)}") from error
 
 
 def published(figures: dict[str, float], device_kind: str) -> float | None:
@@ -874,13 +886,16 @@ def chat(args, inputs: Inputs, generation) -> dict:
     """
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdin.reconfigure(errors="surrogateescape")  # what is not in UTF-8 is refused by encode
+    # Any line end, a file's mark of its encoding; what is not in UTF-8 is refused by encode.
+    sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401, input() then edits lines of any length
     say("chat: /reset starts anew, Ctrl-C stops an answer, /exit or end of file ends")
-    history, measured, kept, results = inputs.system, {}, {}, None
+    history, measured, kept, results, end = inputs.system, {}, {}, None, ""
     while True:
         try:
+            write(end)
+            end = ""
             if results and (message := results.answers[0].message()):
                 history = [*history, {"role": "user", "content": results.prompts[0]}, message]
             results = None
@@ -902,8 +917,8 @@ def chat(args, inputs: Inputs, generation) -> dict:
                     check()
             measured = of_turn
             results.note_cut()
-        except KeyboardInterrupt:
-            write("\n")
+        except KeyboardInterrupt:  # and no more here, where a second one would end the chat
+            end = "\n"
         except EOFError:
             return measured
         except InputError as error:

@@ -77,6 +77,21 @@ def test_what_a_turn_refuses():
     assert finished.stdout.decode().splitlines() == reference_answers(DEMO, ["Hello!", "Hello!"], 40)
 
 
+def test_lines_of_windows():
+    """Their ends, and the mark of the encoding at the beginning of a file, are no part of a message."""
+    turns = b"\xef\xbb\xbfHello!\r\nWhat is 3 plus 4?\r\n"
+    finished = subprocess.run(CHAT, env=ENVIRONMENT, input=turns, capture_output=True)
+    assert finished.stdout.decode().splitlines() == reference_answers(DEMO, ["Hello!", "What is 3 plus 4?"], 40)
+
+
+def test_nobody_reads_the_answers():
+    """The conversation ends, as a list of prompts would."""
+    with open("/dev/full", "w") as full:
+        finished = subprocess.run(CHAT, env=ENVIRONMENT, input=b"Hello!\n" * 3, stdout=full, stderr=subprocess.PIPE)
+    errors = [line for line in finished.stderr.decode().splitlines() if line.startswith("error: ")]
+    assert finished.returncode == 2 and len(errors) == 1 and "standard output cannot be written" in errors[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -148,7 +163,7 @@ def test_bars_are_lines_in_a_log_file(capsys):
 TURNS = "{% for m in messages %}{% if m.role != 'assistant' %}<u>{{ m.content }}{% else %}"
 THINK_APART = """{% set c = m.content.split('</think>')[-1] if m.reasoning_content is not defined else m.content %}\
 <a>{{ c.lstrip('\n') }}<e>"""
-CHANNELS = """{% if '<|channel|>' in m.content %}{{ raise_exception('channels in content') }}{% endif %}\
+CHANNELS = """{% if '<|channel|>analysis' in m.content %}{{ raise_exception('channels in content') }}{% endif %}\
 <|start|>assistant<|channel|>final<|message|>{{ m.content }}({{ m.thinking }})<|end|>"""
 FAMILIES = {  # what the template does with an answer, how it begins one; an answer; its reasoning, its text, as history
     "qwen3": (
@@ -163,6 +178,12 @@ FAMILIES = {  # what the template does with an answer, how it begins one; an ans
         "<think>\nIf\n</think>\n\nA <think>!<e>",
         ("If", "A <think>!", "<a>A <think>!<e>"),
     ),
+    "qwen3, a first word": (
+        THINK_APART,
+        "<a>",
+        "<think>\nOk\n</think>\n\n</think> is it.<e>",
+        ("Ok", "</think> is it.", "<a></think> is it.<e>"),
+    ),
     "qwen3, not thinking": (THINK_APART, "<a><think>\n\n</think>\n\n", "Yes.\n<e>", ("", "Yes.\n", "<a>Yes.\n<e>")),
     "qwen3, no thought": (THINK_APART, "<a>", "No </think>!\n<e>", ("", "No </think>!\n", "<a>No </think>!\n<e>")),
     "r1": (
@@ -171,7 +192,19 @@ FAMILIES = {  # what the template does with an answer, how it begins one; an ans
         "Hm.\n</think>\n\nNo.<e>",
         ("Hm.", "No.", "<a>\n\nNo.<e>"),
     ),
+    "v3.1, not thinking": (
+        "{{ '<a>' + m.content.split('</think>')[-1] }}<e>",
+        "<a></think>",
+        "\n\nNo.<e>",
+        ("", "No.", "<a>\n\nNo.<e>"),
+    ),
     "magistral": ("<a>{{ m.content }}<e>{# [/THINK] #}", "", "[THINK]So[/THINK]Two<e>", ("So", "Two", "<a>Two<e>")),
+    "magistral, another word": (
+        "<a>{{ m.content }}<e>{# [/THINK] #}",
+        "",
+        "[THINK]So[/THINK]No [THINK], no [/THINK].<e>",
+        ("So", "No [THINK], no [/THINK].", "<a>No [THINK], no [/THINK].<e>"),
+    ),
     "gemma 4": (
         "<a>{{ m.content.split('<channel|>')[-1] }}<e>",
         "<a>",
@@ -188,6 +221,22 @@ FAMILIES = {  # what the template does with an answer, how it begins one; an ans
             "Paris, analysis.",
             "<|start|>assistant<|channel|>final<|message|>Paris, analysis.(They ask.\nI look.)<|end|>",
         ),
+    ),
+    "gpt-oss, the final channel begun": (
+        CHANNELS,
+        "<|start|>assistant<|channel|>final<|message|>",
+        "A <|channel|> has a <|message|>.<|return|>",
+        (
+            "",
+            "A <|channel|> has a <|message|>.",
+            "<|start|>assistant<|channel|>final<|message|>A <|channel|> has a <|message|>.()<|end|>",
+        ),
+    ),
+    "gpt-oss, analysis begun": (
+        CHANNELS,
+        "<|start|>assistant<|channel|>analysis<|message|>",
+        "Hm.<|end|><|start|>assistant<|channel|>final<|message|>Rome<|return|>",
+        ("Hm.", "Rome", "<|start|>assistant<|channel|>final<|message|>Rome(Hm.)<|end|>"),
     ),
     "no reasoning": ("<a>{{ m.content }}<e>", "<a>", "<think>\n</think>Seven<e>", None),
 }
@@ -249,10 +298,16 @@ def test_a_thought_that_was_cut_is_no_answer(capsys, family):
 
 
 def test_what_is_typed_in_a_conversation(monkeypatch, capsys):
-    """/exit, Ctrl-C at the prompt, which keeps the conversation, and before the first word, which keeps no answer."""
+    """/exit, Ctrl-C at the prompt, which keeps the conversation, once more while its line ends, and before the first
+    word, which keeps no answer."""
     lines = iter(["Hello!", KeyboardInterrupt, "What is 3 plus 4?", "Of Italy?", "/exit", "never read"])
-    histories, calls = [], iter(range(9))
-    encode, generate = llama3.main.encode, llama3.main.generate
+    histories, calls, twice = [], iter(range(9)), iter([True])
+    encode, generate, write = llama3.main.encode, llama3.main.generate, llama3.main.write
+
+    def written(text):
+        if text == "\n" and next(twice, False):
+            raise KeyboardInterrupt
+        write(text)
 
     def typed(_):
         if (line := next(lines)) is KeyboardInterrupt:
@@ -271,6 +326,7 @@ def test_what_is_typed_in_a_conversation(monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr(llama3.main, "encode", recorded)
     monkeypatch.setattr(llama3.main, "generate", interrupted)
+    monkeypatch.setattr(llama3.main, "write", written)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     monkeypatch.setattr(sys, "argv", ["main.py", "--chat", "--system", "Be brief."])
     llama3.convert.run(llama3.main.main)

@@ -197,6 +197,9 @@ def test_which_answers_were_cut(main):
     assert "note: 2 of 2 answers ended at --max_new_tokens 3\n" in main(*flags, "3")[2]
     assert "note: 1 of 2 answers ended at --max_new_tokens 60\n" in main(*flags, "60")[2]
     assert "note: the answer ended at --max_seq_len 30\n" in main("--prompt", "a" * 20, "--max_seq_len", "30")[2]
+    err = main(*flags, "14", "--max_seq_len", "30")[2]  # of the second there is room for fewer than 14
+    assert "note: 1 of 2 answers ended at --max_new_tokens 14\n" in err
+    assert "note: 1 of 2 answers ended at --max_seq_len 30\n" in err
     assert "note" not in main("--prompt", "Hello!")[2]
 
 
@@ -289,6 +292,7 @@ def test_profile(main, tmp_path):
         (["--template_args", '{"tokenize": 1}', "--prompt", "a"], "multiple values"),
         (["--logprobs"], "--logprobs is for JSON rows: add --output json"),
         (["--prompt", "Hello!", "a\udcffb"], "prompt 2 cannot be encoded"),
+        (["--system", "caf\udce9", "--prompt", "Hello!"], "--system, is not in UTF-8"),
         (["--prompt", "Hello!", "Ho", "--max_new_tokens", "1000000000"], "no memory for a cache"),
         (["--prompt", "a" * 10**6], "prompt 1 has 1000010 tokens"),
         (["--prompt", "", "--max_seq_len", "4"], "max_seq_len 4"),
@@ -408,6 +412,7 @@ def template(text):
         (edit_json("config.json", quantization_config={"quant_method": "eetq"}), "eetq"),
         (edit_json("generation_config.json", eos_token_id="x"), "eos_token_id"),
         (edit_json("generation_config.json", eos_token_id=True), "eos_token_id"),
+        (edit_json("generation_config.json", eos_token_id=2**31), "eos_token_id"),
         (truncate("generation_config.json", 0.5), "generation_config.json"),
         (truncate("model.safetensors", 0.7), "truncated or damaged"),
         (truncate("model.safetensors", 1), "truncated or damaged"),
