@@ -451,34 +451,27 @@ class Int4Groups(NamedTuple):
     size: int = 32
     has_zeros: bool = False
     dtype: str = "bfloat16"
+    held: type[Int4] | None = None  # what has the numbers on a machine
 
     bits, kernel_columns = 4, 512  # of Int4Lanes
 
-    def on(self, weight: Weight, mesh: Mesh) -> GroupsOn | type[Format]:
+    def on(self, weight: Weight, mesh: Mesh) -> Int4Groups | type[Format]:
         """Groups that no device has only a part of; Plain, where 16 numbers are too many for that, and for what is
         multiplied head by head. On TPUs they are for kernels, which experts without whole lanes have none of."""
         size = math.gcd(self.size, weight.uncut_columns(mesh), 128)
         columns = weight.parts[0].rows_per_device(math.prod(mesh.shape[axis] for axis in weight.axes()))
         has_kernel = mesh.devices.flat[0].platform == "tpu" and not (weight.experts and columns % 128)
-        kind = Int4Lanes if has_kernel else Int4
-        return Plain if size < 16 or weight.is_by_head else GroupsOn(kind, self._replace(size=size))
-
-
-class GroupsOn(NamedTuple):
-    """Int4Groups on a machine, as `kind` of Int4."""
-
-    kind: type[Int4]
-    groups: Int4Groups
+        held = Int4Lanes if has_kernel else Int4
+        return Plain if size < 16 or weight.is_by_head else self._replace(size=size, held=held)
 
     def width(self, C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
-        return ceil_div(C, self.kind.run) * self.kind.run
+        return ceil_div(C, self.held.run) * self.held.run
 
     def declare(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Int4:
-        values = jax.eval_shape(self.kind.packed, jax.ShapeDtypeStruct(shape, jnp.uint8))
-        scale = (*shape[:-1], shape[-1] // self.groups.size)
-        scale = jax.ShapeDtypeStruct(self.kind.ordered(scale), jnp.dtype(self.groups.dtype))
-        zero = jax.ShapeDtypeStruct(scale.shape, self.kind.zero_dtype) if self.groups.has_zeros else None
-        return self.kind(values, scale, zero)
+        values = jax.eval_shape(self.held.packed, jax.ShapeDtypeStruct(shape, jnp.uint8))
+        scale = jax.ShapeDtypeStruct(self.held.ordered((*shape[:-1], shape[-1] // self.size)), jnp.dtype(self.dtype))
+        zero = jax.ShapeDtypeStruct(scale.shape, self.held.zero_dtype) if self.has_zeros else None
+        return self.held(values, scale, zero)
 
 
 @format_of_arrays

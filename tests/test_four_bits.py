@@ -417,7 +417,7 @@ def test_a_single_row_on_a_cpu_is_one_loop():
 def test_half_a_step():
     """No number is further off than half a step of its group, but for one of 8 steps, which is cut to 7."""
     x = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
-    held = jax.jit(fast.GroupsOn(fast.Int4, fast.Int4Groups()).declare(x.shape, jnp.float32).of)(x)
+    held = jax.jit(fast.Int4Groups(held=fast.Int4).declare(x.shape, jnp.float32).of)(x)
     steps = held.in_order(np.abs(floats(held.scale)).repeat(32, axis=-1))
     errors = np.abs(np.asarray(held.values_and_scale(jnp.float32)[0]) - held.in_order(x))
     assert (errors <= 1.05 * steps).all() and (errors <= 0.51 * steps).mean() > 0.97
@@ -447,9 +447,7 @@ def test_kernels_compile_for_tpus(topology):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     def weight(shape, *spec):
-        held = (
-            fast_of(model).GroupsOn(fast_of(model).Int4Lanes, fast_of(model).Int4Groups()).declare(shape, jnp.bfloat16)
-        )
+        held = fast_of(model).Int4Groups(held=fast_of(model).Int4Lanes).declare(shape, jnp.bfloat16)
         return jax.tree.map(lambda x, spec: array(x.shape, x.dtype, spec), held, held.specs(P(*spec)))
 
     def body(x, ids, scores, gate_up, down, w):

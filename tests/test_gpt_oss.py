@@ -51,7 +51,7 @@ def test_mxfp4_for_tpus(mxfp4, monkeypatch):
     """What TPUs would hold is the same numbers, and zeros beside them."""
     model, mesh, loaded = gpt_oss.model, gpt_oss.model.make_mesh(2, 2, 2), []
     fast = fast_of(model)
-    lanes = fast.GroupsOn(fast.Mxfp4Lanes, fast.Int4Groups())
+    lanes = fast.Int4Groups(held=fast.Mxfp4Lanes)
     checkpoint = gpt_oss.convert.open_checkpoint(mxfp4[0])
     for kind in (model.Mxfp4, lanes):
         monkeypatch.setattr(model.Mxfp4, "on", lambda *_, kind=kind: kind)
