@@ -231,11 +231,13 @@ MARKERS = (
 )
 
 
-def read_markers(tokenizer) -> dict[int, str]:
-    """MARKERS by id, of those that the tokenizer's chat template knows."""
+def read_markers(tokenizer) -> dict[int | str, str]:
+    """MARKERS by id, of those that the tokenizer's chat template knows. <think> may be no token, but text: then its
+    names stand here themselves."""
     template, vocab = str(tokenizer.chat_template), tokenizer.get_vocab()
     rows = [row for row in MARKERS if [*row][-1] in template]
-    return {vocab[name]: kind for row in rows for name, kind in row.items() if name in vocab}
+    found = {vocab[name]: kind for row in rows for name, kind in row.items() if name in vocab}
+    return found or (dict(MARKERS[0]) if MARKERS[0] in rows else {})
 
 
 # Text is split by these patterns before a tiktoken vocabulary is applied; its file does not hold them. Sources: the
@@ -438,10 +440,11 @@ class Answer:
     """A row's tokens, and its parts one after another: reasoning, answer, or the name of a channel. `markers`, those of
     read_markers, begin them, also at the end of the prompt; `hidden` tokens have no text."""
 
-    def __init__(self, tokenizer, markers: dict[int, str], hidden: set[int], heading: str, prompt_tokens: list[int]):
+    def __init__(self, tokenizer, markers: dict, hidden: set[int], heading: str, prompt_tokens: list[int]):
         self.tokenizer, self.markers, self.hidden, self.heading = tokenizer, markers, hidden, heading
         self.tokens, self.steps, self.finish_reason = [], 0, None  # steps: in which the row got tokens
         self.parts, self.printed = [Part(tokenizer, "answer")], None  # printed: the part that was printed last
+        self.is_begun = tokenizer.decode(prompt_tokens[-8:]).rstrip().endswith("<think>")
         end = [i for i in prompt_tokens[-8:] if tokenizer.decode([i]).strip()]
         if end and end[-1] in markers:  # the prompt begins a part, and may name it
             names = [n for n, i in enumerate(end) if markers.get(i) in ("turn", "name")]
@@ -487,6 +490,11 @@ class Answer:
     def text(self, kind: str = "answer") -> str:
         """The whole answer, or the reasoning."""
         texts = [part.text() for part in self.parts if part.kind == kind]
+        if "<think>" in self.markers:  # all is one part
+            text = self.parts[0].text()
+            thought, _, said = text.lstrip().removeprefix("<think>").partition("</think>")
+            is_thought = self.is_begun or text.lstrip().startswith("<think>")
+            texts = [thought if kind == "reasoning" else said] if is_thought else [text] * (kind == "answer")
         if kind == "reasoning":
             return "\n".join(text.strip("\n") for text in texts)
         return "".join(texts).lstrip("\n") if self.markers else texts[0]
@@ -745,7 +753,7 @@ class Inputs(NamedTuple):
     prompts: list[str]
     prompt_tokens: list[list[int]]
     stop_tokens: tuple[int, ...]
-    markers: dict[int, str]
+    markers: dict[int | str, str]
     mesh: jax.sharding.Mesh
 
     def facts(self) -> dict:

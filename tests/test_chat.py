@@ -242,15 +242,14 @@ FAMILIES = {  # what the template does with an answer, how it begins one; an ans
 }
 
 
-def tokenizer_of(family):
+def tokenizer_of(of_answer, begin, has_think=True):
     """Bytes, and the tokens above, those for thoughts not special, as in releases."""
     alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(alphabet, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    backend.add_tokens(["<think>", "</think>"])
+    backend.add_tokens(["<think>", "</think>"] if has_think else [])
     channels = ["<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|return|>", "<|channel>", "<channel|>"]
     backend.add_special_tokens(["<u>", "<a>", "<e>", "[THINK]", "[/THINK]", *channels])
-    of_answer, begin, *_ = FAMILIES[family]
     end = "{% endif %}{% endfor %}{% if add_generation_prompt %}" + begin + "{% endif %}"
     template = TURNS + of_answer + end
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>", chat_template=template)
@@ -270,7 +269,7 @@ def collected(tokenizer, prompt, answer, output="text", finish_reason="stop"):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_reasoning(capsys, family):
     """It stands apart in text and in JSON, and the next turn has what the template makes of it."""
-    tokenizer, (_, begin, answer, wanted) = tokenizer_of(family), FAMILIES[family]
+    tokenizer, (_, begin, answer, wanted) = tokenizer_of(*FAMILIES[family][:2]), FAMILIES[family]
     printed, row = (
         collected(tokenizer, "Hm?", answer, output) and capsys.readouterr().out for output in ("text", "json")
     )
@@ -290,11 +289,25 @@ def test_reasoning(capsys, family):
 
 @pytest.mark.parametrize("family", [name for name, (*_, wanted) in FAMILIES.items() if wanted and wanted[0]])
 def test_a_thought_that_was_cut_is_no_answer(capsys, family):
-    tokenizer, (_, _, answer, (reasoning, _, _)) = tokenizer_of(family), FAMILIES[family]
+    tokenizer, (_, _, answer, (reasoning, _, _)) = tokenizer_of(*FAMILIES[family][:2]), FAMILIES[family]
     cut = answer[: answer.index(reasoning[:2]) + 2]
     (row,) = collected(tokenizer, "Hm?", cut, finish_reason="length").answers
     assert row.message() is None and row.text("reasoning") == reasoning[:2] and row.text() == ""
     assert capsys.readouterr().out == f"[reasoning]\n{reasoning[:2]}\n"
+
+
+@pytest.mark.parametrize("begin", ["<a>", "<a><think>\n"])
+@pytest.mark.parametrize(("answer", "wanted"), [("Hm.\n</think>\n\n No.<e>", ("Hm.", " No.")), ("Hm", ("Hm", ""))])
+def test_thoughts_whose_marks_are_no_tokens(capsys, begin, answer, wanted):
+    """As in GLM-Z1 and Nemotron. Text has them as they are."""
+    tokenizer = tokenizer_of("{{ '<a>' + m.content.split('</think>')[-1] }}<e>", begin, has_think=False)
+    answer = answer if "<think>" in begin else "<think>\n" + answer
+    results = collected(tokenizer, "Hm?", answer, "json")
+    row = json.loads(capsys.readouterr().out)
+    assert (row["reasoning"], row["text"]) == wanted
+    assert collected(tokenizer, "Hm?", answer) and capsys.readouterr().out == answer.removesuffix("<e>") + "\n"
+    message = results.answers[0].message()
+    assert message is None if not wanted[1] else message["content"] == answer.removesuffix("<e>")
 
 
 def test_what_is_typed_in_a_conversation(monkeypatch, capsys):
