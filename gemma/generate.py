@@ -181,6 +181,41 @@ def step(
     return program(weights, cache, rows, places)
 
 
+@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames="cache")
+def copy(cache: list[LayerCache], sources: Array, tokens: Array, *, config: Config, mesh: Mesh) -> list[LayerCache]:
+    """The cache, donated, in which each place has the first `tokens` of another one, `sources`, counted on each device
+    of dp. Both are int32 [batch]; 0 tokens change nothing."""
+    R = model.cache_sharers(config, model.model_shards(mesh))
+
+    def body(cache, sources, tokens):
+        arrays, tree = jax.tree.flatten(cache)
+        rows = arrays[0].shape[0]
+        groups = len(sources) // rows  # of devices, which have different rows
+        group = jax.lax.div(model.shard_index(R), R // groups) if groups > 1 else 0
+
+        def copy_row(place, arrays):
+            for S in sorted({x.shape[2] for x in arrays}):
+                size = math.gcd(S, 128)
+
+                def copied(x, i):
+                    at = (0, i * size, 0)[: x.ndim - 1]
+                    block = jax.lax.dynamic_slice(x, (sources[place] % rows, *at), (1, x.shape[1], size, *x.shape[3:]))
+                    return jax.lax.dynamic_update_slice(x, block, (place % rows, *at))
+
+                def copy_block(i, arrays):
+                    return [copied(x, i) if x.shape[2] == S else x for x in arrays]
+
+                # No device has a token in a slot that is higher than its position. In a ring, it may be in any.
+                blocks = jnp.minimum(ceil_div(tokens[place], size), S // size) * (place // rows == group)
+                arrays = jax.lax.fori_loop(0, blocks, copy_block, arrays)
+            return arrays
+
+        return tree.unflatten(jax.lax.fori_loop(0, len(sources), copy_row, arrays))
+
+    specs = CACHE_SPEC, P("dp"), P("dp")
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=CACHE_SPEC, check_vma=False)(cache, sources, tokens)
+
+
 class Sampling(NamedTuple):
     """How the next token is chosen. `temperature` 0 takes the most probable one.
 
@@ -238,6 +273,7 @@ def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
 
 PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
 REPEATING = 0.75  # on CPUs "lookup" drafts if this share of the rows ends in four tokens that it had before
+FEWEST_COPIED = 128  # tokens: to read fewer takes less time than a program for their copy takes to compile (a guess)
 LOOKAHEAD = 2  # steps started beyond the one whose tokens the host reads
 BATCH = 256  # rows of a device: by data sheets, beyond 240 (TPU v5e) or 295 (H100) computing outlasts reading bfloat16
 MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
@@ -268,11 +304,13 @@ class Places:
     `rows` is the state after all steps that were started. The device is ahead of it where drafts were accepted, and
     behind it where it met a stop token that was not read yet. A free place stands still at its limit. Of each place,
     `numbers` has its row, -1 if it is free; `prompt_lengths` that of the prompt; `known` how many tokens were read,
-    with the prompt; `stored` how many slots were written at most.
+    with the prompt; `stored` how many slots were written at most. Where `sources` has another place, and not -1, a row
+    waits until that one has the `common` tokens that both begin with, and gets them copied.
 
-    Prompts take `count` of the `batch` places, and those of a device of `dp` stand together. `reusable(shared, filled,
-    stored)` says how many of the tokens that a prompt shares with a place its cache can keep. `past`, the places of an
-    earlier call, has the same batch and slots; its cache is still there.
+    Prompts take `count` of the `batch` places, and those of a device of `dp` stand together; the caches of `together`
+    neighbours are on the same devices, and can be copied. `reusable(shared, filled, stored)` says how many of the
+    tokens that a prompt shares with a place its cache can keep. `past`, the places of an earlier call, has the same
+    batch and slots; its cache is still there.
     """
 
     prompts: list[list[int]]
@@ -284,6 +322,7 @@ class Places:
     seed: int
     max_new_tokens: int
     max_seq_len: int
+    together: int
     stop_tokens: tuple[int, ...]
     reusable: Callable[[int, int, int], int]
     past: dataclasses.InitVar[Places | None] = None
@@ -293,6 +332,7 @@ class Places:
         zeros_and_ones = np.zeros(batch, np.int32), *np.ones((2, batch), np.int32), np.zeros((batch, 2), np.uint32)
         self.rows = Rows(np.zeros((batch, self.max_seq_len + 1), np.int32), *zeros_and_ones)
         self.numbers, self.prompt_lengths, self.known, self.stored = np.full(batch, -1), *np.zeros((3, batch), np.int32)
+        self.sources, self.common = np.full(batch, -1), np.zeros(batch, np.int32)
         self.waiting, self.in_flight = deque(range(len(self.prompts))), deque()  # in flight: a Step that was not read
         if past:
             self.rows.history[:], self.rows.filled[:], self.known, self.stored = past.contents()
@@ -318,15 +358,46 @@ class Places:
             rows.seeds[p] = number, self.seed
             self.prompt_lengths[p] = self.known[p] = rows.lengths[p] = length
             rows.limits[p] = min(length + self.max_new_tokens, self.max_seq_len + 1)
+            self.sources[p], self.common[p] = self.source(p)
         return is_new
 
     def shared(self, p: int, prompt: list[int]) -> int:
         """How many tokens at the beginning of a prompt the cache of a place can keep. One at least is left, to compute
         what follows."""
         filled = self.rows.filled[p]
-        most = max(min(len(prompt), self.known[p], filled + 1) - 1, 0)
-        n = np.argmin(np.append(self.rows.history[p, :most] == prompt[:most], False))
+        n = self.agreeing(p, prompt, min(self.known[p] - 1, filled))
         return self.reusable(n, filled, self.stored[p])
+
+    def agreeing(self, p: int, prompt: list[int], most: int) -> int:
+        """How many tokens at the beginning of a prompt, but for its last one, are those of a place, of its first
+        `most`."""
+        most = max(min(len(prompt) - 1, most), 0)
+        return int(np.argmin(np.append(self.rows.history[p, :most] == prompt[:most], False)))
+
+    def source(self, p: int) -> tuple[int, int]:
+        """The place of another row from which a new one can have the most tokens, and how many; -1 if these are too few
+        to wait for."""
+        prompt, filled, source, most = self.prompts[self.numbers[p]], self.rows.filled, -1, 0
+        first = p // self.together * self.together
+        for q in range(first, first + self.together):
+            if self.numbers[q] >= 0 and q != p:
+                n = self.agreeing(q, prompt, max(self.prompt_lengths[q], self.known[q] - 1))
+                if n > most and (n > filled[q] or self.reusable(n, filled[q], self.stored[q])):
+                    source, most = q, n
+        return (source, most) if most >= filled[p] + FEWEST_COPIED else (-1, 0)
+
+    def copies(self) -> tuple[np.ndarray, np.ndarray]:
+        """What can be copied now, after the steps that were started, as `copy` takes it. The rows begin behind it."""
+        rows, own = self.rows, self.batch // self.dp
+        sources, tokens = np.zeros((2, self.batch), np.int32)
+        for p in np.flatnonzero(self.sources >= 0):
+            q, n = self.sources[p], self.common[p]
+            if rows.filled[q] >= n:
+                self.sources[p] = -1
+                if n > rows.filled[p] and self.reusable(n, rows.filled[q], self.stored[q]):
+                    sources[p], tokens[p] = q % own, n
+                    rows.filled[p], self.stored[p] = n, self.stored[q]
+        return sources, tokens
 
     def unread(self) -> np.ndarray:
         """How many tokens of its prompt no step has taken, for each place."""
@@ -336,7 +407,7 @@ class Places:
         """The next step: its T, and the places [dp, b] that it takes, counted on each device of dp. A prompt is read in
         the longest pieces of which it fills at least half. A step of decoding takes all, with their drafts if it
         `verifies` them."""
-        left, own = self.unread(), self.batch // self.dp
+        left, own = np.where(self.sources < 0, self.unread(), 0), self.batch // self.dp
         if not left.any():
             return 1 + self.drafts * verifies(), np.tile(np.arange(own), (self.dp, 1))
         T = next((T for T in self.pieces if 2 * left.max() > T), self.pieces[-1])
@@ -406,7 +477,8 @@ class Engine:
         stats |= dict.fromkeys(("drafts", "drafts_accepted"), 0)
         self.results, self.clock = deque(), time.perf_counter()
         self.lengths = np.zeros(places.count)  # tokens in the cache, summed over decoding steps
-        self.first_tokens = int(places.unread().sum())  # of the first prompts
+        copied = np.where(places.sources < 0, 0, places.common - places.rows.filled)
+        self.first_tokens = int((places.unread() - copied).sum())  # of the first prompts
         self.state = jax.tree.map(self.on_mesh, places.rows)
         shardings = jax.tree.map(lambda x: x.sharding, self.state)
         self.refill = jax.jit(refill, out_shardings=shardings, donate_argnums=0)
@@ -424,14 +496,21 @@ class Engine:
 
     def program(self, T: int, b: int):
         """The program of steps of T tokens, of b rows on each device of dp."""
-        if (key := (T, b, self.kind)) not in self.programs:
+
+        def lowered():
+            taken = None if T <= FEW else self.on_mesh(np.zeros(b * self.places.dp, np.int32))
+            return step.lower(self.weights, self.cache, self.state, taken, T=T, **self.options)
+
+        return self.compiled((T, b, self.kind), "decoding" if T <= FEW else "prefill", lowered)
+
+    def compiled(self, key: tuple, what: str, lowered: Callable):
+        """A program, which is compiled when it is first needed."""
+        if key not in self.programs:
             jax.block_until_ready(self.state)
             in_flight = self.places.in_flight
             self.tick(("prefill_s" if in_flight[-1].prompt_tokens else "decode_s") if in_flight else None)
-            self.progress("compiling decoding" if T <= FEW else "compiling prefill", 0, 1)
-            taken = None if T <= FEW else self.on_mesh(np.zeros(b * self.places.dp, np.int32))
-            lowered = step.lower(self.weights, self.cache, self.state, taken, T=T, **self.options)
-            self.programs[key] = lowered.compile()
+            self.progress(f"compiling {what}", 0, 1)
+            self.programs[key] = lowered().compile()
             multihost_utils.sync_global_devices("compiled")  # the clock should not count others' compilation
             self.tick("compile_s")
         return self.programs[key]
@@ -447,8 +526,20 @@ class Engine:
         self.results.append(result)
         self.cache = given
 
+    def copy(self) -> None:
+        """Gives rows what others have of their prompts, where these have it."""
+        if (self.places.sources >= 0).any():
+            fixed = {name: self.options[name] for name in ("config", "mesh")}
+            nothing = self.on_mesh(np.zeros(self.places.batch, np.int32))
+            program = self.compiled(("copy",), "copies", lambda: copy.lower(self.cache, nothing, nothing, **fixed))
+            sources, tokens = self.places.copies()
+            if tokens.any():
+                given, self.cache = self.cache, None
+                self.cache = program(given, self.on_mesh(sources), self.on_mesh(tokens))
+                self.fill(tokens > 0)
+
     def fill(self, is_new: np.ndarray) -> None:
-        """Gives new prompts their places."""
+        """Gives places what the host has of their rows."""
         self.state = self.refill(self.state, self.on_mesh(is_new), jax.tree.map(self.on_mesh, self.places.rows))
 
     def read(self) -> list[Token]:
@@ -509,10 +600,11 @@ def generate(
     same, but for rounding where two are as likely. On CPUs a draft costs nearly as much as a token, so there "lookup"
     verifies drafts only while most rows repeat what they have.
 
-    A prompt that begins like the row before it in its place is read from where they differ, so what all prompts begin
-    with is read once for each place. `kept`, a dict that is empty at first, takes the places to the next call: so a
-    conversation reads only what is new. It is right too after a call that was broken off. A state does not go back:
-    where layers have states, this holds for a prompt that begins with all that its place has seen.
+    A prompt that begins like the row before it in its place is read from where they differ. What it shares with another
+    row is copied from there, so what all prompts begin with is read once on each device of dp. `kept`, a dict that is
+    empty at first, takes the places to the next call: so a conversation reads only what is new. It is right too after a
+    call that was broken off. A state does not go back, and is not copied: where layers have states, all of this holds
+    for a prompt that begins with all that its place has seen.
 
     The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
     reads them LOOKAHEAD steps later.
@@ -550,7 +642,9 @@ def generate(
     shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (wanted, cache)]
     if shapes[0] != shapes[1] or past.max_seq_len != max_seq_len:  # nothing is kept, or it has outgrown its slots
         cache, past, programs = model.zeros(wanted), None, {}
+    together = jax.tree.leaves(wanted)[0].shape[0] // dp if model.CAN_GO_BACK else 1
     limits = {"drafts": drafts, "seed": seed, "max_new_tokens": max_new_tokens, "max_seq_len": max_seq_len}
+    limits |= {"together": together}
     places = Places(prompts, count, batch, dp, pieces, **limits, stop_tokens=stop_tokens, reusable=reusable, past=past)
     options = {"config": config, "mesh": mesh, "draft": draft, "drafts": drafts}
     options |= {"sampling": sampling, "stop_tokens": stop_tokens}
@@ -566,6 +660,7 @@ def generate(
         engine.program(T, taken.shape[1]), engine.program(1 + drafts * verifies(), batch // dp)
         progress("prefill", 0, engine.first_tokens)
         while places.is_busy():
+            engine.copy()
             if places.has_more() and len(engine.results) <= LOOKAHEAD:
                 engine.start(*places.choose(verifies))
                 continue

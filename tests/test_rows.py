@@ -20,10 +20,10 @@ from transformers import (
 LENGTHS = [3, 40, 300, 7, 2, 90, 1, 12, 33, 5, 8, 4, 6]
 
 
-def demo(name: str, mesh, dtype="float32"):
+def demo(name: str, mesh, dtype="float32", extra_layer=False):
     """A folder's modules, and the demo's config, mesh and weights."""
     folder = import_folder(name)
-    checkpoint = folder.convert.open_checkpoint(ROOT / name / "demo")
+    checkpoint = folder.convert.open_checkpoint(ROOT / name / "demo", extra_layer=extra_layer)
     mesh = folder.model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
     return folder, checkpoint.config, mesh, folder.convert.load(checkpoint, mesh, dtype)
 
@@ -88,16 +88,56 @@ def test_more_prompts_than_rows(monkeypatch, name, mesh, rows, temperature):
 
 
 def test_what_prompts_share_is_read_once():
-    """The first prompts of two places read it, and those after them only what differs. The last one is all shared."""
+    """The first prompt reads it, and those after it only what differs. The last one is all shared."""
     folder, config, mesh, weights = demo("llama3", (1, 1, 1))
-    generate, beginning = folder.generate, random_prompts([100])[0]
+    generate, beginning = folder.generate, random_prompts([140])[0]
     prompts = [beginning + end for end in random_prompts([7, 9, 20, 3, 5], seed=1)] + [beginning]
-    apart = collected(generate.generate(weights, prompts, config, mesh, max_new_tokens=8), 6)
+    apart = [collected(generate.generate(weights, [each], config, mesh, max_new_tokens=8), 1)[0] for each in prompts]
     stats = {}
     rows = collected(generate.generate(weights, prompts, config, mesh, rows=2, max_new_tokens=8, stats=stats), 6)
     assert_equal(rows, apart)
-    assert stats["prefill_tokens"] == 107 + 109 + 20 + 3 + 5 + 1
+    assert stats["prefill_tokens"] == 147 + 9 + 20 + 3 + 5 + 1
     assert stats["row_steps"] == stats["decode_tokens"] == 6 * 7  # no place waits: each first token is prefill's
+
+
+SHARED = [  # the folder; mesh; rows; tokens that all share; how often they are read; options
+    ("llama3", (1, 1, 1), 8, 300, 1, {"quantize_cache": "int8"}),
+    ("llama3", (2, 1, 4), 8, 300, 2, {"temperature": 2.0}),  # two devices share a head
+    ("llama3", (1, 1, 1), 3, 170, 1, {"draft": "lookup"}),
+    ("gemma", (1, 1, 2), 4, 400, 1, {}),  # rings of 256 slots
+    ("gemma4", (1, 1, 8), 8, 330, 1, {"quantize_cache": "int8"}),  # layers with other numbers of heads
+    ("gpt_oss", (1, 2, 1), 5, 290, 1, {"temperature": 1.0}),
+    ("llama4", (1, 1, 8), 8, 300, 1, {}),  # chunks
+    ("deepseek", (1, 1, 4), 8, 300, 4, {"draft": "mtp"}),  # each of four devices has two rows
+    ("deepseek", (1, 1, 8), 4, 300, 4, {"quantize_cache": "int8"}),  # pairs of devices have one row each
+    ("glm4_flash", (2, 1, 2), 6, 300, 2, {}),  # and three rows: devices share their tokens
+    ("qwen3_5", (1, 1, 1), 3, 70, None, {}),  # states: each reads it
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "rows", "common", "times", "options"), SHARED, ids=str)
+def test_the_first_row_reads_for_all(monkeypatch, name, mesh, rows, common, times, options):
+    """Tokens are those of rows that read all themselves: prompts that go on after what they share, of which one is the
+    beginning of another, two are equal, one shares half; more of them than rows."""
+    folder, config, mesh, weights = demo(name, mesh, extra_layer=options.get("draft") == "mtp")
+    generate, beginning = folder.generate, random_prompts([common])[0]
+    monkeypatch.setattr(folder.model, "PREFILL_PIECE", 64)  # of windows of 32, rings have 256 slots
+    ends = random_prompts([7, 40, 3, 1, 20, 9, 5, 11, 2, 70], seed=1)
+    prompts = [beginning + end for end in (*ends, ends[1] + ends[0], ends[2])]
+    prompts.insert(3, beginning[: common // 2] + ends[3])
+    options = {**options, "sampling": generate.Sampling(options.get("temperature", 0.0)), "seed": 5}
+    options = {name: value for name, value in options.items() if name != "temperature"} | {"max_new_tokens": 12}
+
+    def decoded(**more):
+        steps = generate.generate(weights, prompts, config, mesh, **options, **more)
+        return collected(steps, len(prompts))
+
+    stats = {}
+    shared = decoded(rows=rows, stats=stats)
+    monkeypatch.setattr(generate.Places, "source", lambda *_: (-1, 0))
+    assert_equal(shared, decoded(), atol=1e-3 if "quantize_cache" in options else 1e-4)  # a number may be rounded up
+    own = sum(map(len, prompts)) - common * len(prompts)
+    assert not times or times * common <= stats["prefill_tokens"] <= times * common + own + common
 
 
 @pytest.mark.parametrize(
@@ -290,6 +330,12 @@ class Device:
         if self.cache is None:
             self.cache = np.full(rows.history.shape, -1)
 
+    def copy(self, sources, tokens, dp):
+        """What generate.copy does."""
+        own = len(tokens) // dp
+        for p in np.flatnonzero(tokens):
+            self.cache[p, : tokens[p]] = self.cache[p // own * own + sources[p], : tokens[p]]
+
     def step(self, T, places):
         """What generate.step does and returns."""
         history, filled, lengths, limits, _ = self.rows
@@ -309,11 +355,12 @@ class Device:
         return zip(*(results[p] for p in places.tolist()), strict=True)
 
 
-def test_places():
+def test_places(monkeypatch):
     """Random lists of prompts, and conversations: every prompt ends as it would alone, in places that never hold what
     the device does not have; what is shared is read once."""
     generate, random_lists = import_folder("llama3").generate, np.random.default_rng(0)
-    read = shared = 0
+    monkeypatch.setattr(generate, "FEWEST_COPIED", 5)
+    read = shared = copied = 0
     for _ in range(300):
         chance = np.random.default_rng(random_lists.integers(2**32))
         dp, drafts, new = int(chance.integers(1, 3)), int(chance.integers(4)), int(chance.integers(1, 12))
@@ -329,11 +376,19 @@ def test_places():
             sizes = {"count": count, "batch": batch, "dp": dp, "pieces": [32, 16], "drafts": drafts, "seed": 0}
             limits = {"max_new_tokens": new, "max_seq_len": slots, "stop_tokens": device.STOPS}
             kinds = {"reusable": lambda shared, filled, stored: shared, "past": past}
+            kinds["together"] = chance.choice([n for n in (1, 2, 3) if batch // dp % n == 0])
             places, answers, results = generate.Places(prompts, **sizes, **limits, **kinds), [[] for _ in prompts], []
             device.fill(None, places.rows)
             shared += places.rows.filled.sum()
             begun = max(places.numbers)
             while places.is_busy():
+                before = places.rows.filled.copy()
+                sources, tokens = places.copies()
+                if tokens.any():
+                    device.copy(sources, tokens, dp)
+                    device.fill(tokens > 0, places.rows)
+                    shared += (places.rows.filled - before).sum()
+                    copied += np.count_nonzero(tokens)
                 if places.has_more() and len(results) <= generate.LOOKAHEAD:
                     T, taken = places.choose(lambda chance=chance: chance.random() < 0.7)
                     places.start(T, taken)
@@ -365,4 +420,4 @@ def test_places():
                 max(([*p, *(t.id for t in a)] for p, a in zip(prompts, answers, strict=True)), key=len),
             )
             beginning = beginning[: slots - 20]
-    assert read + shared == 0
+    assert read + shared == 0 and copied > 100
