@@ -233,13 +233,17 @@ def gpu_attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -
 
 
 def suits_triton(q: Array, cache: LayerCache) -> bool:
-    """Whether triton_attention can take these queries and this cache, on the GPU at hand: Triton knows widths that are
-    powers of two, and NVIDIA's chips from Ampere on."""
+    """Whether triton_attention can take these queries and this cache: Triton knows widths that are powers of two."""
     (*_, T, H), S = q.shape, cache[0].shape[2]
     fits = H in (16, 32, 64, 128, 256) and all(side.shape[-1] == H for side in cache) and T % 16 == S % 64 == 0
+    return fits and q.dtype.itemsize == 2 and has_triton()
+
+
+def has_triton() -> bool:
+    """Whether the GPU at hand can run what Pallas compiles by Triton: NVIDIA's chips from Ampere on can."""
     device = jax.devices()[0]  # a CPU, if this is compiled for a GPU that is not at hand
     major = "9" if device.platform == "cpu" else getattr(device, "compute_capability", "").partition(".")[0]
-    return bool(triton) and fits and q.dtype.itemsize == 2 and major.isdigit() and int(major) >= 8
+    return bool(triton) and major.isdigit() and int(major) >= 8
 
 
 def triton_attention(q, cache, starts, places, mask: Mask, R: int, interpret=False) -> Array:
@@ -673,10 +677,12 @@ def int4_row_product(x: Array, w: Int4) -> Array:
 
 
 def int4_gpu_product(x: Array, w: Int4) -> Array:
-    """product for GPUs in 4 bits. For up to 8 rows it is a sum of terms for each, which XLA computes in one loop that
-    reads and unpacks w once. It would not for more, so some rows of w at a time are unpacked to memory and multiplied.
-    """
+    """product for GPUs in 4 bits. Up to 64 rows are multiplied by a kernel. Without it, up to 8 rows are sums of terms,
+    which XLA computes in one loop that reads and unpacks w once. For more it would not, so some rows of w at a time are
+    unpacked to memory and multiplied."""
     x, O = padded(x, w), w.shape[0]
+    if len(x) <= 64 and int4_suits_triton(x, w):
+        return triton_int4_product(x, w)
     if len(x) <= 8:
         numbers, rows = w.numbers(jnp.float32), x.astype(jnp.float32).reshape(len(x), -1, 32)
         return jnp.stack([jnp.sum(numbers * row.T, axis=(1, 2)) for row in rows])
@@ -686,6 +692,63 @@ def int4_gpu_product(x: Array, w: Int4) -> Array:
         piece, x, y = jax.lax.optimization_barrier((w.rows(first, first + size), x, y))  # no piece before its turn
         y.append(product(x, Plain(piece.values_and_scale(x.dtype)[0])))
     return jnp.concatenate(y, axis=1)
+
+
+def int4_suits_triton(x: Array, w: Int4) -> bool:
+    """Whether add_int4_lanes can take these rows and this weight. It has one scale for the 32 numbers of a lane."""
+    O, L = w.values.shape[-3], w.values.shape[-1]
+    return O % 16 == L % 16 == L % w.scale.shape[-1] == 0 and x.dtype == jnp.bfloat16 and has_triton()
+
+
+def triton_int4_product(x: Array, w: Int4, interpret=False) -> Array:
+    """x [B, C], at most 64 rows, times w [O, C], as one Pallas kernel for GPUs: float32 [B, O]. What takes the time are
+    the instructions that unpack a number, and waiting for words: so some programs share the lanes of a row."""
+    (B, _), O, L = x.shape, w.shape[0], w.values.shape[-1]
+    M, rows, lanes = power_of_two(max(B, 16)), math.gcd(O, 64), math.gcd(L, 64)
+    blocks = L // lanes
+    # 500 programs or so, whose blocks are as many
+    splits = next(n for n in range(1, blocks + 1) if blocks % n == 0 and (n * O // rows >= 500 or n == blocks))
+    x = jnp.pad(x, ((0, M - B), (0, 0))).reshape(M, L, 32).transpose(2, 0, 1)
+
+    def kernel(x, w, y):
+        n, split = pl.program_id(0), pl.program_id(1)
+        of_rows = pl.ds(n * rows, rows)
+
+        def add_block(i, total):
+            at = pl.ds((split * (blocks // splits) + i) * lanes, lanes)
+            return add_int4_lanes(total, x, w, 0, slice(None), of_rows, at)
+
+        y[split, :, of_rows] = jax.lax.fori_loop(0, blocks // splits, add_block, jnp.zeros((M, rows), jnp.float32))
+
+    y = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((splits, M, O), jnp.float32),
+        grid=(O // rows, splits),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name="int4_product",
+    )(x, jax.tree.map(lambda a: a[None], w))
+    return jnp.sum(y, axis=0)[:B]
+
+
+def add_int4_lanes(total, x, w, e, of_tile, of_rows, at) -> Array:
+    """In a kernel for GPUs: total [M, O], float32, plus the product of x and w in the lanes `at`. Of x bfloat16 [32,
+    rows, L], the numbers of a place in the lanes side by side, M rows, `of_tile`; of w [E, rows, C] O rows, `of_rows`,
+    of expert e."""
+    row, group = of_rows.start + jnp.arange(of_rows.size), w.values.shape[-1] // w.scale.shape[-1]
+    groups = e, row[:, None], (at.start + jnp.arange(at.size))[None] // group
+    scale = w.scale[groups].astype(jnp.bfloat16)
+    zero = 8 if w.zero is None else w.zero[groups].astype(jnp.bfloat16)
+
+    def add_words(j, total):
+        words = w.values[e, of_rows, j, at].astype(jnp.int32)
+        for k in range(4):
+            # 128 plus the code: in bfloat16 between 128 and 256 the code is the last bits.
+            number = jax.lax.bitcast_convert_type((words >> 4 * k & 15 | 0x4300).astype(jnp.int16), jnp.bfloat16)
+            total += einsum("mc,oc->mo", x[4 * j + k, of_tile, at], (number - (zero + 128)) * scale)
+        return total
+
+    return jax.lax.fori_loop(0, 8, add_words, total)
 
 
 def lanes_kernel_product(x: Array, w: Int4Lanes) -> Array:
@@ -799,9 +862,12 @@ def cpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Ar
 
 
 def gpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
-    """local_experts for GPUs."""
-    if has_few_pairs(ids, w_down.shape[0]):
+    """local_experts for GPUs. On an H100 the tiles are faster from as many pairs on as there are experts."""
+    has_tiles = tiles_suit(x, w_gate_up) and tiles_suit(x, w_down)
+    if ids.size <= w_down.shape[0] or (has_few_pairs(ids, w_down.shape[0]) and not has_tiles):
         return gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
+    if has_tiles:
+        return tiled_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
     return expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile=512)
 
 
@@ -911,6 +977,89 @@ def gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) 
     return jnp.sum(of_pairs.reshape(B, k, -1), axis=1)
 
 
+def tiled_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, interpret=False) -> Array:
+    """For GPUs and many pairs, which are sorted by expert. A tile is some rows of one expert, which has as many tiles
+    as its pairs need; rows that it has beyond them count nothing. Two kernels multiply the tiles."""
+    (B, k), E, pairs = ids.shape, w_down.shape[0], ids.ravel()
+    tile = min(power_of_two(max(pairs.size // (E * jax.lax.axis_size("ep")), 16)), 64)
+    counts = jnp.sum(pairs == jnp.arange(E)[:, None], axis=1, dtype=jnp.int32)
+    tiles, first_pair = ceil_div(counts, tile), jnp.cumsum(counts) - counts
+    ends, most = jnp.cumsum(tiles), min(E, pairs.size) + pairs.size // tile
+    expert = jnp.minimum(jnp.sum(ends <= jnp.arange(most)[:, None], axis=1, dtype=jnp.int32), E - 1)
+    order = jnp.argsort(pairs)
+    rank = (jnp.arange(most) - (ends - tiles)[expert])[:, None] * tile + jnp.arange(tile)  # among its expert's pairs
+    pair = order[jnp.minimum(first_pair[expert][:, None] + rank, pairs.size - 1).ravel()]  # of each row of the tiles
+    score = jnp.where((rank < counts[expert][:, None]).ravel(), scores.ravel()[pair], 0)
+    visits = expert, ends[-1:]
+    h = tile_products(x[pair // k], w_gate_up, *visits, (activate, score, gate_up_bias), interpret)
+    y = tile_products(h, w_down, *visits, interpret=interpret)
+    own = jnp.minimum(pairs, E - 1)
+    row = jnp.minimum((ends - tiles)[own] * tile + jnp.argsort(order) - first_pair[own], len(y) - 1)
+    return jnp.sum(jnp.where((pairs < E)[:, None], y[row], 0).reshape(B, k, -1), axis=1)
+
+
+def tiles_suit(x: Array, w: Format) -> bool:
+    """Whether tile_products can take these rows and this weight."""
+    if type(w) not in TILES or x.dtype != jnp.bfloat16:
+        return False
+    parts, _, _ = TILES[type(w)]
+    fits = w.shape[1] // 2 % 16 == w.shape[2] // parts % 16 == 0
+    return fits and has_triton() and (type(w) is not Int4 or int4_suits_triton(x, w))
+
+
+def tile_products(x: Array, w: Format, expert: Array, count: Array, gated=None, interpret=False) -> Array:
+    """One Pallas kernel for GPUs: tiles, x bfloat16 [rows, C], times the matrices of their experts, w [E, O, C]:
+    float32 [rows, O]. With `gated`, which are activate, the scores [rows] and biases [E, O] or None, what activate
+    makes of gate and up: [rows, O / 2] in the dtype of x.
+
+    Args: expert int32 [tiles]; count int32 [1], how many of the tiles are multiplied. Of the others nothing is written.
+    """
+    activate, *added = gated or (None,)
+    parts, run, add_block = TILES[type(w)]
+    x = padded(x, w).reshape(len(x), -1, parts, run).transpose(2, 0, 1, 3).reshape(parts, len(x), -1)
+    tile, columns, halves = x.shape[1] // len(expert), w.shape[1] // (2 if activate else 1), 2 if activate else 1
+    rows, size = math.gcd(columns, 64), math.gcd(x.shape[2], 64)
+
+    def kernel(x, w, expert, count, added, out):
+        n, t = pl.program_id(0), pl.program_id(1)
+
+        @pl.when(t < count[0])
+        def multiply_tile():
+            e, of_tile = expert[t], pl.ds(t * tile, tile)
+            of_rows = [pl.ds(half * columns + n * rows, rows) for half in range(halves)]
+
+            def add(i, sums):
+                at = pl.ds(i * size, size)
+                return [add_block(total, x, w, e, of_tile, of, at) for total, of in zip(sums, of_rows, strict=True)]
+
+            sums = jax.lax.fori_loop(0, x.shape[2] // size, add, [jnp.zeros((tile, rows), jnp.float32)] * halves)
+            if activate:
+                score, bias = added
+                if bias is not None:
+                    sums = [total + bias[e, of][None] for total, of in zip(sums, of_rows, strict=True)]
+                sums = [activate(*sums, score[of_tile][:, None])]
+            out[of_tile, of_rows[0]] = sums[0].astype(out.dtype)
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((x.shape[1], columns), x.dtype if activate else jnp.float32),
+        grid=(columns // rows, len(expert)),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name="tile_products",
+    )(x, w, expert, count, added)
+
+
+def add_tile_block(total, x, w, e, of_tile, of_rows, at) -> Array:
+    """In tile_products: total plus the product of the rows `of_tile` of x, and the rows `of_rows` of expert e, in the
+    columns `at`."""
+    values, scale = jax.tree.map(lambda a: a[(e, of_rows, at)[: len(a.shape)]], w).values_and_scale(jnp.bfloat16)
+    y = einsum("mc,oc->mo", x[0, of_tile, at], values)
+    return total + (y if scale is None else y * scale)
+
+
+# By format: in how many parts x is, of which so many neighbours at a time go to one; and what adds a block's product.
+TILES = {Plain: (1, 1, add_tile_block), Int8: (1, 1, add_tile_block), Int4: (32, 1, add_int4_lanes)}
 GROUP_BYTES = 48 * 2**20  # of VMEM, for the rows of a group of tokens and their sums
 
 

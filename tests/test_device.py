@@ -166,6 +166,17 @@ def test_products(run, B, quantize):
     np.testing.assert_allclose(np.asarray(out, np.float64), floats(x) @ floats(w).T, atol=5e-3)
 
 
+@combined(B={"1": 1, "8": 8})
+def test_products_in_4_bits(run, B):
+    """Int4 in groups of 32. GPUs, and TPUs, have a kernel for it."""
+    model, fast = test_kernel.model, fast_of(test_kernel.model)
+    held = fast.Int4Lanes if jax.default_backend() == "tpu" else fast.Int4
+    w = fast.Int4Groups(held=held).declare((3072, 4096), jnp.bfloat16)
+    x, w = numbers(0, B, 4096), jax.jit(w.of)(numbers(1, 3072, 4096, scale=1 / 64))
+    wanted = floats(w.in_order(x)) @ floats(w.values_and_scale(jnp.float32)[0]).T
+    np.testing.assert_allclose(np.asarray(run(model.linear, x, w), np.float64), wanted, atol=2e-2)
+
+
 def in_4_bits(random, *shape):
     """MXFP4: random bytes of two numbers each, and an exponent for each 32 numbers."""
     values = random.integers(0, 256, (*shape[:-1], shape[-1] // 2), np.uint8)

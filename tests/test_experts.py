@@ -73,12 +73,14 @@ KINDS = pytest.mark.parametrize(
 
 
 def select(monkeypatch, platform, model=model):
-    """Has experts(..) of a folder take the path of another platform, the kernel under the interpreter."""
+    """Has experts(..) of a folder take the path of another platform, its kernels under the interpreter."""
     if platform == "cpu":
         return
     fast = fast_of(model)
     monkeypatch.setattr(model, "platform", lambda: platform)
     monkeypatch.setattr(fast, "expert_kernel", partial(fast.expert_kernel, interpret=STRICT))
+    for name in ("tiled_experts", "triton_int4_product"):
+        monkeypatch.setattr(fast, name, partial(getattr(fast, name), interpret=True))
     monkeypatch.setattr(fast, "GROUP_BYTES", 2**17)  # 140 rows of 128 numbers are two groups
 
 

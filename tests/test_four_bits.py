@@ -385,8 +385,9 @@ def in_groups(kind, *shape, size, has_zeros, width=None):
     [(256, 1024, 32, False), (384, 1536, 128, True), (128, 512, 16, True), (128, 640, 64, True)],
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_products_against_float64(O, C, size, has_zeros, dtype):
-    """On CPUs, on GPUs and, by the interpreted kernel, on TPUs."""
+def test_products_against_float64(monkeypatch, O, C, size, has_zeros, dtype):
+    """On CPUs, on GPUs, where the kernel takes two of the cases in bfloat16, and on TPUs. Kernels are interpreted."""
+    monkeypatch.setattr(fast, "triton_int4_product", partial(fast.triton_int4_product, interpret=True))
     random = np.random.default_rng(0)
     x = random.standard_normal((60, C)).astype(dtype)
     w, numbers = in_groups(fast.Int4, O, C, size=size, has_zeros=has_zeros)
@@ -423,18 +424,26 @@ def test_half_a_step():
     assert (errors <= 1.05 * steps).all() and (errors <= 0.51 * steps).mean() > 0.97
 
 
-@pytest.mark.parametrize(("platform", "kind"), [("cpu", "Int4"), ("gpu", "Int4"), ("tpu", "Int4Lanes")])
+@pytest.mark.parametrize(
+    ("platform", "kind", "dtype"),
+    [
+        ("cpu", "Int4", jnp.float32),
+        ("gpu", "Int4", jnp.float32),
+        ("gpu", "Int4", jnp.bfloat16),
+        ("tpu", "Int4Lanes", jnp.float32),
+    ],
+)
 @pytest.mark.parametrize(("B", "k", "F"), [(1, 1, 512), (5, 8, 384), (140, 2, 768)])
-def test_experts_against_float64(monkeypatch, platform, kind, B, k, F):
+def test_experts_against_float64(monkeypatch, platform, kind, dtype, B, k, F):
     """Also of experts whose columns are no whole pieces of the kernel."""
     test_experts.select(monkeypatch, platform)
-    model, arguments = test_experts.model, test_experts.random_arguments(B, k, 8, 512, F, jnp.float32, None)[:3]
+    model, arguments = test_experts.model, test_experts.random_arguments(B, k, 8, 512, F, dtype, None)[:3]
     kind, shapes = getattr(fast_of(model), kind), ((8, 2 * F, 512), (8, 512, F))
     widths = [-(-shape[-1] // kind.run) * kind.run for shape in shapes]
     pairs = [in_groups(kind, *s, size=32, has_zeros=k > 1, width=n) for s, n in zip(shapes, widths, strict=True)]
     (weights, numbers), mesh = zip(*pairs, strict=True), model.make_mesh(devices=jax.devices()[:1])
     out = test_experts.on_mesh(mesh, *arguments, *weights)
-    test_experts.assert_close(out, test_experts.reference(*arguments, *numbers), jnp.float32)
+    test_experts.assert_close(out, test_experts.reference(*arguments, *numbers), dtype)
 
 
 @pytest.mark.parametrize("topology", ["v5e:4x4", "v6e:4x4", "v5p:2x2x4"])

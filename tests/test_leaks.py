@@ -19,8 +19,8 @@ ALLOWED = {
         "decode_kernel(block)", "decode_kernel(interpret)", "prefill_kernel(block)", "prefill_kernel(interpret)",
         "prefill_kernel(queries)", "delta_kernel(interpret)", "exchange_kernel(interpret)",
         "expert_kernel(interpret)", "expert_kernel(tile)", "lanes_product(block)", "lanes_product(interpret)",
-        "routing_kernel(interpret)",
-        "streamed_product(block)", "streamed_product(interpret)", "triton_attention(interpret)",
+        "routing_kernel(interpret)", "streamed_product(block)", "streamed_product(interpret)",
+        "tiled_experts(interpret)", "triton_attention(interpret)", "triton_int4_product(interpret)",
     },
     "config.json's: read_rope gives what stands there": {
         "LinearRope.mscale_all_dim", "ProportionalRope.factor",
