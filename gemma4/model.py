@@ -1488,12 +1488,9 @@ def cache_sharers(config: Config, shards: int) -> int:
     return math.lcm(*(sharers(config.kind(i).num_key_value_heads, shards) for i in range(config.num_hidden_layers)))
 
 
-CAN_GO_BACK = True  # what came before a token is still there, but for what a ring has forgotten
-
-
-def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> int:
-    """How many tokens of a row fit into every layer's cache."""
-    return min(sharers(config.kind(i).num_key_value_heads, shards) * layer.k.shape[2] for i, layer in enumerate(cache))
+def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> list[int]:
+    """For how many tokens of a row the cache of each layer has room."""
+    return [sharers(config.kind(i).num_key_value_heads, shards) * layer.k.shape[2] for i, layer in enumerate(cache)]
 
 
 def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Config) -> float:

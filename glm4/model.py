@@ -1274,12 +1274,9 @@ def cache_sharers(config: Config, shards: int) -> int:
     return sharers(config.num_key_value_heads, shards)
 
 
-CAN_GO_BACK = True  # what came before a token is still there, but for what a ring has forgotten
-
-
-def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> int:
-    """How many tokens of a row each layer's cache has room for."""
-    return cache_sharers(config, shards) * min(layer.k.shape[2] for layer in cache)
+def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> list[int]:
+    """For how many tokens of a row the cache of each layer has room."""
+    return [cache_sharers(config, shards) * layer.k.shape[2] for layer in cache]
 
 
 def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Config) -> float:

@@ -274,6 +274,7 @@ def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
 PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
 REPEATING = 0.75  # on CPUs "lookup" drafts if this share of the rows ends in four tokens that it had before
 FEWEST_COPIED = 128  # tokens: to read fewer takes less time than a program for their copy takes to compile (a guess)
+OPENING = 8  # tokens at the end of a prompt, by which a template begins the answer: the next turn may lack them
 LOOKAHEAD = 2  # steps started beyond the one whose tokens the host reads
 BATCH = 256  # rows of a device: by data sheets, beyond 240 (TPU v5e) or 295 (H100) computing outlasts reading bfloat16
 MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
@@ -307,6 +308,9 @@ class Places:
     with the prompt; `stored` how many slots were written at most. Where `sources` has another place, and not -1, a row
     waits until that one has the `common` tokens that both begin with, and gets them copied.
 
+    What the layers that forget had after the first `saved` tokens, when `saved_stored` slots were written, is kept: a
+    row stops for that where `opening` tokens of its prompt are left, unless that is 0. A later one `returns` to it.
+
     Prompts take `count` of the `batch` places, and those of a device of `dp` stand together; the caches of `together`
     neighbours are on the same devices, and can be copied. `reusable(shared, filled, stored)` says how many of the
     tokens that a prompt shares with a place its cache can keep. `past`, the places of an earlier call, has the same
@@ -323,6 +327,7 @@ class Places:
     max_new_tokens: int
     max_seq_len: int
     together: int
+    opening: int
     stop_tokens: tuple[int, ...]
     reusable: Callable[[int, int, int], int]
     past: dataclasses.InitVar[Places | None] = None
@@ -333,15 +338,18 @@ class Places:
         self.rows = Rows(np.zeros((batch, self.max_seq_len + 1), np.int32), *zeros_and_ones)
         self.numbers, self.prompt_lengths, self.known, self.stored = np.full(batch, -1), *np.zeros((3, batch), np.int32)
         self.sources, self.common = np.full(batch, -1), np.zeros(batch, np.int32)
+        (self.saved, self.saved_stored), self.returns = np.zeros((2, batch), np.int32), np.zeros(batch, bool)
         self.waiting, self.in_flight = deque(range(len(self.prompts))), deque()  # in flight: a Step that was not read
         if past:
-            self.rows.history[:], self.rows.filled[:], self.known, self.stored = past.contents()
+            self.rows.history[:], self.rows.filled[:] = past.rows.history, past.rows.filled
+            self.known, self.stored, self.saved, self.saved_stored = past.contents()
         self.fill()
-        self.rows.filled[self.numbers < 0] = self.known[self.numbers < 0] = 0  # slots of free places are overwritten
+        for tokens in (self.rows.filled, self.known, self.saved):
+            tokens[self.numbers < 0] = 0  # slots of free places are overwritten
 
     def contents(self) -> tuple[np.ndarray, ...]:
-        """What the cache has of each place, for a later call."""
-        return self.rows.history, self.rows.filled, self.known, self.stored
+        """What a later call needs to know of each place, besides its row."""
+        return self.known, self.stored, self.saved, self.saved_stored
 
     def fill(self) -> np.ndarray:
         """Gives the free places to prompts that wait, in their order: to each the one that shares most with it. Returns
@@ -353,20 +361,27 @@ class Places:
             p, length = max(free, key=lambda p: self.shared(p, prompt)), len(prompt)
             free.remove(p)
             rows.filled[p] = self.shared(p, prompt)
-            self.stored[p] *= rows.filled[p] > 0
+            self.saved[p] *= self.agreeing(p, prompt, self.saved[p]) == self.saved[p]
+            self.returns[p] = rows.filled[p] == self.saved[p] > 0
+            self.stored[p] = self.saved_stored[p] if self.returns[p] else self.stored[p] * (rows.filled[p] > 0)
             is_new[p], self.numbers[p], rows.history[p, :length] = True, number, prompt
             rows.seeds[p] = number, self.seed
             self.prompt_lengths[p] = self.known[p] = rows.lengths[p] = length
-            rows.limits[p] = min(length + self.max_new_tokens, self.max_seq_len + 1)
+            stop = length - self.opening
+            rows.limits[p] = stop + 1 if self.opening and stop > rows.filled[p] else self.limit(p)
             self.sources[p], self.common[p] = self.source(p)
         return is_new
+
+    def limit(self, p: int) -> int:
+        """How many tokens the row of a place may have."""
+        return min(self.prompt_lengths[p] + self.max_new_tokens, self.max_seq_len + 1)
 
     def shared(self, p: int, prompt: list[int]) -> int:
         """How many tokens at the beginning of a prompt the cache of a place can keep. One at least is left, to compute
         what follows."""
-        filled = self.rows.filled[p]
+        filled, saved = self.rows.filled[p], self.saved[p]
         n = self.agreeing(p, prompt, min(self.known[p] - 1, filled))
-        return self.reusable(n, filled, self.stored[p])
+        return self.reusable(n, filled, self.stored[p]) or saved * (self.agreeing(p, prompt, saved) == saved)
 
     def agreeing(self, p: int, prompt: list[int], most: int) -> int:
         """How many tokens at the beginning of a prompt, but for its last one, are those of a place, of its first
@@ -397,11 +412,23 @@ class Places:
                 if n > rows.filled[p] and self.reusable(n, rows.filled[q], self.stored[q]):
                     sources[p], tokens[p] = q % own, n
                     rows.filled[p], self.stored[p] = n, self.stored[q]
+                    if rows.limits[p] <= n:  # beyond where it was to stop
+                        rows.limits[p] = self.limit(p)
         return sources, tokens
 
+    def keep(self) -> np.ndarray:
+        """The places whose rows are, after the steps that were started, where they stop for what is kept of them, bool
+        [batch]. They read on behind it."""
+        rows = self.rows
+        is_there = (self.numbers >= 0) & (rows.limits <= self.prompt_lengths) & (rows.filled == rows.limits - 1)
+        for p in np.flatnonzero(is_there):
+            self.saved[p], self.saved_stored[p], rows.limits[p] = rows.filled[p], self.stored[p], self.limit(p)
+        return is_there
+
     def unread(self) -> np.ndarray:
-        """How many tokens of its prompt no step has taken, for each place."""
-        return np.where(self.numbers < 0, 0, np.maximum(self.prompt_lengths - self.rows.filled, 0))
+        """How many tokens of its prompt no step has taken, for each place, up to where it stops."""
+        ends = np.minimum(self.prompt_lengths, self.rows.limits - 1)
+        return np.where(self.numbers < 0, 0, np.maximum(ends - self.rows.filled, 0))
 
     def choose(self, verifies: Callable[[], bool]) -> tuple[int, np.ndarray]:
         """The next step: its T, and the places [dp, b] that it takes, counted on each device of dp. A prompt is read in
@@ -450,7 +477,7 @@ class Places:
 
     def has_more(self) -> bool:
         """Whether another step would give a row a token, as far as the host knows."""
-        return bool((self.rows.lengths < self.rows.limits)[self.numbers >= 0].any())
+        return bool(((self.rows.lengths < self.rows.limits) | (self.unread() > 0))[self.numbers >= 0].any())
 
     def repeating(self) -> float:
         """The share of the rows whose last four tokens occur earlier in them."""
@@ -465,11 +492,12 @@ class Places:
 
 class Engine:
     """The steps of a batch on the devices: its cache, the state of its rows, the programs, the results in flight; and
-    the clock, which counts into `stats` of generate. While a program has the cache, there is none here: if it is broken
-    off, the next call begins anew."""
+    the clock, which counts into `stats` of generate. Of the layers of the cache that are in `forgetful`, `saved` is
+    what is kept. While a program has the cache, there is none here: if it is broken off, the next call begins anew."""
 
-    def __init__(self, weights: dict, cache, programs: dict, places: Places, options: dict, stats: dict, progress):
+    def __init__(self, weights, cache, saved, forgetful, programs, places: Places, options, stats: dict, progress):
         self.weights, self.cache, self.programs, self.places = weights, cache, programs, places
+        self.saved, self.forgetful = saved, forgetful
         self.options, self.stats, self.progress = options, stats, progress  # options: the static ones of step
         self.kind = tuple(options[name] for name in ("draft", "drafts", "sampling", "stop_tokens"))  # of a program
         stats |= dict.fromkeys(("compile_s", "prefill_s", "decode_s"), 0.0)
@@ -482,6 +510,9 @@ class Engine:
         self.state = jax.tree.map(self.on_mesh, places.rows)
         shardings = jax.tree.map(lambda x: x.sharding, self.state)
         self.refill = jax.jit(refill, out_shardings=shardings, donate_argnums=0)
+        shardings = jax.tree.map(lambda x: x.sharding, saved)
+        self.refill_layers = jax.jit(refill, out_shardings=shardings, donate_argnums=0)
+        self.go_back()
 
     def on_mesh(self, array: np.ndarray) -> Array:
         """The array, copied, since the host goes on writing in its own."""
@@ -538,8 +569,27 @@ class Engine:
                 self.cache = program(given, self.on_mesh(sources), self.on_mesh(tokens))
                 self.fill(tokens > 0)
 
+    def keep(self) -> None:
+        """Keeps what the layers that forget have of the rows that stop for it."""
+        saved, self.saved = self.saved, None  # as the cache while it is given away
+        if (is_there := self.places.keep()).any():
+            saved = self.refill_layers(saved, self.on_mesh(is_there), [self.cache[i] for i in self.forgetful])
+            self.fill(is_there)
+        self.saved = saved
+
+    def go_back(self) -> None:
+        """Gives these layers what was kept of them, where a row returns to it."""
+        if (returns := self.places.returns).any():
+            given, self.cache = self.cache, None
+            layers = self.refill_layers([given[i] for i in self.forgetful], self.on_mesh(returns), self.saved)
+            for i, layer in zip(self.forgetful, layers, strict=True):
+                given[i] = layer
+            self.cache = given
+            returns[:] = False
+
     def fill(self, is_new: np.ndarray) -> None:
         """Gives places what the host has of their rows."""
+        self.go_back()
         self.state = self.refill(self.state, self.on_mesh(is_new), jax.tree.map(self.on_mesh, self.places.rows))
 
     def read(self) -> list[Token]:
@@ -603,8 +653,9 @@ def generate(
     A prompt that begins like the row before it in its place is read from where they differ. What it shares with another
     row is copied from there, so what all prompts begin with is read once on each device of dp. `kept`, a dict that is
     empty at first, takes the places to the next call: so a conversation reads only what is new. It is right too after a
-    call that was broken off. A state does not go back, and is not copied: where layers have states, all of this holds
-    for a prompt that begins with all that its place has seen.
+    call that was broken off. A state does not go back, a ring has forgotten what is far behind: of these a copy is kept
+    where OPENING tokens of the last prompt are left, and a prompt goes on from there, or from all that its place has
+    seen. Without `kept`, rows with states read all of their prompts.
 
     The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
     reads them LOOKAHEAD steps later.
@@ -620,8 +671,8 @@ def generate(
     if not 0 < draft_tokens < FEW:
         raise InputError(f"draft_tokens {draft_tokens} is not from 1 to {FEW - 1}")
     longest, dp, drafts = max(map(len, prompts)), mesh.shape["dp"], draft_tokens if draft else 0
-    max_seq_len = max_seq_len or longest + max_new_tokens - 1  # the last token needs no slot
-    pieces = model.piece_lengths(longest if kept is None else max_seq_len, config, mesh)
+    max_seq_len, keeps = max_seq_len or longest + max_new_tokens - 1, kept is not None  # the last token needs no slot
+    pieces = model.piece_lengths(max_seq_len if keeps else longest, config, mesh)
 
     def cache_of(batch):
         slots, dtype = max(max_seq_len, pieces[0]), weights["norm"].dtype
@@ -629,27 +680,33 @@ def generate(
 
     count = rows_at_once(len(prompts), rows, weights, cache_of(dp), mesh)
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
-    wanted, kept = cache_of(batch), {} if kept is None else kept
+    wanted, kept = cache_of(batch), kept if keeps else {}
     held = model.tokens_held(wanted, config, model.model_shards(mesh))
+    forgetful, has_states = [i for i, n in enumerate(held) if n < max_seq_len and keeps], min(held) == 0
 
     def reusable(shared, filled, stored):
         """A ring, with fewer slots than were stored, has forgotten what it needs if too much came after."""
-        if not model.CAN_GO_BACK:
+        if has_states:
             return shared if shared == filled else 0
-        return shared if stored <= held or stored - shared <= model.PREFILL_PIECE else 0
+        return shared if stored <= min(held) or stored - shared <= model.PREFILL_PIECE else 0
 
-    cache, past, programs = (kept.pop(name, None) for name in ("cache", "places", "programs"))
+    cache, saved, past, programs = (kept.pop(name, None) for name in ("cache", "saved", "places", "programs"))
     shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (wanted, cache)]
     if shapes[0] != shapes[1] or past.max_seq_len != max_seq_len:  # nothing is kept, or it has outgrown its slots
-        cache, past, programs = model.zeros(wanted), None, {}
-    together = jax.tree.leaves(wanted)[0].shape[0] // dp if model.CAN_GO_BACK else 1
+        cache, saved, past, programs = model.zeros(wanted), None, None, {}
+    if saved is None:
+        saved = model.zeros([wanted[i] for i in forgetful])
+        if past:
+            past.saved[:] = 0
+    together = 1 if has_states else jax.tree.leaves(wanted)[0].shape[0] // dp
     limits = {"drafts": drafts, "seed": seed, "max_new_tokens": max_new_tokens, "max_seq_len": max_seq_len}
-    limits |= {"together": together}
+    limits |= {"together": together, "opening": OPENING if forgetful else 0}
     places = Places(prompts, count, batch, dp, pieces, **limits, stop_tokens=stop_tokens, reusable=reusable, past=past)
     options = {"config": config, "mesh": mesh, "draft": draft, "drafts": drafts}
     options |= {"sampling": sampling, "stop_tokens": stop_tokens}
-    engine = Engine(weights, cache, programs, places, options, {} if stats is None else stats, progress)
-    del cache  # the engine has it, and gives its memory to each step
+    stats = {} if stats is None else stats
+    engine = Engine(weights, cache, saved, forgetful, programs, places, options, stats, progress)
+    del cache, saved  # the engine has them, and gives their memory to each step
 
     def verifies():
         """Whether the next step verifies drafts. All hosts must decide alike: by the tokens, not by a clock."""
@@ -661,6 +718,7 @@ def generate(
         progress("prefill", 0, engine.first_tokens)
         while places.is_busy():
             engine.copy()
+            engine.keep()
             if places.has_more() and len(engine.results) <= LOOKAHEAD:
                 engine.start(*places.choose(verifies))
                 continue
@@ -669,9 +727,9 @@ def generate(
                 engine.fill(is_new)
         engine.finish()
     finally:
-        if not model.CAN_GO_BACK and drafts and places.in_flight:  # how many drafts these steps took in is not known
+        if has_states and drafts and places.in_flight:  # how many drafts these steps took in is not known
             places.rows.filled[places.numbers >= 0] = 0
-        kept |= {"cache": engine.cache, "places": places, "programs": programs}
+        kept |= {"cache": engine.cache, "saved": engine.saved, "places": places, "programs": programs}
 
 
 def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None, max_new_tokens: int) -> None:

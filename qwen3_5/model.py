@@ -1590,13 +1590,11 @@ def cache_sharers(config: Config, shards: int) -> int:
     return sharers(config.num_key_value_heads, shards)
 
 
-CAN_GO_BACK = False  # a state has taken in what came after
-
-
-def tokens_held(cache: list, config: Config, shards: int) -> float:
-    """How many tokens of a row fit into every layer's cache. A state has no limit."""
-    slots = (layer.k.shape[2] for layer in cache if isinstance(layer, LayerCache))
-    return cache_sharers(config, shards) * min(slots, default=math.inf)
+def tokens_held(cache: list, config: Config, shards: int) -> list[int]:
+    """For how many tokens of a row the cache of each layer has room. A state has room for none: it has taken them in,
+    and does not go back."""
+    R = cache_sharers(config, shards)
+    return [R * layer.k.shape[2] if isinstance(layer, LayerCache) else 0 for layer in cache]
 
 
 def cache_bytes_read(cache: list, lengths: list[float], config: Config) -> float:

@@ -223,7 +223,7 @@ def test_a_conversation_keeps_its_cache(tmp_path, monkeypatch, kind, mesh):
     weights, options = convert.load(checkpoint, grid, "float32"), {"max_new_tokens": 9, "max_seq_len": 1024}
     kept, tokens, read = {}, [], []
     # The tokens that are new, and the beginning that stays: of all, of a little less, of next to nothing.
-    for new, staying in ((300, 0), (40, 308), (70, 345), (33, 423), (5, 20), (500, 25), (60, 520), (1, 570)):
+    for new, staying in ((300, 0), (40, 308), (70, 345), (33, 423), (5, 20), (500, 25), (60, 520), (1, 576)):
         prompt = tokens[:staying] + random_prompts([new], seed=new)[0]
         stats = {}
         steps = generate.generate(weights, [prompt], checkpoint.config, grid, kept=kept, stats=stats, **options)
@@ -244,6 +244,48 @@ def test_a_conversation_keeps_its_cache(tmp_path, monkeypatch, kind, mesh):
     assert stats["prefill_tokens"] == len(prompt)
     # A ring forgets what is further back than a piece, and then all is read again.
     assert read == [300, 40, 70, 33, 5 if kind == "full" or mesh != (1, 1, 1) else 25, 500, 60, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "options"),
+    [
+        ("qwen3_5", (1, 1, 1), {"quantize_cache": "int8"}),
+        ("qwen3_5", (1, 1, 4), {"temperature": 1.0}),  # devices share a head
+        ("qwen3_5", (1, 2, 2), {"draft": "lookup"}),
+        ("gemma", (1, 1, 2), {}),
+        ("gpt_oss", (1, 1, 1), {"draft": "lookup"}),
+        ("llama4", (1, 1, 8), {}),
+    ],
+    ids=str,
+)
+def test_a_conversation_whose_thoughts_are_dropped(monkeypatch, name, mesh, options):
+    """Ten turns, one of them broken off. Each next prompt lacks the words that begin the answer, and its thought: what
+    states and rings had before these is kept, and a turn reads what follows. Then one that begins anew."""
+    folder, config, mesh, weights = demo(name, mesh)
+    generate = folder.generate
+    monkeypatch.setattr(folder.model, "PREFILL_PIECE", 16)  # a ring has forgotten what is further back
+    options = {"sampling": generate.Sampling(options.get("temperature", 0.0)), "seed": 5, "max_seq_len": 1024} | options
+    options.pop("temperature", None)
+    kept, history, before, opening = {}, random_prompts([200])[0], None, [1, 2, 3, 4, 5, 6, 7]
+    for turn, said in enumerate(random_prompts([30, 12, 9, 40, 20, 11, 8, 25, 60, 14], seed=1)):
+        prompt, stats, options["max_new_tokens"] = history + said + opening, {}, 40 + turn
+        steps = generate.generate(weights, [prompt], config, mesh, kept=kept, stats=stats, **options)
+        fresh = collected(generate.generate(weights, [prompt], config, mesh, **options), 1)
+        history = prompt[:-4]
+        if turn == 4:
+            for _ in range(9):
+                next(steps)
+            steps.close()
+        else:
+            row = collected(steps, 1)
+            assert_equal(row, fresh, atol=1e-3 if "quantize_cache" in options else 1e-4)
+            new = len(prompt) - (len(before) - generate.OPENING if before else 0)
+            # A ring that has not gone round yet has all.
+            assert new - 7 * (name != "qwen3_5") <= stats["prefill_tokens"] <= new
+            history += [token.id for token in row[0]][-6:]
+        before = prompt
+    anew = [generate.generate(weights, [prompt[:150]], config, mesh, **options, kept=each) for each in (None, kept)]
+    assert_equal(*(collected(steps, 1) for steps in anew), atol=1e-3)
 
 
 def test_broken_off_while_it_compiles():
@@ -313,12 +355,14 @@ def accepted(history: list, filled: int, lengths: int, limits: int, chosen: list
 
 
 class Device:
-    """A batch whose next token is a sum of those before it, and a cache of the tokens themselves."""
+    """A batch whose next token is a sum of those before it, a cache of the tokens themselves, and states, which are the
+    tokens that they have taken in."""
 
     VOCABULARY, STOPS = 40, (0, 1)
 
-    def __init__(self, generate, chance, drafts):
-        self.generate, self.chance, self.drafts, self.cache = generate, chance, drafts, None
+    def __init__(self, generate, chance, drafts, has_states):
+        self.generate, self.chance, self.drafts, self.has_states = generate, chance, drafts, has_states
+        self.cache = None
 
     def next(self, tokens):
         return (sum(tokens) * 7 + len(tokens)) % self.VOCABULARY
@@ -329,6 +373,7 @@ class Device:
         self.rows = self.generate.Rows(*map(np.array, self.rows))
         if self.cache is None:
             self.cache = np.full(rows.history.shape, -1)
+            self.states, self.saved = ([[] for _ in rows.filled] for _ in range(2))
 
     def copy(self, sources, tokens, dp):
         """What generate.copy does."""
@@ -342,12 +387,15 @@ class Device:
         results = {}
         for p in set(places.tolist()):
             row, first = history[p].tolist(), filled[p]
+            if self.has_states:
+                assert first == 0 or self.states[p] == row[:first]
             self.cache[p, first : first + T] = row[first : first + T]
             ends = range(lengths[p], lengths[p] + (T if T <= self.generate.FEW else 1))
             chosen = [self.next(row[:n]) for n in ends]
             numbers = int(first), int(lengths[p]), int(limits[p])
             history[p], filled[p], lengths[p], limits[p] = accepted(row, *numbers, chosen, self.STOPS, T)
             assert (self.cache[p, : filled[p]] == history[p, : filled[p]]).all()
+            self.states[p] = history[p, : filled[p]].tolist()
             for i in range(self.drafts):  # most of them right
                 if (n := lengths[p] + i) < history.shape[1]:
                     history[p, n] = self.next(history[p, :n]) if self.chance.random() < 0.8 else 5
@@ -357,16 +405,17 @@ class Device:
 
 def test_places(monkeypatch):
     """Random lists of prompts, and conversations: every prompt ends as it would alone, in places that never hold what
-    the device does not have; what is shared is read once."""
+    the device does not have; what is shared is read once, and conversations go back to where states are kept."""
     generate, random_lists = import_folder("llama3").generate, np.random.default_rng(0)
     monkeypatch.setattr(generate, "FEWEST_COPIED", 5)
-    read = shared = copied = 0
+    read = shared = copied = returned = 0
     for _ in range(300):
         chance = np.random.default_rng(random_lists.integers(2**32))
         dp, drafts, new = int(chance.integers(1, 3)), int(chance.integers(4)), int(chance.integers(1, 12))
         batch, slots = dp * int(chance.integers(1, 4)), int(chance.integers(70, 90))
         count = int(chance.integers(batch - dp + 1, batch + 1))
-        device, past, beginning = Device(generate, chance, drafts), None, []
+        has_states = chance.random() < 0.5
+        device, past, beginning = Device(generate, chance, drafts, has_states), None, []
         for _ in range(3):  # turns of a conversation
             prompts = [
                 (beginning if chance.random() < 0.7 else []) + chance.integers(2, 40, chance.integers(1, 40)).tolist()
@@ -375,10 +424,21 @@ def test_places(monkeypatch):
             prompts = [prompt[:slots] for prompt in prompts]
             sizes = {"count": count, "batch": batch, "dp": dp, "pieces": [32, 16], "drafts": drafts, "seed": 0}
             limits = {"max_new_tokens": new, "max_seq_len": slots, "stop_tokens": device.STOPS}
-            kinds = {"reusable": lambda shared, filled, stored: shared, "past": past}
+            kinds = {"reusable": lambda shared, filled, stored: shared, "past": past, "opening": 0}
             kinds["together"] = chance.choice([n for n in (1, 2, 3) if batch // dp % n == 0])
+            if has_states:
+                kinds |= {"reusable": lambda shared, filled, stored: shared * (shared == filled)}
+                kinds |= {"together": 1, "opening": int(chance.integers(0, 9))}
             places, answers, results = generate.Places(prompts, **sizes, **limits, **kinds), [[] for _ in prompts], []
+
+            def go_back(places=places, device=device):
+                for p in np.flatnonzero(places.returns):
+                    device.states[p] = device.saved[p]
+                    places.returns[p] = False
+                    yield p
+
             device.fill(None, places.rows)
+            returned += len([*go_back()])
             shared += places.rows.filled.sum()
             begun = max(places.numbers)
             while places.is_busy():
@@ -389,6 +449,14 @@ def test_places(monkeypatch):
                     device.fill(tokens > 0, places.rows)
                     shared += (places.rows.filled - before).sum()
                     copied += np.count_nonzero(tokens)
+                is_there = places.keep()
+                for p in np.flatnonzero(is_there):
+                    assert (
+                        places.saved[p] == len(device.states[p]) == len(prompts[places.numbers[p]]) - kinds["opening"]
+                    )
+                    device.saved[p] = device.states[p]
+                if is_there.any():
+                    device.fill(is_there, places.rows)
                 if places.has_more() and len(results) <= generate.LOOKAHEAD:
                     T, taken = places.choose(lambda chance=chance: chance.random() < 0.7)
                     places.start(T, taken)
@@ -402,6 +470,7 @@ def test_places(monkeypatch):
                     assert set(places.numbers[is_new]) == set(range(begun + 1, begun + 1 + is_new.sum()))  # in order
                     begun += is_new.sum()
                     shared += places.rows.filled[is_new].sum()
+                    returned += len([*go_back()])
                     device.fill(is_new, places.rows)
             for prompt, answer in zip(prompts, answers, strict=True):
                 tokens = [*prompt]
@@ -420,4 +489,6 @@ def test_places(monkeypatch):
                 max(([*p, *(t.id for t in a)] for p, a in zip(prompts, answers, strict=True)), key=len),
             )
             beginning = beginning[: slots - 20]
-    assert read + shared == 0 and copied > 100
+            if chance.random() < 0.3:  # a thought is dropped, and the words that began it
+                beginning = beginning[: -new - 8]
+    assert read + shared == 0 and copied > 100 and returned > 50
