@@ -12,6 +12,7 @@ model.py explains the letters of shapes.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import time
@@ -181,14 +182,17 @@ def step(
     return program(weights, cache, rows, places)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames="cache")
-def copy(cache: list[LayerCache], sources: Array, tokens: Array, *, config: Config, mesh: Mesh) -> list[LayerCache]:
+@partial(jax.jit, static_argnames=("states", "config", "mesh"), donate_argnames=("cache", "saved"))
+def copy(cache: list, saved: list, sources: Array, tokens: Array, *, states: tuple[int, ...], config, mesh: Mesh):
     """The cache, donated, in which each place has the first `tokens` of another one, `sources`, counted on each device
-    of dp. Both are int32 [batch]; 0 tokens change nothing."""
+    of dp. Both are int32 [batch]; 0 tokens change nothing. Of the layers `states`, which have no slots, it has what was
+    saved of them there. So has `saved`, which is donated and returned, too."""
     R = model.cache_sharers(config, model.model_shards(mesh))
 
-    def body(cache, sources, tokens):
-        arrays, tree = jax.tree.flatten(cache)
+    def body(cache, saved, sources, tokens):
+        saved = refill(saved, tokens > 0, jax.tree.map(lambda x: x[sources], saved))
+        of_layers = dict(zip(states, refill([cache[i] for i in states], tokens > 0, saved), strict=True))
+        arrays, tree = jax.tree.flatten([None if i in of_layers else layer for i, layer in enumerate(cache)])
         rows = arrays[0].shape[0]
         groups = len(sources) // rows  # of devices, which have different rows
         group = jax.lax.div(model.shard_index(R), R // groups) if groups > 1 else 0
@@ -210,10 +214,12 @@ def copy(cache: list[LayerCache], sources: Array, tokens: Array, *, config: Conf
                 arrays = jax.lax.fori_loop(0, blocks, copy_block, arrays)
             return arrays
 
-        return tree.unflatten(jax.lax.fori_loop(0, len(sources), copy_row, arrays))
+        cache = tree.unflatten(jax.lax.fori_loop(0, len(sources), copy_row, arrays))
+        return [of_layers.get(i, layer) for i, layer in enumerate(cache)], saved
 
-    specs = CACHE_SPEC, P("dp"), P("dp")
-    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=CACHE_SPEC, check_vma=False)(cache, sources, tokens)
+    specs, out_specs = (CACHE_SPEC, CACHE_SPEC, P("dp"), P("dp")), (CACHE_SPEC, CACHE_SPEC)
+    program = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+    return program(cache, saved, sources, tokens)
 
 
 class Sampling(NamedTuple):
@@ -308,8 +314,8 @@ class Places:
     with the prompt; `stored` how many slots were written at most. Where `sources` has another place, and not -1, a row
     waits until that one has the `common` tokens that both begin with, and gets them copied.
 
-    What the layers that forget had after the first `saved` tokens, when `saved_stored` slots were written, is kept: a
-    row stops for that where `opening` tokens of its prompt are left, unless that is 0. A later one `returns` to it.
+    What the layers that forget had after the first `saved` tokens, when `saved_stored` slots were written, is kept; see
+    `stop`. A later row `returns` to it. Where a layer `has_states`, other rows can have no other of their tokens.
 
     Prompts take `count` of the `batch` places, and those of a device of `dp` stand together; the caches of `together`
     neighbours are on the same devices, and can be copied. `reusable(shared, filled, stored)` says how many of the
@@ -328,6 +334,7 @@ class Places:
     max_seq_len: int
     together: int
     opening: int
+    has_states: bool
     stop_tokens: tuple[int, ...]
     reusable: Callable[[int, int, int], int]
     past: dataclasses.InitVar[Places | None] = None
@@ -342,12 +349,12 @@ class Places:
         self.waiting, self.in_flight = deque(range(len(self.prompts))), deque()  # in flight: a Step that was not read
         if past:
             self.rows.history[:], self.rows.filled[:] = past.rows.history, past.rows.filled
-            self.known, self.stored, self.saved, self.saved_stored = past.contents()
+            self.known, self.stored, self.saved, self.saved_stored = past.kept()
         self.fill()
         for tokens in (self.rows.filled, self.known, self.saved):
             tokens[self.numbers < 0] = 0  # slots of free places are overwritten
 
-    def contents(self) -> tuple[np.ndarray, ...]:
+    def kept(self) -> tuple[np.ndarray, ...]:
         """What a later call needs to know of each place, besides its row."""
         return self.known, self.stored, self.saved, self.saved_stored
 
@@ -367,14 +374,25 @@ class Places:
             is_new[p], self.numbers[p], rows.history[p, :length] = True, number, prompt
             rows.seeds[p] = number, self.seed
             self.prompt_lengths[p] = self.known[p] = rows.lengths[p] = length
-            stop = length - self.opening
-            rows.limits[p] = stop + 1 if self.opening and stop > rows.filled[p] else self.limit(p)
+            rows.limits[p] = self.limit(p)
             self.sources[p], self.common[p] = self.source(p)
+            if (stop := self.stop(p)) > rows.filled[p]:
+                rows.limits[p] = stop + 1
         return is_new
 
     def limit(self, p: int) -> int:
         """How many tokens the row of a place may have."""
         return min(self.prompt_lengths[p] + self.max_new_tokens, self.max_seq_len + 1)
+
+    def stop(self, p: int) -> int:
+        """How many tokens a new row reads until what forgets is kept, 0 if nothing is: all but the `opening`. Without
+        one, and with states, as many as save the next prompts the most."""
+        if self.opening or not self.has_states or self.sources[p] >= 0:
+            return max(self.prompt_lengths[p] - self.opening, 0) if self.opening else 0
+        following = itertools.islice(self.waiting, self.count)
+        common = sorted(self.agreeing(p, self.prompts[n], self.prompt_lengths[p] - 1) for n in following)
+        best = max([((len(common) - i) * n, n) for i, n in enumerate(common)], default=(0, 0))[1]
+        return best if best >= FEWEST_COPIED else 0
 
     def shared(self, p: int, prompt: list[int]) -> int:
         """How many tokens at the beginning of a prompt the cache of a place can keep. One at least is left, to compute
@@ -397,9 +415,20 @@ class Places:
         for q in range(first, first + self.together):
             if self.numbers[q] >= 0 and q != p:
                 n = self.agreeing(q, prompt, max(self.prompt_lengths[q], self.known[q] - 1))
-                if n > most and (n > filled[q] or self.reusable(n, filled[q], self.stored[q])):
+                if self.has_states:
+                    end = self.rows.limits[q] - 1 if self.stops(q) else self.saved[q]
+                    n = end if n >= end else 0
+                if n > most and (n > filled[q] or self.offers(q, n)):
                     source, most = q, n
         return (source, most) if most >= filled[p] + FEWEST_COPIED else (-1, 0)
+
+    def stops(self, p: int | slice = slice(None)) -> np.ndarray:
+        """Whether the row of a place is to stop in its prompt for what is kept of it."""
+        return (self.numbers[p] >= 0) & (self.rows.limits[p] <= self.prompt_lengths[p])
+
+    def offers(self, q: int, n: int) -> bool:
+        """Whether another row can have the first n tokens of a place that has computed them."""
+        return self.saved[q] == n if self.has_states else self.reusable(n, self.rows.filled[q], self.stored[q]) > 0
 
     def copies(self) -> tuple[np.ndarray, np.ndarray]:
         """What can be copied now, after the steps that were started, as `copy` takes it. The rows begin behind it."""
@@ -409,9 +438,11 @@ class Places:
             q, n = self.sources[p], self.common[p]
             if rows.filled[q] >= n:
                 self.sources[p] = -1
-                if n > rows.filled[p] and self.reusable(n, rows.filled[q], self.stored[q]):
+                if n > rows.filled[p] and self.offers(q, n):
                     sources[p], tokens[p] = q % own, n
                     rows.filled[p], self.stored[p] = n, self.stored[q]
+                    if self.has_states:
+                        self.saved[p], self.saved_stored[p] = n, self.saved_stored[q]
                     if rows.limits[p] <= n:  # beyond where it was to stop
                         rows.limits[p] = self.limit(p)
         return sources, tokens
@@ -420,7 +451,7 @@ class Places:
         """The places whose rows are, after the steps that were started, where they stop for what is kept of them, bool
         [batch]. They read on behind it."""
         rows = self.rows
-        is_there = (self.numbers >= 0) & (rows.limits <= self.prompt_lengths) & (rows.filled == rows.limits - 1)
+        is_there = self.stops() & (rows.filled == rows.limits - 1)
         for p in np.flatnonzero(is_there):
             self.saved[p], self.saved_stored[p], rows.limits[p] = rows.filled[p], self.stored[p], self.limit(p)
         return is_there
@@ -506,7 +537,7 @@ class Engine:
         self.results, self.clock = deque(), time.perf_counter()
         self.lengths = np.zeros(places.count)  # tokens in the cache, summed over decoding steps
         copied = np.where(places.sources < 0, 0, places.common - places.rows.filled)
-        self.first_tokens = int((places.unread() - copied).sum())  # of the first prompts
+        self.first_tokens = int((places.prompt_lengths - places.rows.filled - copied).sum())  # of the first prompts
         self.state = jax.tree.map(self.on_mesh, places.rows)
         shardings = jax.tree.map(lambda x: x.sharding, self.state)
         self.refill = jax.jit(refill, out_shardings=shardings, donate_argnums=0)
@@ -560,13 +591,19 @@ class Engine:
     def copy(self) -> None:
         """Gives rows what others have of their prompts, where these have it."""
         if (self.places.sources >= 0).any():
-            fixed = {name: self.options[name] for name in ("config", "mesh")}
-            nothing = self.on_mesh(np.zeros(self.places.batch, np.int32))
-            program = self.compiled(("copy",), "copies", lambda: copy.lower(self.cache, nothing, nothing, **fixed))
+            fixed, has_states = {name: self.options[name] for name in ("config", "mesh")}, self.places.has_states
+            states, saved = (tuple(self.forgetful), self.saved) if has_states else ((), [])
+            nothing = [self.on_mesh(np.zeros(self.places.batch, np.int32))] * 2
+
+            def lowered():
+                return copy.lower(self.cache, saved, *nothing, states=states, **fixed)
+
+            program = self.compiled(("copy",), "copies", lowered)
             sources, tokens = self.places.copies()
             if tokens.any():
                 given, self.cache = self.cache, None
-                self.cache = program(given, self.on_mesh(sources), self.on_mesh(tokens))
+                given, saved = program(given, saved, self.on_mesh(sources), self.on_mesh(tokens))
+                self.cache, self.saved = given, saved if has_states else self.saved
                 self.fill(tokens > 0)
 
     def keep(self) -> None:
@@ -655,7 +692,7 @@ def generate(
     empty at first, takes the places to the next call: so a conversation reads only what is new. It is right too after a
     call that was broken off. A state does not go back, a ring has forgotten what is far behind: of these a copy is kept
     where OPENING tokens of the last prompt are left, and a prompt goes on from there, or from all that its place has
-    seen. Without `kept`, rows with states read all of their prompts.
+    seen. Without `kept`, states are kept where that saves the next prompts the most.
 
     The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
     reads them LOOKAHEAD steps later.
@@ -678,11 +715,14 @@ def generate(
         slots, dtype = max(max_seq_len, pieces[0]), weights["norm"].dtype
         return model.abstract_cache(config, mesh, batch, slots, dtype, quantize_cache, drafts)
 
-    count = rows_at_once(len(prompts), rows, weights, cache_of(dp), mesh)
+    of_one = cache_of(dp)  # a row on each device of dp
+    held, kept = model.tokens_held(of_one, config, model.model_shards(mesh)), kept if keeps else {}
+    has_states, sort = min(held) == 0, sorted(prompt[:FEWEST_COPIED] for prompt in prompts)
+    saves = keeps or (has_states and any(a == b for a, b in itertools.pairwise(sort)))
+    forgetful = [i for i, n in enumerate(held) if n < max_seq_len and saves]
+    count = rows_at_once(len(prompts), rows, weights, [of_one, *(of_one[i] for i in forgetful)], mesh)
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
-    wanted, kept = cache_of(batch), kept if keeps else {}
-    held = model.tokens_held(wanted, config, model.model_shards(mesh))
-    forgetful, has_states = [i for i, n in enumerate(held) if n < max_seq_len and keeps], min(held) == 0
+    wanted = cache_of(batch)
 
     def reusable(shared, filled, stored):
         """A ring, with fewer slots than were stored, has forgotten what it needs if too much came after."""
@@ -698,9 +738,9 @@ def generate(
         saved = model.zeros([wanted[i] for i in forgetful])
         if past:
             past.saved[:] = 0
-    together = 1 if has_states else jax.tree.leaves(wanted)[0].shape[0] // dp
+    together = jax.tree.leaves(wanted)[0].shape[0] // dp if forgetful or not has_states else 1
     limits = {"drafts": drafts, "seed": seed, "max_new_tokens": max_new_tokens, "max_seq_len": max_seq_len}
-    limits |= {"together": together, "opening": OPENING if forgetful else 0}
+    limits |= {"together": together, "has_states": has_states, "opening": OPENING if forgetful and keeps else 0}
     places = Places(prompts, count, batch, dp, pieces, **limits, stop_tokens=stop_tokens, reusable=reusable, past=past)
     options = {"config": config, "mesh": mesh, "draft": draft, "drafts": drafts}
     options |= {"sampling": sampling, "stop_tokens": stop_tokens}
@@ -717,8 +757,8 @@ def generate(
         engine.program(T, taken.shape[1]), engine.program(1 + drafts * verifies(), batch // dp)
         progress("prefill", 0, engine.first_tokens)
         while places.is_busy():
-            engine.copy()
             engine.keep()
+            engine.copy()
             if places.has_more() and len(engine.results) <= LOOKAHEAD:
                 engine.start(*places.choose(verifies))
                 continue

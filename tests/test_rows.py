@@ -111,7 +111,11 @@ SHARED = [  # the folder; mesh; rows; tokens that all share; how often they are 
     ("deepseek", (1, 1, 4), 8, 300, 4, {"draft": "mtp"}),  # each of four devices has two rows
     ("deepseek", (1, 1, 8), 4, 300, 4, {"quantize_cache": "int8"}),  # pairs of devices have one row each
     ("glm4_flash", (2, 1, 2), 6, 300, 2, {}),  # and three rows: devices share their tokens
-    ("qwen3_5", (1, 1, 1), 3, 70, None, {}),  # states: each reads it
+    ("qwen3_5", (1, 1, 1), 3, 70, None, {}),  # too few to copy states for
+    ("qwen3_5", (1, 1, 1), 3, 170, 1, {"quantize_cache": "int8"}),
+    ("qwen3_5", (1, 1, 4), 8, 300, 1, {"temperature": 1.0}),
+    ("qwen3_5", (2, 1, 2), 8, 300, 2, {"draft": "lookup"}),
+    ("qwen3_5", (1, 1, 2), 1, 300, 2, {}),  # one place keeps them for the next row, until one shares half
 ]
 
 
@@ -379,7 +383,11 @@ class Device:
         """What generate.copy does."""
         own = len(tokens) // dp
         for p in np.flatnonzero(tokens):
-            self.cache[p, : tokens[p]] = self.cache[p // own * own + sources[p], : tokens[p]]
+            q = p // own * own + sources[p]
+            self.cache[p, : tokens[p]] = self.cache[q, : tokens[p]]
+            if self.has_states:
+                assert len(self.saved[q]) == tokens[p]
+                self.states[p] = self.saved[p] = self.saved[q]
 
     def step(self, T, places):
         """What generate.step does and returns."""
@@ -408,7 +416,7 @@ def test_places(monkeypatch):
     the device does not have; what is shared is read once, and conversations go back to where states are kept."""
     generate, random_lists = import_folder("llama3").generate, np.random.default_rng(0)
     monkeypatch.setattr(generate, "FEWEST_COPIED", 5)
-    read = shared = copied = returned = 0
+    read = shared = copied = copied_states = returned = 0
     for _ in range(300):
         chance = np.random.default_rng(random_lists.integers(2**32))
         dp, drafts, new = int(chance.integers(1, 3)), int(chance.integers(4)), int(chance.integers(1, 12))
@@ -425,10 +433,11 @@ def test_places(monkeypatch):
             sizes = {"count": count, "batch": batch, "dp": dp, "pieces": [32, 16], "drafts": drafts, "seed": 0}
             limits = {"max_new_tokens": new, "max_seq_len": slots, "stop_tokens": device.STOPS}
             kinds = {"reusable": lambda shared, filled, stored: shared, "past": past, "opening": 0}
+            kinds["has_states"] = has_states
             kinds["together"] = chance.choice([n for n in (1, 2, 3) if batch // dp % n == 0])
             if has_states:
                 kinds |= {"reusable": lambda shared, filled, stored: shared * (shared == filled)}
-                kinds |= {"together": 1, "opening": int(chance.integers(0, 9))}
+                kinds["opening"] = int(chance.integers(9)) * int(chance.integers(2))
             places, answers, results = generate.Places(prompts, **sizes, **limits, **kinds), [[] for _ in prompts], []
 
             def go_back(places=places, device=device):
@@ -442,6 +451,12 @@ def test_places(monkeypatch):
             shared += places.rows.filled.sum()
             begun = max(places.numbers)
             while places.is_busy():
+                is_there = places.keep()
+                for p in np.flatnonzero(is_there):
+                    assert places.saved[p] == len(device.states[p]) < len(prompts[places.numbers[p]])
+                    device.saved[p] = device.states[p]
+                if is_there.any():
+                    device.fill(is_there, places.rows)
                 before = places.rows.filled.copy()
                 sources, tokens = places.copies()
                 if tokens.any():
@@ -449,14 +464,7 @@ def test_places(monkeypatch):
                     device.fill(tokens > 0, places.rows)
                     shared += (places.rows.filled - before).sum()
                     copied += np.count_nonzero(tokens)
-                is_there = places.keep()
-                for p in np.flatnonzero(is_there):
-                    assert (
-                        places.saved[p] == len(device.states[p]) == len(prompts[places.numbers[p]]) - kinds["opening"]
-                    )
-                    device.saved[p] = device.states[p]
-                if is_there.any():
-                    device.fill(is_there, places.rows)
+                    copied_states += has_states * np.count_nonzero(tokens)
                 if places.has_more() and len(results) <= generate.LOOKAHEAD:
                     T, taken = places.choose(lambda chance=chance: chance.random() < 0.7)
                     places.start(T, taken)
@@ -491,4 +499,4 @@ def test_places(monkeypatch):
             beginning = beginning[: slots - 20]
             if chance.random() < 0.3:  # a thought is dropped, and the words that began it
                 beginning = beginning[: -new - 8]
-    assert read + shared == 0 and copied > 100 and returned > 50
+    assert read + shared == 0 and copied > 100 and copied_states > 50 and returned > 50
