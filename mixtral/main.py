@@ -455,7 +455,8 @@ class Answer:
     def add(self, token: Token) -> None:
         self.tokens.append(token)
         self.finish_reason = token.finish_reason
-        self.step(token.id)
+        if token.finish_reason != "stop":  # a stop token has no text, whether the tokenizer calls it special or not
+            self.step(token.id)
 
     def step(self, i: int) -> None:
         """A token begins a part, or has text in the last one, or none."""
@@ -507,9 +508,8 @@ class Answer:
         if not said.strip():
             return None
         if "</think>" in template and "reasoning_content" not in template:
-            said = self.tokenizer.decode(
-                [token.id for token in self.tokens if token.id in self.markers or token.id not in self.hidden]
-            )
+            ids = [token.id for token in self.tokens if token.finish_reason != "stop"]
+            said = self.tokenizer.decode([i for i in ids if i in self.markers or i not in self.hidden])
         thoughts = dict.fromkeys(("reasoning_content", "thinking"), reasoning) if self.markers else {}
         return {"role": "assistant", "content": said} | thoughts
 

@@ -302,12 +302,25 @@ def test_thoughts_whose_marks_are_no_tokens(capsys, begin, answer, wanted):
     """As in GLM-Z1 and Nemotron. Text has them as they are."""
     tokenizer = tokenizer_of("{{ '<a>' + m.content.split('</think>')[-1] }}<e>", begin, has_think=False)
     answer = answer if "<think>" in begin else "<think>\n" + answer
-    results = collected(tokenizer, "Hm?", answer, "json")
+    reason = "stop" if answer.endswith("<e>") else "length"
+    results = collected(tokenizer, "Hm?", answer, "json", reason)
     row = json.loads(capsys.readouterr().out)
     assert (row["reasoning"], row["text"]) == wanted
-    assert collected(tokenizer, "Hm?", answer) and capsys.readouterr().out == answer.removesuffix("<e>") + "\n"
+    assert (
+        collected(tokenizer, "Hm?", answer, finish_reason=reason)
+        and capsys.readouterr().out == answer.removesuffix("<e>") + "\n"
+    )
     message = results.answers[0].message()
     assert message is None if not wanted[1] else message["content"] == answer.removesuffix("<e>")
+
+
+@pytest.mark.parametrize("of_answer", ["<a>{{ m.content }}<e>", "<a>{{ m.content.split('</think>')[-1] }}<e>"])
+def test_a_stop_token_that_is_not_special(capsys, of_answer):
+    """One that generation_config.json names alone is not printed, and the next prompt does not have it twice."""
+    tokenizer = tokenizer_of(of_answer, "<a>", has_think=False)
+    tokenizer.add_tokens(["<stop>"])
+    results = collected(tokenizer, "Hm?", "Seven<stop>")
+    assert capsys.readouterr().out == "Seven\n" and results.answers[0].message()["content"] == "Seven"
 
 
 def test_what_is_typed_in_a_conversation(monkeypatch, capsys):
