@@ -314,8 +314,8 @@ class Places:
     with the prompt; `stored` how many slots were written at most. Where `sources` has another place, and not -1, a row
     waits until that one has the `common` tokens that both begin with, and gets them copied.
 
-    What the layers that forget had after the first `saved` tokens, when `saved_stored` slots were written, is kept; see
-    `stop`. A later row `returns` to it. Where a layer `has_states`, other rows can have no other of their tokens.
+    What the layers that forget had after the first `saved` tokens is kept; see `stop`. A later row `returns` to it.
+    Where a layer `has_states`, another row can have just these tokens.
 
     Prompts take `count` of the `batch` places, and those of a device of `dp` stand together; the caches of `together`
     neighbours are on the same devices, and can be copied. `reusable(shared, filled, stored)` says how many of the
@@ -345,18 +345,17 @@ class Places:
         self.rows = Rows(np.zeros((batch, self.max_seq_len + 1), np.int32), *zeros_and_ones)
         self.numbers, self.prompt_lengths, self.known, self.stored = np.full(batch, -1), *np.zeros((3, batch), np.int32)
         self.sources, self.common = np.full(batch, -1), np.zeros(batch, np.int32)
-        (self.saved, self.saved_stored), self.returns = np.zeros((2, batch), np.int32), np.zeros(batch, bool)
+        self.saved, self.returns = np.zeros(batch, np.int32), np.zeros(batch, bool)
         self.waiting, self.in_flight = deque(range(len(self.prompts))), deque()  # in flight: a Step that was not read
         if past:
-            self.rows.history[:], self.rows.filled[:] = past.rows.history, past.rows.filled
-            self.known, self.stored, self.saved, self.saved_stored = past.kept()
+            self.rows.history[:], self.rows.filled[:], self.known, self.stored, self.saved = past.contents()
         self.fill()
         for tokens in (self.rows.filled, self.known, self.saved):
             tokens[self.numbers < 0] = 0  # slots of free places are overwritten
 
-    def kept(self) -> tuple[np.ndarray, ...]:
-        """What a later call needs to know of each place, besides its row."""
-        return self.known, self.stored, self.saved, self.saved_stored
+    def contents(self) -> tuple[np.ndarray, ...]:
+        """What the cache has of each place, for a later call."""
+        return self.rows.history, self.rows.filled, self.known, self.stored, self.saved
 
     def fill(self) -> np.ndarray:
         """Gives the free places to prompts that wait, in their order: to each the one that shares most with it. Returns
@@ -370,7 +369,9 @@ class Places:
             rows.filled[p] = self.shared(p, prompt)
             self.saved[p] *= self.agreeing(p, prompt, self.saved[p]) == self.saved[p]
             self.returns[p] = rows.filled[p] == self.saved[p] > 0
-            self.stored[p] = self.saved_stored[p] if self.returns[p] else self.stored[p] * (rows.filled[p] > 0)
+            if self.returns[p]:
+                self.stored[p] = rows.filled[p] + self.pieces[0]  # with padding
+            self.stored[p] *= rows.filled[p] > 0
             is_new[p], self.numbers[p], rows.history[p, :length] = True, number, prompt
             rows.seeds[p] = number, self.seed
             self.prompt_lengths[p] = self.known[p] = rows.lengths[p] = length
@@ -442,7 +443,7 @@ class Places:
                     sources[p], tokens[p] = q % own, n
                     rows.filled[p], self.stored[p] = n, self.stored[q]
                     if self.has_states:
-                        self.saved[p], self.saved_stored[p] = n, self.saved_stored[q]
+                        self.saved[p] = n
                     if rows.limits[p] <= n:  # beyond where it was to stop
                         rows.limits[p] = self.limit(p)
         return sources, tokens
@@ -453,7 +454,7 @@ class Places:
         rows = self.rows
         is_there = self.stops() & (rows.filled == rows.limits - 1)
         for p in np.flatnonzero(is_there):
-            self.saved[p], self.saved_stored[p], rows.limits[p] = rows.filled[p], self.stored[p], self.limit(p)
+            self.saved[p], rows.limits[p] = rows.filled[p], self.limit(p)
         return is_there
 
     def unread(self) -> np.ndarray:

@@ -106,6 +106,20 @@ def test_latents_and_experts():
     assert "4 devices of 2 processes" in outputs[0][2]
 
 
+@pytest.mark.parametrize("folder", ["llama3", "qwen3_5"])
+def test_prompts_that_begin_alike(folder):
+    """Two processes copy caches, or states, from row to row, and give the answers of one."""
+    prompts = ["What are the days of the week? " * 25 + end for end in ("Hello!", "And of the year?", "", "Hello!")]
+    flags = ["--raw", "--output", "json", "--dtype", "float32", "--max_new_tokens", "8", "--dp", "1"]
+    alone = Process(*flags, "--prompt", *prompts, folder=folder, devices=4).wait(180)
+    outputs = [each.wait(180) for each in start(2, *flags, "--prompt", *prompts, folder=folder, devices=2)]
+    assert [status for status, *_ in (alone, *outputs)] == [0, 0, 0], outputs
+    rows, wanted = ([json.loads(line) for line in out.splitlines()] for out in (outputs[0][1], alone[1]))
+    assert [row["tokens"] for row in rows[:-1]] == [row["tokens"] for row in wanted[:-1]]
+    stats, read_apart = rows[-1]["stats"], sum(len(row["prompt_tokens"]) for row in rows[:-1])
+    assert stats["prefill_tokens_per_s"] * stats["prefill_s"] < read_apart / 2
+
+
 @pytest.mark.parametrize(
     ("nodes", "tasks", "local"), [("localhost", "2", "01"), ("127.0.0.[1-2]", "1(x2)", "00")], ids=["a host", "two"]
 )
