@@ -792,9 +792,10 @@ def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | N
             raise InputError(f"prompt {row} has a token outside the model's vocabulary of {config.vocab_size}")
 
 
-def rows_at_once(prompts: int, wanted: int | None, weights: dict, cache: list[LayerCache], mesh: Mesh) -> int:
+def rows_at_once(prompts: int, wanted: int | None, weights: dict, cache: list, mesh: Mesh) -> int:
     """How many rows decode at once: `wanted`, by default as many as fit beside the weights and at most BATCH on a
-    device. `cache` is that of a row on each device of dp. Raises InputError if the rows do not fit."""
+    device. `cache` is that of a row on each device of dp, with what is kept of it. Raises InputError if the rows do not
+    fit."""
     dp, memory = mesh.shape["dp"], memory_of(mesh)
     used, size = model.stored_bytes(weights), model.stored_bytes(cache)
     fitting = max(1, int((MEMORY_SHARE * memory - used) // size))
