@@ -704,7 +704,7 @@ def triton_int4_product(x: Array, w: Int4, interpret=False) -> Array:
     (B, _), O, L = x.shape, w.shape[0], w.values.shape[-1]
     M, rows, lanes = power_of_two(max(B, 16)), math.gcd(O, 64), math.gcd(L, 64)
     blocks = L // lanes
-    # 500 programs or so, whose blocks are as many
+    # About 500 programs or more, each with as many blocks as the others.
     splits = next(n for n in range(1, blocks + 1) if blocks % n == 0 and (n * O // rows >= 500 or n == blocks))
     x = jnp.pad(x, ((0, M - B), (0, 0))).reshape(M, L, 32).transpose(2, 0, 1)
 
@@ -730,9 +730,11 @@ def triton_int4_product(x: Array, w: Int4, interpret=False) -> Array:
 
 
 def add_int4_lanes(total, x, w, e, of_tile, of_rows, at) -> Array:
-    """In a kernel for GPUs: total [M, O], float32, plus the product of x and w in the lanes `at`. Of x bfloat16 [32,
-    rows, L], the numbers of a place in the lanes side by side, M rows, `of_tile`; of w [E, rows, C] O rows, `of_rows`,
-    of expert e."""
+    """In a kernel for GPUs: float32 total [M, O], plus the product of M rows of x and O rows of w in some lanes.
+
+    x bfloat16 [32, rows, L] has first the first number of each lane, then the second, and so on; w is [E, rows, C].
+    `of_tile` says which rows of x these are, `e` and `of_rows` which of w, and `at` which lanes.
+    """
     row, group = of_rows.start + jnp.arange(of_rows.size), w.values.shape[-1] // w.scale.shape[-1]
     groups = e, row[:, None], (at.start + jnp.arange(at.size))[None] // group
     scale = w.scale[groups].astype(jnp.bfloat16)

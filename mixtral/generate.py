@@ -315,7 +315,7 @@ class Places:
     waits until that one has the `common` tokens that both begin with, and gets them copied.
 
     What the layers that forget had after the first `saved` tokens is kept; see `stop`. A later row `returns` to it.
-    Where a layer `has_states`, another row can have just these tokens.
+    Where a layer `has_states`, these are the only tokens that another row can have.
 
     Prompts take `count` of the `batch` places, and those of a device of `dp` stand together; the caches of `together`
     neighbours are on the same devices, and can be copied. `reusable(shared, filled, stored)` says how many of the
@@ -386,10 +386,12 @@ class Places:
         return min(self.prompt_lengths[p] + self.max_new_tokens, self.max_seq_len + 1)
 
     def stop(self, p: int) -> int:
-        """How many tokens a new row reads until what forgets is kept, 0 if nothing is: all but the `opening`. Without
-        one, and with states, as many as save the next prompts the most."""
-        if self.opening or not self.has_states or self.sources[p] >= 0:
-            return max(self.prompt_lengths[p] - self.opening, 0) if self.opening else 0
+        """How many tokens a new row reads until what its layers forget is kept, 0 or less if nothing is: all but the
+        `opening`. Without one, states are kept where that saves the next prompts the most tokens."""
+        if self.opening:
+            return self.prompt_lengths[p] - self.opening
+        if not self.has_states or self.sources[p] >= 0:
+            return 0
         following = itertools.islice(self.waiting, self.count)
         common = sorted(self.agreeing(p, self.prompts[n], self.prompt_lengths[p] - 1) for n in following)
         best = max([((len(common) - i) * n, n) for i, n in enumerate(common)], default=(0, 0))[1]
@@ -718,8 +720,9 @@ def generate(
 
     of_one = cache_of(dp)  # a row on each device of dp
     held, kept = model.tokens_held(of_one, config, model.model_shards(mesh)), kept if keeps else {}
-    has_states, sort = min(held) == 0, sorted(prompt[:FEWEST_COPIED] for prompt in prompts)
-    saves = keeps or (has_states and any(a == b for a, b in itertools.pairwise(sort)))
+    has_states = min(held) == 0
+    beginnings = sorted(prompt[:FEWEST_COPIED] for prompt in prompts if has_states)
+    saves = keeps or any(a == b for a, b in itertools.pairwise(beginnings))
     forgetful = [i for i, n in enumerate(held) if n < max_seq_len and saves]
     count = rows_at_once(len(prompts), rows, weights, [of_one, *(of_one[i] for i in forgetful)], mesh)
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free

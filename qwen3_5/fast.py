@@ -712,7 +712,7 @@ def triton_int4_product(x: Array, w: Int4, interpret=False) -> Array:
     (B, _), O, L = x.shape, w.shape[0], w.values.shape[-1]
     M, rows, lanes = power_of_two(max(B, 16)), math.gcd(O, 64), math.gcd(L, 64)
     blocks = L // lanes
-    # 500 programs or so, whose blocks are as many
+    # About 500 programs or more, each with as many blocks as the others.
     splits = next(n for n in range(1, blocks + 1) if blocks % n == 0 and (n * O // rows >= 500 or n == blocks))
     x = jnp.pad(x, ((0, M - B), (0, 0))).reshape(M, L, 32).transpose(2, 0, 1)
 
@@ -738,9 +738,11 @@ def triton_int4_product(x: Array, w: Int4, interpret=False) -> Array:
 
 
 def add_int4_lanes(total, x, w, e, of_tile, of_rows, at) -> Array:
-    """In a kernel for GPUs: total [M, O], float32, plus the product of x and w in the lanes `at`. Of x bfloat16 [32,
-    rows, L], the numbers of a place in the lanes side by side, M rows, `of_tile`; of w [E, rows, C] O rows, `of_rows`,
-    of expert e."""
+    """In a kernel for GPUs: float32 total [M, O], plus the product of M rows of x and O rows of w in some lanes.
+
+    x bfloat16 [32, rows, L] has first the first number of each lane, then the second, and so on; w is [E, rows, C].
+    `of_tile` says which rows of x these are, `e` and `of_rows` which of w, and `at` which lanes.
+    """
     row, group = of_rows.start + jnp.arange(of_rows.size), w.values.shape[-1] // w.scale.shape[-1]
     groups = e, row[:, None], (at.start + jnp.arange(at.size))[None] // group
     scale = w.scale[groups].astype(jnp.bfloat16)
@@ -868,12 +870,12 @@ def cpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Ar
 
 
 def gpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
-    """local_experts for GPUs. On an H100 the tiles are faster from as many pairs on as there are experts."""
-    has_tiles = tiles_suit(x, w_gate_up) and tiles_suit(x, w_down)
-    if ids.size <= w_down.shape[0] or (has_few_pairs(ids, w_down.shape[0]) and not has_tiles):
-        return gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
-    if has_tiles:
+    """local_experts for GPUs. On an H100 tiles are faster where there are more pairs than experts."""
+    E = w_down.shape[0]
+    if ids.size > E and tiles_suit(x, w_gate_up) and tiles_suit(x, w_down):
         return tiled_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
+    if has_few_pairs(ids, E):
+        return gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
     return expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile=512)
 
 
@@ -1023,7 +1025,8 @@ def tile_products(x: Array, w: Format, expert: Array, count: Array, gated=None, 
     activate, *added = gated or (None,)
     parts, run, add_block = TILES[type(w)]
     x = padded(x, w).reshape(len(x), -1, parts, run).transpose(2, 0, 1, 3).reshape(parts, len(x), -1)
-    tile, columns, halves = x.shape[1] // len(expert), w.shape[1] // (2 if activate else 1), 2 if activate else 1
+    halves = 2 if activate else 1
+    tile, columns = x.shape[1] // len(expert), w.shape[1] // halves
     rows, size = math.gcd(columns, 64), math.gcd(x.shape[2], 64)
 
     def kernel(x, w, expert, count, added, out):
@@ -1064,7 +1067,8 @@ def add_tile_block(total, x, w, e, of_tile, of_rows, at) -> Array:
     return total + (y if scale is None else y * scale)
 
 
-# By format: in how many parts x is, of which so many neighbours at a time go to one; and what adds a block's product.
+# By format: into how many parts the columns of x are dealt, how many neighbours at a time go to one part, and what adds
+# the product of a block of columns.
 TILES = {Plain: (1, 1, add_tile_block), Int8: (1, 1, add_tile_block), Int4: (32, 1, add_int4_lanes)}
 GROUP_BYTES = 48 * 2**20  # of VMEM, for the rows of a group of tokens and their sums
 
