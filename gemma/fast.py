@@ -46,17 +46,15 @@ from model import (
     linear_halves,
     padded,
     power_of_two,
-    probability_value_product,
     product,
     quantize,
-    query_key_product,
     shard_index,
     softcapped,
     softmax_state,
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Products and attention on CPUs
+# Products on CPUs
 
 
 def plain_cpu_product(x: Array, w: Array) -> Array:
@@ -169,38 +167,8 @@ def weights_first(x: Array, w: Array, dtype: jnp.dtype) -> Array:
     return jax.lax.optimization_barrier(einsum("oc,bc->ob", w, x, dtype)).T
 
 
-def cpu_query_key_product(q: Array, k: Array) -> Array:
-    """query_key_product for CPUs."""
-    queries = math.prod(q.shape[2:4])
-    if queries <= 4:
-        return query_by_query("bkh,bksh->bks", q, k)
-    return keys_first(q, k) if queries <= 64 else query_key_product.plain(q, k)
-
-
-def cpu_probability_value_product(p: Array, v: Array) -> Array:
-    """probability_value_product for CPUs."""
-    if math.prod(p.shape[2:4]) <= 4:
-        return query_by_query("bks,bksw->bkw", p, v)
-    return probability_value_product.plain(p, v)
-
-
-def query_by_query(subscripts: str, x: Array, of_slots: Array) -> Array:
-    """A product [B, K, A, M, ..] of a few queries as a product of a matrix and a vector for each. XLA computes these up
-    to twice as fast, since all queries after the first find the slots in the processor's cache."""
-    one_by_one = jnp.moveaxis(x.reshape(*x.shape[:2], -1, x.shape[-1]), 2, 0)
-    return jnp.stack([einsum(subscripts, one, of_slots) for one in one_by_one], axis=2).reshape(*x.shape[:4], -1)
-
-
-def keys_first(q: Array, k: Array) -> Array:
-    """query_key_product for CPUs and some queries. XLA rearranges the second operand of a product there, which should
-    not be the keys; the barrier keeps XLA from exchanging the two."""
-    return jax.lax.optimization_barrier(einsum("bksh,bkamh->bksam", k, q)).transpose(0, 1, 3, 4, 2)
-
-
 PRODUCTS["cpu", Plain] = lambda x, w: plain_cpu_product(x, w.values)
 PRODUCTS["cpu", Int8] = lambda x, w: int8_cpu_product(x, w.values) * w.scale
-FAST["query_key_product", "cpu"] = cpu_query_key_product
-FAST["probability_value_product", "cpu"] = cpu_probability_value_product
 
 
 # ---------------------------------------------------------------------------------------------------------------------

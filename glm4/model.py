@@ -979,21 +979,9 @@ def attention_scores(q: Array, k: Format, mask: Array, softcap: float | None = N
     """q [B, K, A, M, H], k [B, K, S, H], mask [.., M, S]: float32 [B, K, A, M, S]. With `softcap` they cannot be added
     to those of another side of the keys."""
     keys, scale = k.values_and_scale(q.dtype)
-    scores = query_key_product(q.astype(keys.dtype), keys)
+    scores = einsum("bkamh,bksh->bkams", q.astype(keys.dtype), keys)
     scores = scores if scale is None else scores * scale[:, :, None, None]
     return jnp.where(mask, softcapped(scores, softcap), MASKED)
-
-
-@by_machine
-def query_key_product(q: Array, k: Array) -> Array:
-    """q [B, K, A, M, H] times k [B, K, S, H]: float32 [B, K, A, M, S]."""
-    return einsum("bkamh,bksh->bkams", q, k)
-
-
-@by_machine
-def probability_value_product(p: Array, v: Array) -> Array:
-    """p [B, K, A, M, S] times v [B, K, S, W]: float32 [B, K, A, M, W]."""
-    return einsum("bkams,bksw->bkamw", p, v)
 
 
 def attention_with_sum(scores: Array, v: Format, dtype: jnp.dtype) -> tuple[Array, Array]:
@@ -1004,7 +992,7 @@ def attention_with_sum(scores: Array, v: Format, dtype: jnp.dtype) -> tuple[Arra
     p = jnp.exp(scores - m)
     l = jnp.sum(p, axis=-1, keepdims=True)
     p = p / l if scale is None else p / l * scale[:, :, None, None]
-    return probability_value_product(p.astype(values.dtype), values), m + jnp.log(l)
+    return einsum("bkams,bksw->bkamw", p.astype(values.dtype), values), m + jnp.log(l)
 
 
 def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -1061,7 +1049,9 @@ def plain_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None,
                 return jax.lax.dynamic_slice(x, (place, 0, begin, 0)[: x.ndim], (1, K, block, *x.shape[3:]))[0]
 
             begin = i % (S // block) * block if wraps else i * block
-            return x if places is None and (rows, block) == (B, S) else jax.vmap(of_place)(of_rows(taken))
+            if places is None and rows == B:
+                return x if block == S else jax.lax.dynamic_slice_in_dim(x, begin, block, axis=2)
+            return jax.vmap(of_place)(of_rows(taken))
 
         queries = jax.lax.dynamic_slice(q, (row, 0, 0, m, 0), (rows, K, A, tile, H))
         first, second = jax.tree.map(some_slots, tuple(cache))
@@ -1162,10 +1152,9 @@ def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask
         return attend_to_stored(q, cache, starts, places, mask, T, R), cache
     if platform() == "tpu":
         return decode_kernel(q, new, cache, starts, mask=mask, T=T, R=R, run=run)
-    cache, block, sizes = store_few(cache, new, starts, mask, R), 128 if len(q) > 8 else 512, {}
-    if platform() == "cpu" and cache[0].shape[2] > block:
-        sizes = {"rows": 1, "block": block}  # stays in the processor's cache; what a row has not filled is not read
-    return plain_attention(q, cache, starts, None, mask, T, R, run, **sizes), cache
+    cache, slots = store_few(cache, new, starts, mask, R), cache[0].shape[2]
+    block = 256 if platform() == "cpu" and slots > 2048 else slots  # of so many, what no row has filled is not read
+    return plain_attention(q, cache, starts, None, mask, T, R, run, block=block), cache
 
 
 @by_machine
