@@ -1420,11 +1420,12 @@ def stored_width(C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
 
 
 def cache_layout(H: int, dtype: jnp.dtype, mesh: Mesh) -> tuple[int, jnp.dtype]:
-    """The width and the dtype of a cache of width H. On CPUs a 16-bit cache is kept in float32: to update one slot XLA
-    would convert all of it to float32 and back. On TPUs H is rounded up to the 128 lanes: a narrower array would have
-    its slots innermost in memory, and be copied to another layout for the kernel in every step."""
+    """The width and the dtype of a cache of width H. On TPUs H is rounded up to the 128 lanes: a narrower array would
+    have its slots innermost in memory, and be copied to another layout for the kernel in every step. Before jax 0.11,
+    XLA for CPUs would convert all of a 16-bit cache to float32 and back to update one slot, so it is kept in float32."""
     platform = mesh.devices.flat[0].platform
-    return ceil_div(H, 128) * 128 if platform == "tpu" else H, jnp.float32 if platform == "cpu" else dtype
+    is_converted = platform == "cpu" and jax.__version_info__ < (0, 11)
+    return ceil_div(H, 128) * 128 if platform == "tpu" else H, jnp.float32 if is_converted else dtype
 
 
 SHORT_PIECES = 64, 16  # for what is left of a prompt, or new in a conversation; the shortest only on CPUs
