@@ -370,28 +370,16 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def devices_found() -> str:
-    """What the program runs on, and why it is a CPU if there is more in the machine."""
-    device = jax.devices()[0]
-    if device.platform != "cpu":
-        memory = (device.memory_stats() or {}).get("bytes_limit")
-        return f"{jax.device_count()} x {device.device_kind}" + (f", {memory / 2**30:.0f} GiB" if memory else "")
-    found = f"{os.cpu_count()} CPU cores"
-    if jax.config.jax_platforms:
-        return f"{found}, as JAX_PLATFORMS={jax.config.jax_platforms} says"
-    for name, files in {"cuda": "/proc/driver/nvidia/version", "tpu": "/dev/accel0 /dev/vfio/0"}.items():
-        if any(map(os.path.exists, files.split())):
-            try:
-                jax.devices(name)
-            except RuntimeError as error:
-                return f"{found}: jax does not use the {name} device that is there ({one_line(error)})"
-    return f"{found}: jax found no GPU or TPU"
-
-
 @functools.cache
 def say_devices() -> None:
-    """Says what the program runs on, at the first call alone."""
-    say(devices_found())
+    """Says what the program runs on, at the first call alone. If there is more in the machine, jax has said why."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        name = jax.config.jax_platforms
+        say(f"{os.cpu_count()} CPU cores{f', as JAX_PLATFORMS={name} says' if name else ': jax found no GPU or TPU'}")
+    else:
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+        say(f"{jax.device_count()} x {device.device_kind}" + (f", {memory / 2**30:.0f} GiB" if memory else ""))
 
 
 class Progress:
