@@ -17,7 +17,6 @@ import hashlib
 import json
 import math
 import os
-import platform
 import re
 import resource
 import signal
@@ -690,33 +689,6 @@ def patience(who: str):
         is_over.set()
 
 
-def together(action, facts_of):
-    """Returns action(). Every process calls this. If action raises an error that the user can mend in one of them, or
-    facts_of its result (JSON values by name) differ from process 0's, all processes raise the same InputError."""
-    if jax.process_count() == 1:
-        return action()
-    result, line = None, None
-    try:
-        result = action()
-    except Exception as error:
-        if not (line := users_line(error)):
-            raise
-    name = f"process {jax.process_index()} ({platform.node()}, pid {os.getpid()})"
-    text = json.dumps({"name": name, "error": line, "facts": {} if line else facts_of(result)})
-    sent = np.frombuffer(text.encode().ljust(MESSAGE_BYTES), np.uint8)  # padded with spaces, which JSON allows
-    with patience(f"all {jax.process_count()} processes"):
-        said = [json.loads(bytes(row)) for row in multihost_utils.process_allgather(sent)]
-    for one in said:
-        if one["error"]:
-            raise InputError(f"{one['name']}: {one['error']}")
-    wanted = said[0]["facts"]
-    for one in said:
-        for fact, value in one["facts"].items():
-            if value != wanted[fact]:
-                raise InputError(f"{one['name']} has {fact} {value}, process 0 has {wanted[fact]}: give all the same")
-    return result
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The program
 
@@ -743,11 +715,6 @@ class Inputs(NamedTuple):
     stop_tokens: tuple[int, ...]
     markers: dict[int | str, str]
     mesh: jax.sharding.Mesh
-
-    def facts(self) -> dict:
-        """Hashes of the checkpoint and the prompts, which must be the same on all processes."""
-        digest = hashlib.sha256(json.dumps(self.prompt_tokens).encode()).hexdigest()
-        return {"another checkpoint, SHA-256": convert.fingerprint(self.checkpoint), "other prompts, SHA-256": digest}
 
 
 def read_inputs(args) -> Inputs:
@@ -783,6 +750,36 @@ def read_inputs(args) -> Inputs:
     return Inputs(checkpoint, tokenizer, system, prompts, prompt_tokens, stop_tokens, markers, mesh)
 
 
+def read_together(args) -> Inputs:
+    """read_inputs(args), of all processes, which all call this. If it raises an error that the user can mend in one of
+    them, or one has another version of jax, other flags, prompts or checkpoint, all raise the same InputError."""
+    if jax.process_count() == 1:
+        return read_inputs(args)
+    inputs, line, facts = None, None, {"jax": jax.__version__}
+    try:
+        inputs = read_inputs(args)
+        facts |= {f"--{name}": value for name, value in vars(args).items() if name not in OWN}
+        facts["another checkpoint, SHA-256"] = convert.fingerprint(inputs.checkpoint)
+        facts["other prompts, SHA-256"] = hashlib.sha256(json.dumps(inputs.prompt_tokens).encode()).hexdigest()
+    except Exception as error:
+        if not (line := users_line(error)):
+            raise
+    name = f"process {jax.process_index()} ({socket.gethostname()}, pid {os.getpid()})"
+    text = json.dumps({"name": name, "error": line, "facts": facts})
+    sent = np.frombuffer(text.encode().ljust(MESSAGE_BYTES), np.uint8)  # padded with spaces, which JSON allows
+    with patience(f"all {jax.process_count()} processes"):
+        said = [json.loads(bytes(row)) for row in multihost_utils.process_allgather(sent)]
+    for one in said:
+        if one["error"]:
+            raise InputError(f"{one['name']}: {one['error']}")
+    wanted = said[0]["facts"]
+    for one in said:
+        for fact, value in one["facts"].items():
+            if value != wanted[fact]:
+                raise InputError(f"{one['name']} has {fact} {value}, process 0 has {wanted[fact]}: give all the same")
+    return inputs
+
+
 def main() -> None:
     """Loads the checkpoint, decodes the prompts, prints results and statistics. All processes do the same."""
     args = parse_arguments()
@@ -802,8 +799,7 @@ def main() -> None:
         if args.chat:
             raise InputError(f"--chat needs one process alone, and there are {processes}")
         say(f"{jax.device_count()} devices of {processes} processes")
-    flags = {"jax": jax.__version__} | {f"--{name}": value for name, value in vars(args).items() if name not in OWN}
-    inputs = together(lambda: read_inputs(args), lambda inputs: flags | inputs.facts())
+    inputs = read_together(args)
     if sum(file.stat().st_size for file in inputs.checkpoint.folder.glob("*.safetensors")) > 1e8:  # it takes a while
         say_devices()
     begin = time.perf_counter()
