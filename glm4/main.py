@@ -860,8 +860,7 @@ def answer(args, inputs: Inputs, generation) -> dict:
                 check()
     except KeyboardInterrupt:
         results.break_off()
-        print("error: interrupted", file=sys.stderr, flush=True)
-        os._exit(130)
+        raise
     if bar:
         bar.close()
     results.note_cut()

@@ -1093,8 +1093,8 @@ def run(main) -> None:
     try:
         main()
     except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        sys.exit(130)
+        print("error: interrupted", file=sys.stderr, flush=True)
+        os._exit(130)  # Python's own exit waits for threads, and jax's for the other processes
     except Exception as error:
         line, is_joined = users_line(error), jax.distributed.is_initialized()
         if is_joined and isinstance(error, jax.errors.JaxRuntimeError):  # a collective fails if a process is gone
