@@ -31,9 +31,8 @@ from typing import NamedTuple
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would advise against running without torch
 if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # an older name, which jax accepts alone
     os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")  # of a GPU's memory; jax itself would take 0.75
-is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not if a shell has it ignored
-if __name__ == "__main__" and is_interruptible:  # Python's exception would wait until a library returns
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # or it is ignored
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's exception would wait until a library returns
 if __name__ == "__main__" and sys.stderr is not None and sys.stderr.isatty():  # in a log file, errors stand alone
     print("importing jax and transformers ...", file=sys.stderr)
 if __name__ == "__main__" and __package__:  # python3 -m llama3.main
@@ -827,19 +826,18 @@ def main() -> None:
 def interrupts_noted():
     """Within it Ctrl-C raises nothing, since jax turns an exception amid its own callbacks into another. What is
     yielded raises KeyboardInterrupt if there was one."""
-    noted = []
+    noted, before = [], signal.getsignal(signal.SIGINT)
 
     def check():
         if noted:
             raise KeyboardInterrupt
 
-    if is_interruptible:
+    if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda *_: noted.append(True))
     try:
         yield check
     finally:
-        if is_interruptible:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
 
 
 def answer(args, inputs: Inputs, generation) -> dict:
@@ -875,7 +873,7 @@ def chat(args, inputs: Inputs, generation) -> dict:
     conversation differs from what is there. A conversation that outgrows CHAT_SLOTS is read again, into twice as many:
     programs are compiled for a number of slots.
     """
-    if is_interruptible:
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Any line end, a file's mark of its encoding; what is not in UTF-8 is refused by encode.
     sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)
