@@ -22,7 +22,6 @@ import resource
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -743,8 +742,7 @@ def read_inputs(args) -> Inputs:
     weights = model.in_format(checkpoint.weights, args.quantize)
     mesh = model.make_mesh(*mesh_shape(weights, jax.devices(), args.dp, args.ep, args.tp))
     if args.profile:
-        Path(args.profile).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=args.profile).close()  # the error of a folder that cannot be written names it
+        Path(args.profile, "plugins", "profile").mkdir(parents=True, exist_ok=True)  # as jax does, but at the end
     stop_tokens, markers = read_stop_tokens(checkpoint, tokenizer), {} if is_raw else read_markers(tokenizer)
     return Inputs(checkpoint, tokenizer, system, prompts, prompt_tokens, stop_tokens, markers, mesh)
 
