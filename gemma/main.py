@@ -197,9 +197,7 @@ def encode(tokenizer, prompts, raw, history=(), template_args=None, remedy="") -
 def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:
     """Raises InputError for a prompt longer than both LONG_PROMPT and max_position_embeddings: it would take hours, and
     the model was not trained for it. Released Gemma 3 does not say: it takes 131,072, transformers' default."""
-    text_config = raw_config.get("text_config")
-    said = raw_config | (text_config if isinstance(text_config, dict) else {})
-    context = said.get("max_position_embeddings")
+    context = (raw_config | (raw_config.get("text_config") or {})).get("max_position_embeddings")
     for row, prompt in enumerate(prompt_tokens, 1):
         if isinstance(context, int) and len(prompt) > (most := max(LONG_PROMPT, context)):
             raise InputError(f"prompt {row} has {len(prompt)} tokens, more than {most}; the model takes {context}")
@@ -209,8 +207,8 @@ def read_stop_tokens(checkpoint: Checkpoint, tokenizer) -> tuple[int, ...]:
     """What ends an answer: eos_token_id, one or a list, of generation_config.json, of config.json and of the text model
     in it, and the tokenizer's own end."""
     file, config = checkpoint.folder / "generation_config.json", checkpoint.raw_config
-    places = [read_json(file) if file.is_file() else {}, config, config.get("text_config")]
-    given = [place.get("eos_token_id") for place in places if isinstance(place, dict)]
+    places = [read_json(file) if file.is_file() else {}, config, config.get("text_config") or {}]
+    given = [place.get("eos_token_id") for place in places]
     given.append(tokenizer.get_vocab().get(tokenizer.eos_token))
     stop = [token for value in given for token in (value if isinstance(value, list) else [value]) if token is not None]
     if not all(type(token) is int and 0 <= token < 2**31 for token in stop):
