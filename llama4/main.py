@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import faulthandler
 import functools
-import glob
 import hashlib
 import json
 import math
@@ -633,25 +632,23 @@ def is_lone_tpu_host() -> bool:
 def join_hosts(args) -> None:
     """Joins the processes of this run: those that the flags name, or that jax finds in a TPU pod, Slurm or Open MPI."""
     jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, and do nothing with it
-    # For Slurm, only a job step counts: sbatch and salloc set the same variables, but start one process.
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS", "1")
-    is_launched = bool(args.coordinator) or os.environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1"
-    is_launched |= "SLURM_STEP_NODELIST" in os.environ and tasks != "1"
+    # For Slurm, a job step counts: sbatch and salloc set SLURM_NTASKS, too, but start one process.
+    counts = [os.environ.get(name, "1") for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")]
+    is_launched = args.coordinator or counts != ["1", "1"]
     has_tpu = os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")
     if not is_launched and (not has_tpu or is_lone_tpu_host()):
         return
     # Under Slurm and Open MPI, jax gives each process one GPU. A process that is alone on its host gets all of them.
     local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else glob.glob("/dev/nvidia[0-9]*")
+    gpus = visible.split(",") if visible else list(Path("/dev").glob("nvidia[0-9]*"))
     is_alone = gpus and local.partition("(")[0] == "1"  # Slurm writes 1(x2) for two hosts of one
     devices = list(range(len(gpus))) if is_alone else None
-    count = args.num_processes or os.environ.get("OMPI_COMM_WORLD_SIZE") or (tasks if is_launched else None)
     # jax gives up after 300 s, but its last try to connect can wait forever: what is left of its time may round to 0
     # ms, which means no limit.
     faulthandler.dump_traceback_later(360, exit=True, file=2)
     try:
-        with patience(f"all {count} processes" if count else "all hosts"):
+        with patience(f"all {args.num_processes} processes" if args.num_processes else "all hosts"):
             for tries_left in (2, 1, 0):
                 try:
                     jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, devices)
