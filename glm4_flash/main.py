@@ -133,6 +133,8 @@ def parse_arguments():
         raise InputError("--chat prints text by the chat template: leave out --raw, --output json and --profile")
     if args.raw and (args.system or args.template_args):
         raise InputError("--system and --template_args are for the chat template, which --raw leaves out")
+    if args.prompt and "-" in args.prompt and len(args.prompt) > 1:
+        raise InputError("--prompt - stands alone, since it is all of standard input")
     if args.logprobs and args.output == "text":
         raise InputError("--logprobs is for JSON rows: add --output json")
     if 0 < (args.coordinator, args.num_processes, args.process_id).count(None) < 3:

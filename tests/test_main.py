@@ -285,6 +285,8 @@ def test_profile(main, tmp_path):
         (["--prompt_file", "/dev/null"], "/dev/null: has no prompt"),
         (["--prompt_file", "/no/file", "--prompt", "a"], "not allowed with"),
         (["--prompt", "-5+3"], "one with a - first as --prompt=VALUE"),
+        (["--prompt", "-", "x"], "error: --prompt - stands alone"),
+        (["--prompt", "x", "-"], "error: --prompt - stands alone"),
         (["--model_path", str(DEMO / "config.json")], "config.json: is a file; give a folder"),
         (["--system", "a", "--raw"], "--raw leaves out"),
         (["--template_args", "[1]"], "--template_args: '[1]' is not a JSON object"),
