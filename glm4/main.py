@@ -842,20 +842,18 @@ def answer(args, inputs: Inputs, generation) -> dict:
     steps = generation(inputs.prompt_tokens, max_seq_len=args.max_seq_len, stats=measured)
     results.add(next(steps))  # the first token is prefill's, what follows is the decode loop
     shows_rows = args.output == "json" and not sys.stdout.isatty()  # they appear when they are finished
-    bar = progress_bar(total=len(results.answers), desc="decoding", unit=" rows") if shows_rows else None
+    bar = progress_bar(is_shown=shows_rows, total=len(results.answers), desc="decoding", unit=" rows")
     try:
         profiler = jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext()
         with interrupts_noted() as check, profiler:
             for tokens in steps:
                 results.add(tokens)
-                if bar:
-                    bar.update(sum(token.finish_reason is not None for token in tokens))
+                bar.update(sum(token.finish_reason is not None for token in tokens))
                 check()
     except KeyboardInterrupt:
         results.break_off()
         raise
-    if bar:
-        bar.close()
+    bar.close()
     results.note_cut()
     return measured
 
