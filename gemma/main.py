@@ -501,12 +501,11 @@ class Answer:
 class Results:
     """Collects generated tokens and prints the rows in order: text as it comes, JSON when a row is finished."""
 
-    def __init__(self, args, tokenizer, prompts, prompt_tokens, markers=None):
+    def __init__(self, args, tokenizer, prompts, prompt_tokens, markers):
         self.args, self.prompts, self.prompt_tokens = args, prompts, prompt_tokens
-        special = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-        hidden = {*tokenizer.all_special_ids, *special}
+        hidden = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         headings = [f"> {prompt}\n" if len(prompts) > 1 else "" for prompt in prompts]
-        self.answers = [Answer(tokenizer, markers or {}, hidden, *row) for row in zip(headings, prompt_tokens)]
+        self.answers = [Answer(tokenizer, markers, hidden, *row) for row in zip(headings, prompt_tokens)]
         self.current = 0  # the first row that is not printed whole
 
     def add(self, tokens: list[Token]) -> None:

@@ -379,7 +379,7 @@ def test_any_tokens_as_they_come(of_case, tmp_path, monkeypatch, name):
     for _ in range(100):
         chosen = [pools[i] for i in random.choice(4, size=12, p=[0.4, 0.4, 0.15, 0.05])]
         ids = [pool[random.integers(len(pool))] for pool in chosen]
-        results = llama3.main.Results(SimpleNamespace(output="text"), tokenizer, [""], [[]])
+        results = llama3.main.Results(SimpleNamespace(output="text"), tokenizer, [""], [[]], {})
         written.clear()
         for n, token in enumerate(ids):
             reason = "length" if n == len(ids) - 1 else None
