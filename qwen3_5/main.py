@@ -641,10 +641,7 @@ def join_hosts(args) -> None:
         return
     # Under Slurm and Open MPI, jax gives each process one GPU. A process that is alone on its host gets all of them.
     local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else list(Path("/dev").glob("nvidia[0-9]*"))
-    is_alone = gpus and local.partition("(")[0] == "1"  # Slurm writes 1(x2) for two hosts of one
-    devices = list(range(len(gpus))) if is_alone else None
+    devices = [] if local.partition("(")[0] == "1" else None  # no restriction; Slurm writes 1(x2) for two hosts of one
     # jax gives up after 300 s, but its last try to connect can wait forever: what is left of its time may round to 0
     # ms, which means no limit.
     faulthandler.dump_traceback_later(360, exit=True, file=2)
