@@ -40,7 +40,7 @@ import convert
 import jax
 import model
 import numpy as np
-from convert import Checkpoint, find_checkpoint, load, one_line, progress_bar, read_json, users_line
+from convert import Checkpoint, find_checkpoint, load, one_line, progress_bar, read_json, say, users_line
 from generate import DRAFTS, Sampling, Token, check_prompts, generate
 from jax.experimental import multihost_utils
 from model import InputError, mesh_shape
@@ -360,12 +360,6 @@ class SentencePieceTokenizer(SentencePieceBackend):
 # What people see
 
 
-def say(text: str) -> None:
-    """A line on standard error, of process 0 alone."""
-    if jax.process_index() == 0:
-        print(text, file=sys.stderr, flush=True)
-
-
 @functools.cache
 def say_devices() -> None:
     """Says what the program runs on, at the first call alone. If there is more in the machine, jax has said why."""
@@ -669,11 +663,11 @@ def patience(who: str):
     """Says every PATIENCE seconds for whom it waits and how long, so that nobody believes it hangs."""
     is_over, begin = threading.Event(), time.monotonic()
 
-    def say():
+    def remind():
         while not is_over.wait(PATIENCE):
             print(f"waiting for {who}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
-    threading.Thread(target=say, daemon=True).start()
+    threading.Thread(target=remind, daemon=True).start()
     try:
         yield
     finally:

@@ -423,9 +423,9 @@ def is_less_by_words(tensors: list[Gptq], meta: object) -> bool:
         pairs.append(np.stack([one, other, means])[:, one != other])
     one, other, means = np.concatenate(pairs, axis=1)
     evidence = np.log(seen[other, means] / seen[one, means]).sum()
-    if len(one) and (is_lost or abs(evidence) < 3) and jax.process_index() == 0:  # odds of less than 20 to 1
+    if len(one) and (is_lost or abs(evidence) < 3):  # odds of less than 20 to 1
         why = "seem to be lost" if is_lost else "can be read in two ways, and neither numbers nor `meta` tell which"
-        print(f"note: {len(one)} zeros of GPTQ {why}; answers may be wrong", file=sys.stderr)
+        say(f"note: {len(one)} zeros of GPTQ {why}; answers may be wrong")
     return evidence > 0
 
 
@@ -636,7 +636,7 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
         return dataclasses.replace(weight, format=formats.pop() if is_one else Plain)
 
     if not fast and any(isinstance(tensor, InGroups) for tensor in tensors.values()):
-        print("note: without fast.py, weights in 4 bits are held in the dtype of the others", file=sys.stderr)
+        say("note: without fast.py, weights in 4 bits are held in the dtype of the others")
     weights = jax.tree.map(as_stored, weights_of(config))
     return Checkpoint(folder, config, raw_config, weights, tensors, skipped | left_out)
 
@@ -789,7 +789,7 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", quantize: 
     if needed > there:
         sizes = f"the weights take {needed:.1f} GB and the devices have {there:.1f}"
         raise InputError(f"{checkpoint.folder}: {sizes}; give more devices, --dtype bfloat16 or --quantize int8")
-    print_left_out(checkpoint)
+    say_left_out(checkpoint)
 
     def read(weight, stored, held):
         """A weight as it is on disk, each device's part of it. Its arrays, if they are held as they are stored."""
@@ -934,7 +934,7 @@ def convert(source: Path, output: Path, dtype: str, quantize: str | None = None)
         for name, content in files.items():
             with whole_file(output / name) as f:
                 f.write(content)
-    print_left_out(checkpoint)
+    say_left_out(checkpoint)
 
 
 def planned_shards(checkpoint: Checkpoint, dtype: str, quantize: str | None) -> dict[str, list]:
@@ -961,13 +961,12 @@ def planned_shards(checkpoint: Checkpoint, dtype: str, quantize: str | None) -> 
     return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
 
 
-def print_left_out(checkpoint: Checkpoint) -> None:
-    """Says what is left out on purpose, on standard error, from process 0 alone."""
-    if jax.process_index() == 0:
-        for reason, count in Counter(checkpoint.left_out.values()).items():
-            print(f"left out {count} tensors of the checkpoint: {reason}", file=sys.stderr)
-        if '"input_activations": {' in json.dumps(checkpoint.raw_config):
-            print("left out: rounding of activations, which stay in the dtype of the model", file=sys.stderr)
+def say_left_out(checkpoint: Checkpoint) -> None:
+    """Says what is left out on purpose."""
+    for reason, count in Counter(checkpoint.left_out.values()).items():
+        say(f"left out {count} tensors of the checkpoint: {reason}")
+    if '"input_activations": {' in json.dumps(checkpoint.raw_config):
+        say("left out: rounding of activations, which stay in the dtype of the model")
 
 
 @contextlib.contextmanager
@@ -1049,6 +1048,12 @@ def write_shard(path: Path, metadata: dict[str, str], groups: list, tensors: dic
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line
+
+
+def say(text: str) -> None:
+    """A line on standard error, of process 0 alone."""
+    if jax.process_index() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def progress_bar(*items, is_shown=True, **options) -> tqdm:
