@@ -618,9 +618,8 @@ def is_lone_tpu_host() -> bool:
     if given or "TPU_SKIP_MDS_QUERY" in os.environ:
         return "," not in (given or "")
     host, _, port = os.environ.get("GCE_METADATA_IP", "metadata.google.internal").partition(":")
-    for _ in range(3):
-        with contextlib.suppress(OSError), socket.create_connection((host, int(port or 80)), timeout=2):
-            return False
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port or 80)), timeout=6):
+        return False
     return True
 
 
@@ -753,11 +752,10 @@ def read_together(args) -> Inputs:
     sent = np.frombuffer(text.encode().ljust(MESSAGE_BYTES), np.uint8)  # padded with spaces, which JSON allows
     with patience(f"all {jax.process_count()} processes"):
         said = [json.loads(bytes(row)) for row in multihost_utils.process_allgather(sent)]
+    wanted = said[0]["facts"]
     for one in said:
         if one["error"]:
             raise InputError(f"{one['name']}: {one['error']}")
-    wanted = said[0]["facts"]
-    for one in said:
         for fact, value in one["facts"].items():
             if value != wanted[fact]:
                 raise InputError(f"{one['name']} has {fact} {value}, process 0 has {wanted[fact]}: give all the same")
