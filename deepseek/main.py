@@ -704,7 +704,7 @@ class Inputs(NamedTuple):
 def read_inputs(args) -> Inputs:
     """Reads and checks everything but the weights, so that mistakes are reported before the long wait."""
     folder = find_checkpoint(args.model_path or str(DEMO), extra_layer=args.draft == "mtp")
-    prompts = [] if args.chat else read_prompts(args)
+    prompts = ["Hello"] if args.chat else read_prompts(args)  # of a chat, to try its template
     checkpoint = convert.open_checkpoint(folder, extra_layer=args.draft == "mtp")
     config = checkpoint.config
     if args.draft == "mtp" and not config.uses_extra_layer:
@@ -715,15 +715,14 @@ def read_inputs(args) -> Inputs:
     is_raw = args.raw or not tokenizer.chat_template
     if is_raw and (args.system or args.template_args):
         raise InputError(f"{folder}: its tokenizer has no chat template for --system or --template_args")
-    remedy, first = "" if args.chat or args.system else "; --raw leaves the template out", prompts or ["Hello"]
+    remedy = "" if args.chat or args.system else "; --raw leaves the template out"
     system = [{"role": "system", "content": args.system}] if args.system else []
-    prompt_tokens = encode(tokenizer, first, is_raw, system, args.template_args, remedy)
+    prompt_tokens = encode(tokenizer, prompts, is_raw, system, args.template_args, remedy)
     for row, ids in enumerate(prompt_tokens, 1):
-        if is_raw and len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
+        if is_raw and ids[:2] == [tokenizer.bos_token_id] * 2:
             del ids[0]
             say(f"note: prompt {row} begins with {tokenizer.bos_token}, and gets no other")
-    if not args.chat:
-        check_prompts(prompt_tokens, config, args.max_seq_len, args.max_new_tokens)
+    check_prompts(prompt_tokens, config, args.max_seq_len, args.max_new_tokens)
     check_context(prompt_tokens, checkpoint.raw_config)
     weights = model.in_format(checkpoint.weights, args.quantize)
     mesh = model.make_mesh(*mesh_shape(weights, jax.devices(), args.dp, args.ep, args.tp))
