@@ -13,6 +13,7 @@ import contextlib
 import faulthandler
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -103,8 +104,7 @@ def parse_arguments():
     add("--max_new_tokens", type=count, default=128, help="default 128")
     add("--max_seq_len", type=count, help="cache slots for a sequence, default what prompts and max_new_tokens need")
     add("--batch_size", type=count, help="rows that decode at once, default as many as memory holds")
-    drafts = "verify guesses of the next tokens: what followed the last ones before, or an extra layer's (mtp)"
-    add("--draft", choices=list(DRAFTS), help=drafts)
+    add("--draft", choices=list(DRAFTS), help="verify guesses: what followed before, or of an extra layer (mtp)")
     add("--draft_tokens", type=number(int, 1, model.FEW - 1), default=3, help="guesses a step, default 3")
     add("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16", help="default bfloat16")
     add("--quantize", choices=["int8", "int4"], help="weights in int8, or in groups of 4 bits")
@@ -347,12 +347,9 @@ class SentencePieceTokenizer(SentencePieceBackend):
 
     def convert_tokens_to_string(self, tokens):
         """Text of pieces, bytes among them, and of added tokens, which sentencepiece does not know."""
-        text, pieces = "", []
-        for token in [*filter(None, tokens), ""]:
-            if token and token not in self.added_tokens_encoder:
-                pieces.append(token)
-            else:
-                text, pieces = text + self.sp_model.decode(pieces) + token, []
+        text = ""
+        for is_added, some in itertools.groupby(filter(None, tokens), lambda token: token in self.added_tokens_encoder):
+            text += "".join(some) if is_added else self.sp_model.decode(list(some))
         return text if self.legacy or not self.has_prefix else text.removeprefix(" ")
 
 
@@ -405,12 +402,13 @@ class Part:
 
     def new_text(self, is_whole: bool) -> str:
         """What was not given out yet; all of it if the part `is_whole`."""
+        if self.given == len(self.ids):
+            return ""
         before, text = self.text(self.context, self.given), self.text(self.context)
-        is_byte = self.ids and re.fullmatch("<0x..>", self.tokenizer.convert_ids_to_tokens(self.ids[-1]))
+        is_byte = re.fullmatch("<0x..>", self.tokenizer.convert_ids_to_tokens(self.ids[-1]))
         if not is_whole and (is_byte or text.endswith("\ufffd")):
             return ""
-        if len(self.ids) > self.given:
-            self.context, self.given = self.given, len(self.ids)
+        self.context, self.given = self.given, len(self.ids)
         return text[len(before) :]
 
 
