@@ -53,8 +53,9 @@ PROMPTS_CHARACTERS = 2**28  # a larger --prompts_file, such as /dev/zero, is ref
 LONG_PROMPT = 2**15  # tokens; a shorter prompt is taken whatever max_position_embeddings says, as in transformers
 CHAT_SLOTS = 4096  # of the cache of a conversation at first
 PATIENCE = 30  # seconds of waiting for other processes, before a line says so
-MESSAGE_BYTES = 2**16  # of the message that each process sends to the others before loading
-OWN = ("model_path", "prompt", "prompt_file", "prompts_file", "coordinator", "process_id")  # may differ between hosts
+OWN = (  # what may differ between hosts: where things are, and texts, of which the tokens are compared
+    "model_path", "prompt", "prompt_file", "prompts_file", "system", "template_args", "coordinator", "process_id",
+)  # fmt: skip
 
 # Published peak memory bandwidth of a device in GB/s, by the first words of jax's device_kind. Sources: the data sheets
 # of Google Cloud's TPU versions and of NVIDIA's accelerators.
@@ -746,7 +747,7 @@ def read_together(args) -> Inputs:
             raise
     name = f"process {jax.process_index()} ({socket.gethostname()}, pid {os.getpid()})"
     text = json.dumps({"name": name, "error": line, "facts": facts})
-    sent = np.frombuffer(text.encode().ljust(MESSAGE_BYTES), np.uint8)  # padded with spaces, which JSON allows
+    sent = np.frombuffer(text.encode().ljust(2**16), np.uint8)  # as long as the others': JSON allows spaces
     with patience(f"all {jax.process_count()} processes"):
         said = [json.loads(bytes(row)) for row in multihost_utils.process_allgather(sent)]
     wanted = said[0]["facts"]
