@@ -435,14 +435,14 @@ class Places:
 
     def copies(self) -> tuple[np.ndarray, np.ndarray]:
         """What can be copied now, after the steps that were started, as `copy` takes it. The rows begin behind it."""
-        rows, own = self.rows, self.batch // self.dp
-        sources, tokens = np.zeros((2, self.batch), np.int32)
+        rows, own, tokens = self.rows, self.batch // self.dp, np.zeros(self.batch, np.int32)
+        sources = np.arange(self.batch, dtype=np.int32) % own
         for p in np.flatnonzero(self.sources >= 0):
             q, n = self.sources[p], self.common[p]
             if rows.filled[q] >= n:
                 self.sources[p] = -1
                 if n > rows.filled[p] and self.offers(q, n):
-                    sources[p], tokens[p] = q % own, n
+                    sources[p], tokens[p] = sources[q], n  # where q gets them now, if it does
                     rows.filled[p], self.stored[p] = n, self.stored[q]
                     if self.has_states:
                         self.saved[p] = n

@@ -381,14 +381,14 @@ class Device:
             self.states, self.saved = ([[] for _ in rows.filled] for _ in range(2))
 
     def copy(self, sources, tokens, dp):
-        """What generate.copy does."""
-        own = len(tokens) // dp
+        """What generate.copy does: with slots one place after the other, with states at once."""
+        own, saved = len(tokens) // dp, [*self.saved]
         for p in np.flatnonzero(tokens):
             q = p // own * own + sources[p]
             self.cache[p, : tokens[p]] = self.cache[q, : tokens[p]]
             if self.has_states:
-                assert len(self.saved[q]) == tokens[p]
-                self.states[p] = self.saved[p] = self.saved[q]
+                assert len(saved[q]) == tokens[p]
+                self.states[p] = self.saved[p] = saved[q]
 
     def step(self, T, places):
         """What generate.step does and returns."""
@@ -421,24 +421,24 @@ def test_places(monkeypatch):
     for _ in range(300):
         chance = np.random.default_rng(random_lists.integers(2**32))
         dp, drafts, new = int(chance.integers(1, 3)), int(chance.integers(4)), int(chance.integers(1, 12))
-        batch, slots = dp * int(chance.integers(1, 4)), int(chance.integers(70, 90))
+        batch, slots = dp * int(chance.integers(1, 5)), int(chance.integers(70, 90))
         count = int(chance.integers(batch - dp + 1, batch + 1))
-        has_states = chance.random() < 0.5
+        has_states, equal = chance.random() < 0.5, chance.choice([0, 0, 0.7])
         device, past, beginning = Device(generate, chance, drafts, has_states), None, []
         for _ in range(3):  # turns of a conversation
             prompts = [
                 (beginning if chance.random() < 0.7 else []) + chance.integers(2, 40, chance.integers(1, 40)).tolist()
                 for _ in range(chance.integers(count, 9))
             ]
-            prompts = [prompt[:slots] for prompt in prompts]
+            prompts = [(prompts[0] if chance.random() < equal else prompt)[:slots] for prompt in prompts]
             sizes = {"count": count, "batch": batch, "dp": dp, "pieces": [32, 16], "drafts": drafts, "seed": 0}
             limits = {"max_new_tokens": new, "max_seq_len": slots, "stop_tokens": device.STOPS}
             kinds = {"reusable": lambda shared, filled, stored: shared, "past": past, "opening": 0}
             kinds["has_states"] = has_states
-            kinds["together"] = chance.choice([n for n in (1, 2, 3) if batch // dp % n == 0])
+            kinds["together"] = chance.choice([n for n in (1, 2, 3, 4) if batch // dp % n == 0])
             if has_states:
                 kinds |= {"reusable": lambda shared, filled, stored: shared * (shared == filled)}
-                kinds["opening"] = int(chance.integers(9)) * int(chance.integers(2))
+                kinds["opening"] = int(chance.choice([0, 4, 8]))
             places, answers, results = generate.Places(prompts, **sizes, **limits, **kinds), [[] for _ in prompts], []
 
             def go_back(places=places, device=device):
