@@ -182,22 +182,44 @@ def step(
     return program(weights, cache, rows, places)
 
 
-@partial(jax.jit, static_argnames=("states", "config", "mesh"), donate_argnames=("cache", "saved"))
-def copy(cache: list, saved: list, sources: Array, tokens: Array, *, states: tuple[int, ...], config, mesh: Mesh):
-    """The cache, donated, in which each place has the first `tokens` of another one, `sources`, counted on each device
-    of dp. Both are int32 [batch]; 0 tokens change nothing. Of the layers `states`, which have no slots, it has what was
-    saved of them there. So has `saved`, which is donated and returned, too."""
+class Copies(NamedTuple):
+    """What happens to the places of a batch between two steps. All are [batch].
+
+    Where `keeps`, bool, what is kept of the layers that forget becomes what they have now. Then places get the first
+    `tokens`, int32, of other ones, one after the other: of `sources`, int32, counted on each device of dp. Where
+    `returns`, bool, the layers that forget get what is kept: if there are tokens, that of the source, else their own.
+    """
+
+    keeps: Array
+    returns: Array
+    sources: Array
+    tokens: Array
+
+
+@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache", "saved"))
+def copy(cache: list, saved: dict, copies: Copies, *, config: Config, mesh: Mesh) -> tuple[list, dict]:
+    """The cache and what is kept of its layers that forget, by their index, after `copies`. Both are donated."""
     R = model.cache_sharers(config, model.model_shards(mesh))
 
-    def body(cache, saved, sources, tokens):
-        saved = refill(saved, tokens > 0, jax.tree.map(lambda x: x[sources], saved))
-        of_layers = dict(zip(states, refill([cache[i] for i in states], tokens > 0, saved), strict=True))
-        arrays, tree = jax.tree.flatten([None if i in of_layers else layer for i, layer in enumerate(cache)])
+    def body(cache, saved, copies):
+        keeps, returns, sources, tokens = copies
+        places = jnp.flatnonzero(tokens, size=len(tokens))
+        count = jnp.count_nonzero(tokens) if len(tokens) > 1 else 0  # a place alone has no other
+
+        def share(i, saved):
+            source = jnp.where(returns[places[i]], sources[places[i]], places[i])
+            return jax.tree.map(lambda x: x.at[places[i]].set(x[source]), saved)
+
+        saved = jax.lax.fori_loop(0, count, share, refill(saved, keeps, {i: cache[i] for i in saved}))
+        cache = [refill(layer, returns, saved[i]) if i in saved else layer for i, layer in enumerate(cache)]
+        with_slots = {i: layer for i, layer in enumerate(cache) if isinstance(layer, LayerCache)}
+        arrays, tree = jax.tree.flatten(with_slots)
         rows = arrays[0].shape[0]
         groups = len(sources) // rows  # of devices, which have different rows
         group = jax.lax.div(model.shard_index(R), R // groups) if groups > 1 else 0
 
-        def copy_row(place, arrays):
+        def copy_row(i, arrays):
+            place = places[i]
             for S in sorted({x.shape[2] for x in arrays}):
                 size = math.gcd(S, 128)
 
@@ -214,12 +236,11 @@ def copy(cache: list, saved: list, sources: Array, tokens: Array, *, states: tup
                 arrays = jax.lax.fori_loop(0, blocks, copy_block, arrays)
             return arrays
 
-        cache = tree.unflatten(jax.lax.fori_loop(0, len(sources), copy_row, arrays))
-        return [of_layers.get(i, layer) for i, layer in enumerate(cache)], saved
+        with_slots = tree.unflatten(jax.lax.fori_loop(0, count, copy_row, arrays))
+        return [with_slots.get(i, layer) for i, layer in enumerate(cache)], saved
 
-    specs, out_specs = (CACHE_SPEC, CACHE_SPEC, P("dp"), P("dp")), (CACHE_SPEC, CACHE_SPEC)
-    program = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
-    return program(cache, saved, sources, tokens)
+    specs = CACHE_SPEC, CACHE_SPEC, P("dp")
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[:2], check_vma=False)(cache, saved, copies)
 
 
 class Sampling(NamedTuple):
@@ -314,8 +335,9 @@ class Places:
     with the prompt; `stored` how many slots were written at most. Where `sources` has another place, and not -1, a row
     waits until that one has the `common` tokens that both begin with, and gets them copied.
 
-    What the layers that forget had after the first `saved` tokens is kept; see `stop`. A later row `returns` to it.
-    Where a layer `has_states`, these are the only tokens that another row can have.
+    Where `is_new`, the devices do not know of the row yet. What the layers that forget had after the first `saved`
+    tokens is kept; see `stop`. A later row returns to it. Where a layer `has_states`, these are the only tokens that
+    another row can have.
 
     Prompts take `count` of the `batch` places, and those of a device of `dp` stand together; the caches of `together`
     neighbours are on the same devices, and can be copied. `reusable(shared, filled, stored)` says how many of the
@@ -345,7 +367,7 @@ class Places:
         self.rows = Rows(np.zeros((batch, self.max_seq_len + 1), np.int32), *zeros_and_ones)
         self.numbers, self.prompt_lengths, self.known, self.stored = np.full(batch, -1), *np.zeros((3, batch), np.int32)
         self.sources, self.common = np.full(batch, -1), np.zeros(batch, np.int32)
-        self.saved, self.returns = np.zeros(batch, np.int32), np.zeros(batch, bool)
+        self.saved, self.is_new = np.zeros(batch, np.int32), np.zeros(batch, bool)
         self.waiting, self.in_flight = deque(range(len(self.prompts))), deque()  # in flight: a Step that was not read
         if past:
             self.rows.history[:], self.rows.filled[:], self.known, self.stored, self.saved = past.contents()
@@ -355,12 +377,14 @@ class Places:
 
     def contents(self) -> tuple[np.ndarray, ...]:
         """What the cache has of each place, for a later call."""
-        return self.rows.history, self.rows.filled, self.known, self.stored, self.saved
+        filled = np.where(self.returns(), 0, self.rows.filled)
+        if self.has_states and self.drafts and self.in_flight:  # how many drafts these steps took in is not known
+            filled[self.numbers >= 0] = 0
+        return self.rows.history, filled, self.known, self.stored, self.saved
 
-    def fill(self) -> np.ndarray:
-        """Gives the free places to prompts that wait, in their order: to each the one that shares most with it. Returns
-        which places have a new row, bool [batch]."""
-        rows, is_new = self.rows, np.zeros(self.batch, bool)
+    def fill(self) -> None:
+        """Gives the free places to prompts that wait, in their order: to each the one that shares most with it."""
+        rows = self.rows
         free = np.flatnonzero(self.numbers[: self.count] < 0).tolist()
         while free and self.waiting:
             prompt = self.prompts[number := self.waiting.popleft()]
@@ -368,22 +392,19 @@ class Places:
             free.remove(p)
             rows.filled[p] = self.shared(p, prompt)
             self.saved[p] *= self.agreeing(p, prompt, self.saved[p]) == self.saved[p]
-            self.returns[p] = rows.filled[p] == self.saved[p] > 0
-            if self.returns[p]:
+            if rows.filled[p] == self.saved[p]:  # it returns to what is kept, or begins anew
                 self.stored[p] = rows.filled[p] + self.pieces[0]  # with padding
-            self.stored[p] *= rows.filled[p] > 0
-            is_new[p], self.numbers[p], rows.history[p, :length] = True, number, prompt
+            self.is_new[p], self.numbers[p], rows.history[p, :length] = True, number, prompt
             rows.seeds[p] = number, self.seed
             self.prompt_lengths[p] = self.known[p] = rows.lengths[p] = length
             rows.limits[p] = self.limit(p)
             self.sources[p], self.common[p] = self.source(p)
             if (stop := self.stop(p)) > rows.filled[p]:
                 rows.limits[p] = stop + 1
-        return is_new
 
-    def limit(self, p: int) -> int:
+    def limit(self, p: int | np.ndarray) -> int | np.ndarray:
         """How many tokens the row of a place may have."""
-        return min(self.prompt_lengths[p] + self.max_new_tokens, self.max_seq_len + 1)
+        return np.minimum(self.prompt_lengths[p] + self.max_new_tokens, self.max_seq_len + 1)
 
     def stop(self, p: int) -> int:
         """How many tokens a new row reads until what its layers forget is kept, 0 or less if nothing is: all but the
@@ -433,31 +454,34 @@ class Places:
         """Whether another row can have the first n tokens of a place that has computed them."""
         return self.saved[q] == n if self.has_states else self.reusable(n, self.rows.filled[q], self.stored[q]) > 0
 
-    def copies(self) -> tuple[np.ndarray, np.ndarray]:
-        """What can be copied now, after the steps that were started, as `copy` takes it. The rows begin behind it."""
-        rows, own, tokens = self.rows, self.batch // self.dp, np.zeros(self.batch, np.int32)
-        sources = np.arange(self.batch, dtype=np.int32) % own
+    def returns(self) -> np.ndarray:
+        """Whether the row of a place is to go back to what is kept of it."""
+        return self.is_new & (self.rows.filled == self.saved) & (self.saved > 0)
+
+    def has_copies(self) -> bool:
+        """Whether there may be something to copy before the row of a place can go on."""
+        return bool(((self.sources >= 0) | self.stops() | self.returns()).any())
+
+    def copies(self) -> Copies:
+        """What is copied now, after the steps that were started. Rows go on behind it, and from where they stopped."""
+        rows, own = self.rows, self.batch // self.dp
+        sources, tokens = np.zeros((2, self.batch), np.int32)
+        keeps, returns = self.stops() & (rows.filled == rows.limits - 1), self.returns()
+        self.saved[keeps], rows.limits[keeps] = rows.filled[keeps], self.limit(keeps)
         for p in np.flatnonzero(self.sources >= 0):
             q, n = self.sources[p], self.common[p]
             if rows.filled[q] >= n:
                 self.sources[p] = -1
                 if n > rows.filled[p] and self.offers(q, n):
-                    sources[p], tokens[p] = sources[q], n  # where q gets them now, if it does
+                    sources[p], tokens[p] = q % own, n
                     rows.filled[p], self.stored[p] = n, self.stored[q]
+                    returns[p] = self.has_states
                     if self.has_states:
                         self.saved[p] = n
                     if rows.limits[p] <= n:  # beyond where it was to stop
                         rows.limits[p] = self.limit(p)
-        return sources, tokens
-
-    def keep(self) -> np.ndarray:
-        """The places whose rows are, after the steps that were started, where they stop for what is kept of them, bool
-        [batch]. They read on behind it."""
-        rows = self.rows
-        is_there = self.stops() & (rows.filled == rows.limits - 1)
-        for p in np.flatnonzero(is_there):
-            self.saved[p], rows.limits[p] = rows.filled[p], self.limit(p)
-        return is_there
+        self.is_new |= keeps | returns | (tokens > 0)
+        return Copies(keeps, returns, sources, tokens)
 
     def unread(self) -> np.ndarray:
         """How many tokens of its prompt no step has taken, for each place, up to where it stops."""
@@ -526,12 +550,11 @@ class Places:
 
 class Engine:
     """The steps of a batch on the devices: its cache, the state of its rows, the programs, the results in flight; and
-    the clock, which counts into `stats` of generate. Of the layers of the cache that are in `forgetful`, `saved` is
-    what is kept. While a program has the cache, there is none here: if it is broken off, the next call begins anew."""
+    the clock, which counts into `stats` of generate. Of the layers of the cache that forget, `saved` is what is kept.
+    While a program has the cache, there is none here: if it is broken off, the next call begins anew."""
 
-    def __init__(self, weights, cache, saved, forgetful, programs, places: Places, options, stats: dict, progress):
-        self.weights, self.cache, self.programs, self.places = weights, cache, programs, places
-        self.saved, self.forgetful = saved, forgetful
+    def __init__(self, weights, cache, saved, programs, places: Places, options, stats: dict, progress):
+        self.weights, self.cache, self.saved, self.programs, self.places = weights, cache, saved, programs, places
         self.options, self.stats, self.progress = options, stats, progress  # options: the static ones of step
         self.kind = tuple(options[name] for name in ("draft", "drafts", "sampling", "stop_tokens"))  # of a program
         stats |= dict.fromkeys(("compile_s", "prefill_s", "decode_s"), 0.0)
@@ -541,17 +564,16 @@ class Engine:
         self.lengths = np.zeros(places.count)  # tokens in the cache, summed over decoding steps
         copied = np.where(places.sources < 0, 0, places.common - places.rows.filled)
         self.first_tokens = int((places.prompt_lengths - places.rows.filled - copied).sum())  # of the first prompts
-        self.state = jax.tree.map(self.on_mesh, places.rows)
-        shardings = jax.tree.map(lambda x: x.sharding, self.state)
-        self.refill = jax.jit(refill, out_shardings=shardings, donate_argnums=0)
-        shardings = jax.tree.map(lambda x: x.sharding, saved)
-        self.refill_layers = jax.jit(refill, out_shardings=shardings, donate_argnums=0)
-        self.go_back()
+        self.state, self.by_rows = None, NamedSharding(options["mesh"], P("dp"))
+        self.refill = jax.jit(refill, out_shardings=self.by_rows, donate_argnums=0)
 
-    def on_mesh(self, array: np.ndarray) -> Array:
-        """The array, copied, since the host goes on writing in its own."""
-        sharding = NamedSharding(self.options["mesh"], P("dp"))
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index].copy())
+    def on_mesh(self, arrays):
+        """A pytree of arrays, copied, since the host goes on writing in its own."""
+
+        def array_on_mesh(x):
+            return jax.make_array_from_callback(x.shape, self.by_rows, lambda index: x[index].copy())
+
+        return jax.tree.map(array_on_mesh, arrays)
 
     def tick(self, part: str | None = None) -> None:
         """Adds the time since the last tick to a part of `stats`."""
@@ -561,21 +583,18 @@ class Engine:
 
     def program(self, T: int, b: int):
         """The program of steps of T tokens, of b rows on each device of dp."""
+        taken = None if T <= FEW else jax.ShapeDtypeStruct((b * self.places.dp,), np.int32, sharding=self.by_rows)
+        arguments = step, self.weights, self.cache, self.state, taken
+        return self.compiled((T, b, self.kind), "decoding" if T <= FEW else "prefill", *arguments, T=T, **self.options)
 
-        def lowered():
-            taken = None if T <= FEW else self.on_mesh(np.zeros(b * self.places.dp, np.int32))
-            return step.lower(self.weights, self.cache, self.state, taken, T=T, **self.options)
-
-        return self.compiled((T, b, self.kind), "decoding" if T <= FEW else "prefill", lowered)
-
-    def compiled(self, key: tuple, what: str, lowered: Callable):
+    def compiled(self, key: tuple, what: str, function: Callable, *arguments, **static):
         """A program, which is compiled when it is first needed."""
         if key not in self.programs:
             jax.block_until_ready(self.state)
             in_flight = self.places.in_flight
             self.tick(("prefill_s" if in_flight[-1].prompt_tokens else "decode_s") if in_flight else None)
             self.progress(f"compiling {what}", 0, 1)
-            self.programs[key] = lowered().compile()
+            self.programs[key] = function.lower(*arguments, **static).compile()
             multihost_utils.sync_global_devices("compiled")  # the clock should not count others' compilation
             self.tick("compile_s")
         return self.programs[key]
@@ -591,46 +610,23 @@ class Engine:
         self.results.append(result)
         self.cache = given
 
-    def copy(self) -> None:
-        """Gives rows what others have of their prompts, where these have it."""
-        if (self.places.sources >= 0).any():
-            fixed, has_states = {name: self.options[name] for name in ("config", "mesh")}, self.places.has_states
-            states, saved = (tuple(self.forgetful), self.saved) if has_states else ((), [])
-            nothing = [self.on_mesh(np.zeros(self.places.batch, np.int32))] * 2
-
-            def lowered():
-                return copy.lower(self.cache, saved, *nothing, states=states, **fixed)
-
-            program = self.compiled(("copy",), "copies", lowered)
-            sources, tokens = self.places.copies()
-            if tokens.any():
-                given, self.cache = self.cache, None
-                given, saved = program(given, saved, self.on_mesh(sources), self.on_mesh(tokens))
-                self.cache, self.saved = given, saved if has_states else self.saved
-                self.fill(tokens > 0)
-
-    def keep(self) -> None:
-        """Keeps what the layers that forget have of the rows that stop for it."""
-        saved, self.saved = self.saved, None  # as the cache while it is given away
-        if (is_there := self.places.keep()).any():
-            saved = self.refill_layers(saved, self.on_mesh(is_there), [self.cache[i] for i in self.forgetful])
-            self.fill(is_there)
-        self.saved = saved
-
-    def go_back(self) -> None:
-        """Gives these layers what was kept of them, where a row returns to it."""
-        if (returns := self.places.returns).any():
+    def update(self) -> None:
+        """Copies what can be copied before the next step, and tells the devices of new rows."""
+        places = self.places
+        if places.has_copies():
+            nothing = Copies(*np.zeros((2, places.batch), bool), *np.zeros((2, places.batch), np.int32))
+            fixed = {name: self.options[name] for name in ("config", "mesh")}
+            arguments = self.cache, self.saved, self.on_mesh(nothing)
+            program = self.compiled(("copy",), "copies", copy, *arguments, **fixed)
             given, self.cache = self.cache, None
-            layers = self.refill_layers([given[i] for i in self.forgetful], self.on_mesh(returns), self.saved)
-            for i, layer in zip(self.forgetful, layers, strict=True):
-                given[i] = layer
+            copies = places.copies()
+            if np.any([copies.keeps, copies.returns, copies.tokens]):
+                given, self.saved = program(given, self.saved, self.on_mesh(copies))
             self.cache = given
-            returns[:] = False
-
-    def fill(self, is_new: np.ndarray) -> None:
-        """Gives places what the host has of their rows."""
-        self.go_back()
-        self.state = self.refill(self.state, self.on_mesh(is_new), jax.tree.map(self.on_mesh, self.places.rows))
+        if places.is_new.any():
+            is_new, rows = self.on_mesh((places.is_new, places.rows))
+            self.state = self.refill(self.state, is_new, rows) if self.state else rows
+            places.is_new[:] = False
 
     def read(self) -> list[Token]:
         """The tokens of the oldest step that was started."""
@@ -737,11 +733,7 @@ def generate(
     cache, saved, past, programs = (kept.pop(name, None) for name in ("cache", "saved", "places", "programs"))
     shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (wanted, cache)]
     if shapes[0] != shapes[1] or past.max_seq_len != max_seq_len:  # nothing is kept, or it has outgrown its slots
-        cache, saved, past, programs = model.zeros(wanted), None, None, {}
-    if saved is None:
-        saved = model.zeros([wanted[i] for i in forgetful])
-        if past:
-            past.saved[:] = 0
+        cache, saved, past, programs = model.zeros(wanted), model.zeros({i: wanted[i] for i in forgetful}), None, {}
     together = jax.tree.leaves(wanted)[0].shape[0] // dp if forgetful or not has_states else 1
     limits = {"drafts": drafts, "seed": seed, "max_new_tokens": max_new_tokens, "max_seq_len": max_seq_len}
     limits |= {"together": together, "has_states": has_states, "opening": OPENING if forgetful and keeps else 0}
@@ -749,7 +741,7 @@ def generate(
     options = {"config": config, "mesh": mesh, "draft": draft, "drafts": drafts}
     options |= {"sampling": sampling, "stop_tokens": stop_tokens}
     stats = {} if stats is None else stats
-    engine = Engine(weights, cache, saved, forgetful, programs, places, options, stats, progress)
+    engine = Engine(weights, cache, saved, programs, places, options, stats, progress)
     del cache, saved  # the engine has them, and gives their memory to each step
 
     def verifies():
@@ -757,22 +749,19 @@ def generate(
         return draft != "lookup" or mesh.devices.flat[0].platform != "cpu" or places.repeating() >= REPEATING
 
     try:
+        engine.update()
         T, taken = places.choose(verifies)
         engine.program(T, taken.shape[1]), engine.program(1 + drafts * verifies(), batch // dp)
         progress("prefill", 0, engine.first_tokens)
         while places.is_busy():
-            engine.keep()
-            engine.copy()
             if places.has_more() and len(engine.results) <= LOOKAHEAD:
                 engine.start(*places.choose(verifies))
-                continue
-            yield engine.read()
-            if places.waiting and (is_new := places.fill()).any():
-                engine.fill(is_new)
+            else:
+                yield engine.read()
+                places.fill()
+            engine.update()
         engine.finish()
     finally:
-        if has_states and drafts and places.in_flight:  # how many drafts these steps took in is not known
-            places.rows.filled[places.numbers >= 0] = 0
         kept |= {"cache": engine.cache, "saved": engine.saved, "places": places, "programs": programs}
 
 

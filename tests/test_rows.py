@@ -365,30 +365,29 @@ class Device:
 
     VOCABULARY, STOPS = 40, (0, 1)
 
-    def __init__(self, generate, chance, drafts, has_states):
+    def __init__(self, generate, chance, drafts, has_states, shape):
         self.generate, self.chance, self.drafts, self.has_states = generate, chance, drafts, has_states
-        self.cache = None
+        self.rows, self.cache = None, np.full(shape, -1)
+        self.states, self.saved = ([[] for _ in self.cache] for _ in range(2))
 
     def next(self, tokens):
         return (sum(tokens) * 7 + len(tokens)) % self.VOCABULARY
 
     def fill(self, is_new, rows):
         new = self.generate.Rows(*(column.copy() for column in rows))
-        self.rows = new if is_new is None else self.generate.refill(self.rows, is_new, new)
+        self.rows = self.generate.refill(self.rows, is_new, new) if self.rows else new
         self.rows = self.generate.Rows(*map(np.array, self.rows))
-        if self.cache is None:
-            self.cache = np.full(rows.history.shape, -1)
-            self.states, self.saved = ([[] for _ in rows.filled] for _ in range(2))
 
-    def copy(self, sources, tokens, dp):
-        """What generate.copy does: with slots one place after the other, with states at once."""
-        own, saved = len(tokens) // dp, [*self.saved]
+    def copy(self, copies, dp):
+        """What generate.copy does."""
+        keeps, returns, sources, tokens = copies
+        own = len(tokens) // dp
+        self.saved = [self.states[p] if keeps[p] else self.saved[p] for p in range(len(tokens))]
         for p in np.flatnonzero(tokens):
             q = p // own * own + sources[p]
             self.cache[p, : tokens[p]] = self.cache[q, : tokens[p]]
-            if self.has_states:
-                assert len(saved[q]) == tokens[p]
-                self.states[p] = self.saved[p] = saved[q]
+            self.saved[p] = self.saved[q] if returns[p] else self.saved[p]
+        self.states = [self.saved[p] if returns[p] else self.states[p] for p in range(len(tokens))]
 
     def step(self, T, places):
         """What generate.step does and returns."""
@@ -424,7 +423,7 @@ def test_places(monkeypatch):
         batch, slots = dp * int(chance.integers(1, 5)), int(chance.integers(70, 90))
         count = int(chance.integers(batch - dp + 1, batch + 1))
         has_states, equal = chance.random() < 0.5, chance.choice([0, 0, 0.7])
-        device, past, beginning = Device(generate, chance, drafts, has_states), None, []
+        device, past, beginning = Device(generate, chance, drafts, has_states, (batch, slots + 1)), None, []
         for _ in range(3):  # turns of a conversation
             prompts = [
                 (beginning if chance.random() < 0.7 else []) + chance.integers(2, 40, chance.integers(1, 40)).tolist()
@@ -440,47 +439,40 @@ def test_places(monkeypatch):
                 kinds |= {"reusable": lambda shared, filled, stored: shared * (shared == filled)}
                 kinds["opening"] = int(chance.choice([0, 4, 8]))
             places, answers, results = generate.Places(prompts, **sizes, **limits, **kinds), [[] for _ in prompts], []
+            device.rows = None
 
-            def go_back(places=places, device=device):
-                for p in np.flatnonzero(places.returns):
-                    device.states[p] = device.saved[p]
-                    places.returns[p] = False
-                    yield p
+            def update(places=places, device=device, prompts=prompts):
+                """What Engine.update does: how many tokens were copied, to how many places, and how many returned."""
+                before, may_be = places.rows.filled.copy(), places.has_copies()
+                copies = places.copies()
+                assert may_be or not any(x.any() for x in (copies.keeps, copies.returns, copies.tokens))
+                device.copy(copies, dp)
+                for p in np.flatnonzero(copies.keeps | copies.returns):
+                    assert places.saved[p] == len(device.saved[p]) < len(prompts[places.numbers[p]])
+                device.fill(places.is_new, places.rows)
+                places.is_new[:] = False
+                given = copies.tokens > 0
+                return np.array([(places.rows.filled - before).sum(), given.sum(), (copies.returns & ~given).sum()])
 
-            device.fill(None, places.rows)
-            returned += len([*go_back()])
-            shared += places.rows.filled.sum()
             begun = max(places.numbers)
+            counts = np.array([places.rows.filled.sum(), 0, 0]) + update()
             while places.is_busy():
-                is_there = places.keep()
-                for p in np.flatnonzero(is_there):
-                    assert places.saved[p] == len(device.states[p]) < len(prompts[places.numbers[p]])
-                    device.saved[p] = device.states[p]
-                if is_there.any():
-                    device.fill(is_there, places.rows)
-                before = places.rows.filled.copy()
-                sources, tokens = places.copies()
-                if tokens.any():
-                    device.copy(sources, tokens, dp)
-                    device.fill(tokens > 0, places.rows)
-                    shared += (places.rows.filled - before).sum()
-                    copied += np.count_nonzero(tokens)
-                    copied_states += has_states * np.count_nonzero(tokens)
                 if places.has_more() and len(results) <= generate.LOOKAHEAD:
                     T, taken = places.choose(lambda chance=chance: chance.random() < 0.7)
                     places.start(T, taken)
                     read += places.in_flight[-1].prompt_tokens
                     results.append(device.step(T, places.in_flight[-1].places))
-                    continue
-                for token in places.read(*results.pop(0)):
-                    answers[token.row].append(token)
-                is_new = places.fill()
-                if is_new.any():
+                else:
+                    for token in places.read(*results.pop(0)):
+                        answers[token.row].append(token)
+                    places.fill()
+                    is_new = places.is_new
                     assert set(places.numbers[is_new]) == set(range(begun + 1, begun + 1 + is_new.sum()))  # in order
                     begun += is_new.sum()
-                    shared += places.rows.filled[is_new].sum()
-                    returned += len([*go_back()])
-                    device.fill(is_new, places.rows)
+                    counts[0] += places.rows.filled[is_new].sum()
+                counts += update()
+            shared, copied, returned = shared + counts[0], copied + counts[1], returned + counts[2]
+            copied_states += has_states * counts[1]
             for prompt, answer in zip(prompts, answers, strict=True):
                 tokens = [*prompt]
                 while len(tokens) < min(len(prompt) + new, slots + 1):
