@@ -340,9 +340,8 @@ class Places:
     another row can have.
 
     Prompts take `count` of the `batch` places, and those of a device of `dp` stand together; the caches of `together`
-    neighbours are on the same devices, and can be copied. `reusable(shared, filled, stored)` says how many of the
-    tokens that a prompt shares with a place its cache can keep. `past`, the places of an earlier call, has the same
-    batch and slots; its cache is still there.
+    neighbours are on the same devices, and can be copied. Each layer has room for `held` tokens of a row, 0 if one has
+    states. `past`, the places of an earlier call, has the same batch and slots; its cache is still there.
     """
 
     prompts: list[list[int]]
@@ -356,23 +355,20 @@ class Places:
     max_seq_len: int
     together: int
     opening: int
-    has_states: bool
+    held: int
     stop_tokens: tuple[int, ...]
-    reusable: Callable[[int, int, int], int]
     past: dataclasses.InitVar[Places | None] = None
 
     def __post_init__(self, past):
-        batch = self.batch
-        zeros_and_ones = np.zeros(batch, np.int32), *np.ones((2, batch), np.int32), np.zeros((batch, 2), np.uint32)
-        self.rows = Rows(np.zeros((batch, self.max_seq_len + 1), np.int32), *zeros_and_ones)
-        self.numbers, self.prompt_lengths, self.known, self.stored = np.full(batch, -1), *np.zeros((3, batch), np.int32)
-        self.sources, self.common = np.full(batch, -1), np.zeros(batch, np.int32)
-        self.saved, self.is_new = np.zeros(batch, np.int32), np.zeros(batch, bool)
+        batch, self.has_states = self.batch, self.held == 0
+        nothing = np.zeros((batch, self.max_seq_len + 1), np.int32), *np.zeros((4, batch), np.int32)
+        history, filled, self.known, self.stored, self.saved = past.contents() if past else nothing
+        self.rows = Rows(history, filled, *np.ones((2, batch), np.int32), np.zeros((batch, 2), np.uint32))
+        self.numbers, self.sources, self.is_new = *np.full((2, batch), -1), np.zeros(batch, bool)
+        self.prompt_lengths, self.common = np.zeros((2, batch), np.int32)
         self.waiting, self.in_flight = deque(range(len(self.prompts))), deque()  # in flight: a Step that was not read
-        if past:
-            self.rows.history[:], self.rows.filled[:], self.known, self.stored, self.saved = past.contents()
         self.fill()
-        for tokens in (self.rows.filled, self.known, self.saved):
+        for tokens in (filled, self.known, self.saved):
             tokens[self.numbers < 0] = 0  # slots of free places are overwritten
 
     def contents(self) -> tuple[np.ndarray, ...]:
@@ -388,10 +384,9 @@ class Places:
         free = np.flatnonzero(self.numbers[: self.count] < 0).tolist()
         while free and self.waiting:
             prompt = self.prompts[number := self.waiting.popleft()]
-            p, length = max(free, key=lambda p: self.shared(p, prompt)), len(prompt)
+            p, length = max(free, key=lambda p: self.shared(p, prompt)[0]), len(prompt)
             free.remove(p)
-            rows.filled[p] = self.shared(p, prompt)
-            self.saved[p] *= self.agreeing(p, prompt, self.saved[p]) == self.saved[p]
+            rows.filled[p], self.saved[p] = self.shared(p, prompt)
             if rows.filled[p] == self.saved[p]:  # it returns to what is kept, or begins anew
                 self.stored[p] = rows.filled[p] + self.pieces[0]  # with padding
             self.is_new[p], self.numbers[p], rows.history[p, :length] = True, number, prompt
@@ -418,12 +413,19 @@ class Places:
         best = max([((len(common) - i) * n, n) for i, n in enumerate(common)], default=(0, 0))[1]
         return best if best >= FEWEST_COPIED else 0
 
-    def shared(self, p: int, prompt: list[int]) -> int:
-        """How many tokens at the beginning of a prompt the cache of a place can keep. One at least is left, to compute
-        what follows."""
-        filled, saved = self.rows.filled[p], self.saved[p]
-        n = self.agreeing(p, prompt, min(self.known[p] - 1, filled))
-        return self.reusable(n, filled, self.stored[p]) or saved * (self.agreeing(p, prompt, saved) == saved)
+    def shared(self, p: int, prompt: list[int]) -> tuple[int, int]:
+        """How many tokens at the beginning of a prompt the cache of a place can keep, and `saved` if the prompt begins
+        with these, else 0. One token at least is left, to compute what follows."""
+        n = self.agreeing(p, prompt, min(self.known[p] - 1, self.rows.filled[p]))
+        saved = self.saved[p] * (self.agreeing(p, prompt, self.saved[p]) == self.saved[p])
+        return n if n and self.goes_back(p, n) else saved, saved
+
+    def goes_back(self, p: int, n: int) -> bool:
+        """Whether a row can go on after the first n tokens of a place. A state does not go back. A ring, with fewer
+        slots than were stored, has forgotten what it needs if too much came after."""
+        if self.has_states:
+            return n == self.rows.filled[p]
+        return self.stored[p] <= self.held or self.stored[p] - n <= model.PREFILL_PIECE
 
     def agreeing(self, p: int, prompt: list[int], most: int) -> int:
         """How many tokens at the beginning of a prompt, but for its last one, are those of a place, of its first
@@ -448,11 +450,11 @@ class Places:
 
     def stops(self, p: int | slice = slice(None)) -> np.ndarray:
         """Whether the row of a place is to stop in its prompt for what is kept of it."""
-        return (self.numbers[p] >= 0) & (self.rows.limits[p] <= self.prompt_lengths[p])
+        return self.rows.limits[p] <= self.prompt_lengths[p]
 
     def offers(self, q: int, n: int) -> bool:
         """Whether another row can have the first n tokens of a place that has computed them."""
-        return self.saved[q] == n if self.has_states else self.reusable(n, self.rows.filled[q], self.stored[q]) > 0
+        return self.saved[q] == n if self.has_states else self.goes_back(q, n)
 
     def returns(self) -> np.ndarray:
         """Whether the row of a place is to go back to what is kept of it."""
@@ -485,8 +487,7 @@ class Places:
 
     def unread(self) -> np.ndarray:
         """How many tokens of its prompt no step has taken, for each place, up to where it stops."""
-        ends = np.minimum(self.prompt_lengths, self.rows.limits - 1)
-        return np.where(self.numbers < 0, 0, np.maximum(ends - self.rows.filled, 0))
+        return np.maximum(np.minimum(self.prompt_lengths, self.rows.limits - 1) - self.rows.filled, 0)
 
     def choose(self, verifies: Callable[[], bool]) -> tuple[int, np.ndarray]:
         """The next step: its T, and the places [dp, b] that it takes, counted on each device of dp. A prompt is read in
@@ -535,7 +536,7 @@ class Places:
 
     def has_more(self) -> bool:
         """Whether another step would give a row a token, as far as the host knows."""
-        return bool(((self.rows.lengths < self.rows.limits) | (self.unread() > 0))[self.numbers >= 0].any())
+        return bool(((self.rows.lengths < self.rows.limits) | (self.unread() > 0)).any())
 
     def repeating(self) -> float:
         """The share of the rows whose last four tokens occur earlier in them."""
@@ -716,28 +717,20 @@ def generate(
 
     of_one = cache_of(dp)  # a row on each device of dp
     held, kept = model.tokens_held(of_one, config, model.model_shards(mesh)), kept if keeps else {}
-    has_states = min(held) == 0
-    beginnings = sorted(prompt[:FEWEST_COPIED] for prompt in prompts if has_states)
-    saves = keeps or any(a == b for a, b in itertools.pairwise(beginnings))
-    forgetful = [i for i, n in enumerate(held) if n < max_seq_len and saves]
+    repeats = len({tuple(prompt[:FEWEST_COPIED]) for prompt in prompts}) < len(prompts)
+    forgetful = [i for i, n in enumerate(held) if (n < max_seq_len if keeps else n == 0 and repeats)]
     count = rows_at_once(len(prompts), rows, weights, [of_one, *(of_one[i] for i in forgetful)], mesh)
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
     wanted = cache_of(batch)
-
-    def reusable(shared, filled, stored):
-        """A ring, with fewer slots than were stored, has forgotten what it needs if too much came after."""
-        if has_states:
-            return shared if shared == filled else 0
-        return shared if stored <= min(held) or stored - shared <= model.PREFILL_PIECE else 0
 
     cache, saved, past, programs = (kept.pop(name, None) for name in ("cache", "saved", "places", "programs"))
     shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (wanted, cache)]
     if shapes[0] != shapes[1] or past.max_seq_len != max_seq_len:  # nothing is kept, or it has outgrown its slots
         cache, saved, past, programs = model.zeros(wanted), model.zeros({i: wanted[i] for i in forgetful}), None, {}
-    together = jax.tree.leaves(wanted)[0].shape[0] // dp if forgetful or not has_states else 1
+    together = jax.tree.leaves(wanted)[0].shape[0] // dp
     limits = {"drafts": drafts, "seed": seed, "max_new_tokens": max_new_tokens, "max_seq_len": max_seq_len}
-    limits |= {"together": together, "has_states": has_states, "opening": OPENING if forgetful and keeps else 0}
-    places = Places(prompts, count, batch, dp, pieces, **limits, stop_tokens=stop_tokens, reusable=reusable, past=past)
+    limits |= {"together": together, "held": min(held), "opening": OPENING if forgetful and keeps else 0}
+    places = Places(prompts, count, batch, dp, pieces, **limits, stop_tokens=stop_tokens, past=past)
     options = {"config": config, "mesh": mesh, "draft": draft, "drafts": drafts}
     options |= {"sampling": sampling, "stop_tokens": stop_tokens}
     stats = {} if stats is None else stats

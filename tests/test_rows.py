@@ -432,12 +432,9 @@ def test_places(monkeypatch):
             prompts = [(prompts[0] if chance.random() < equal else prompt)[:slots] for prompt in prompts]
             sizes = {"count": count, "batch": batch, "dp": dp, "pieces": [32, 16], "drafts": drafts, "seed": 0}
             limits = {"max_new_tokens": new, "max_seq_len": slots, "stop_tokens": device.STOPS}
-            kinds = {"reusable": lambda shared, filled, stored: shared, "past": past, "opening": 0}
-            kinds["has_states"] = has_states
+            kinds = {"held": 0 if has_states else 1024, "past": past}
             kinds["together"] = chance.choice([n for n in (1, 2, 3, 4) if batch // dp % n == 0])
-            if has_states:
-                kinds |= {"reusable": lambda shared, filled, stored: shared * (shared == filled)}
-                kinds["opening"] = int(chance.choice([0, 4, 8]))
+            kinds["opening"] = int(chance.choice([0, 4, 8])) if has_states else 0
             places, answers, results = generate.Places(prompts, **sizes, **limits, **kinds), [[] for _ in prompts], []
             device.rows = None
 
