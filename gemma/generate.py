@@ -442,15 +442,15 @@ class Places:
             if self.numbers[q] >= 0 and q != p:
                 n = self.agreeing(q, prompt, max(self.prompt_lengths[q], self.known[q] - 1))
                 if self.has_states:
-                    end = self.rows.limits[q] - 1 if self.stops(q) else self.saved[q]
+                    end = self.rows.limits[q] - 1 if self.stops()[q] else self.saved[q]
                     n = end if n >= end else 0
                 if n > most and (n > filled[q] or self.offers(q, n)):
                     source, most = q, n
         return (source, most) if most >= filled[p] + FEWEST_COPIED else (-1, 0)
 
-    def stops(self, p: int | slice = slice(None)) -> np.ndarray:
+    def stops(self) -> np.ndarray:
         """Whether the row of a place is to stop in its prompt for what is kept of it."""
-        return self.rows.limits[p] <= self.prompt_lengths[p]
+        return self.rows.limits <= self.prompt_lengths
 
     def offers(self, q: int, n: int) -> bool:
         """Whether another row can have the first n tokens of a place that has computed them."""
@@ -570,11 +570,8 @@ class Engine:
 
     def on_mesh(self, arrays):
         """A pytree of arrays, copied, since the host goes on writing in its own."""
-
-        def array_on_mesh(x):
-            return jax.make_array_from_callback(x.shape, self.by_rows, lambda index: x[index].copy())
-
-        return jax.tree.map(array_on_mesh, arrays)
+        put = jax.make_array_from_callback
+        return jax.tree.map(lambda x: put(x.shape, self.by_rows, lambda index: x[index].copy()), arrays)
 
     def tick(self, part: str | None = None) -> None:
         """Adds the time since the last tick to a part of `stats`."""
@@ -728,11 +725,10 @@ def generate(
     if shapes[0] != shapes[1] or past.max_seq_len != max_seq_len:  # nothing is kept, or it has outgrown its slots
         cache, saved, past, programs = model.zeros(wanted), model.zeros({i: wanted[i] for i in forgetful}), None, {}
     together = jax.tree.leaves(wanted)[0].shape[0] // dp
-    limits = {"drafts": drafts, "seed": seed, "max_new_tokens": max_new_tokens, "max_seq_len": max_seq_len}
-    limits |= {"together": together, "held": min(held), "opening": OPENING if forgetful and keeps else 0}
+    limits = dict(drafts=drafts, seed=seed, max_new_tokens=max_new_tokens, max_seq_len=max_seq_len)
+    limits |= dict(together=together, held=min(held), opening=OPENING if forgetful and keeps else 0)
     places = Places(prompts, count, batch, dp, pieces, **limits, stop_tokens=stop_tokens, past=past)
-    options = {"config": config, "mesh": mesh, "draft": draft, "drafts": drafts}
-    options |= {"sampling": sampling, "stop_tokens": stop_tokens}
+    options = dict(config=config, mesh=mesh, draft=draft, drafts=drafts, sampling=sampling, stop_tokens=stop_tokens)
     stats = {} if stats is None else stats
     engine = Engine(weights, cache, saved, programs, places, options, stats, progress)
     del cache, saved  # the engine has them, and gives their memory to each step
