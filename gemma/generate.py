@@ -386,11 +386,11 @@ class Places:
             prompt = self.prompts[number := self.waiting.popleft()]
             p, length = max(free, key=lambda p: self.shared(p, prompt)[0]), len(prompt)
             free.remove(p)
+            self.is_new[p], self.numbers[p] = True, number
             rows.filled[p], self.saved[p] = self.shared(p, prompt)
             if rows.filled[p] == self.saved[p]:  # it returns to what is kept, or begins anew
                 self.stored[p] = rows.filled[p] + self.pieces[0]  # with padding
-            self.is_new[p], self.numbers[p], rows.history[p, :length] = True, number, prompt
-            rows.seeds[p] = number, self.seed
+            rows.history[p, :length], rows.seeds[p] = prompt, (number, self.seed)
             self.prompt_lengths[p] = self.known[p] = rows.lengths[p] = length
             rows.limits[p] = self.limit(p)
             self.sources[p], self.common[p] = self.source(p)
