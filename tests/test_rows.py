@@ -293,6 +293,19 @@ def test_a_conversation_whose_thoughts_are_dropped(monkeypatch, name, mesh, opti
     assert_equal(*(collected(steps, 1) for steps in anew), atol)
 
 
+def test_a_row_gets_states_that_its_source_has_just_got():
+    """Of three equal prompts, the first goes on in the last place, and gives its states to the second; that to the
+    third."""
+    folder, config, mesh, weights = demo("qwen3_5", (1, 1, 1))
+    options, kept = {"max_new_tokens": 6, "max_seq_len": 512}, {}
+    before = random_prompts([60, 60, 160])
+    prompt = before[2][:-8] + random_prompts([190], seed=1)[0]
+    alone = collected(folder.generate.generate(weights, [prompt], config, mesh, **options), 1)
+    for prompts in (before, [prompt] * 3):
+        rows = collected(folder.generate.generate(weights, prompts, config, mesh, kept=kept, **options), 3)
+    assert_equal(rows, alone * 3)
+
+
 def test_broken_off_while_it_compiles():
     """The cache has what was computed, and not the piece whose program was missing."""
     folder, config, mesh, weights = demo("llama3", (1, 1, 1))
