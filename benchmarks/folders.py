@@ -120,7 +120,7 @@ def tokens_attended(config, layer: int, position: int) -> int:
     mask = config.mask(layer) if hasattr(config, "mask") else (None, None, None)
     if mask is None:
         return 0
-    window, chunk, _ = mask
+    window, chunk, *_ = mask
     return position % chunk + 1 if chunk else min(position + 1, window or position + 1)
 
 

@@ -264,19 +264,21 @@ class Run(NamedTuple):
 
 def loop_trips(model, cache: list, R: int, rows: int, start: int, piece: int) -> tuple[int, ...]:
     """How often each loop runs in a piece of prefill at `start`, on a TPU: a layer has one over several rows that store
-    their tokens and, if keys have to be expanded, one over several blocks of them; one with a state goes through chunks
-    of tokens."""
+    their tokens and, if keys have to be expanded, one over several blocks of them, and both once more if it chooses
+    keys; one with a state goes through chunks of tokens."""
     trips = []
     for layer in cache:
-        if not isinstance(layer, model.LayerCache):
+        chooses = hasattr(layer, "index_key")
+        if not isinstance(layer, model.LayerCache) and not chooses:
             trips.append(math.ceil(piece / model.CHUNK))
             continue
-        trips += [rows] * (rows > 1)
+        of_layer = [rows] * (rows > 1)
         slots = layer[0].shape[2]
         is_expanded = hasattr(model, "row_groups")
         block = math.gcd(slots, max(1, model.power_of_two(max(piece, 128)) // R)) if is_expanded else slots
         if block < slots:
-            trips.append((start + piece - 1) // (block * R) + 1)
+            of_layer.append((start + piece - 1) // (block * R) + 1)
+        trips += of_layer * (1 + chooses)
     return tuple(trips)
 
 
@@ -284,6 +286,11 @@ def loop_bodies(text: str) -> list[str]:
     """The text of the body of each loop of a compiled program, in the order of the loops."""
     names = re.findall(r" while\(.*?body=%([\w.\-]+)", text[text.index("\nENTRY") :])
     return [text[text.index(f"\n%{name} (") :].partition("\n}\n")[0] for name in names]
+
+
+def kernels_of(text: str) -> list[str]:
+    """The Pallas kernels that a text of a compiled program calls."""
+    return [each for each in re.split(r"\n  (?=%|ROOT)", text) if 'custom_call_target="tpu_custom_call"' in each]
 
 
 def cycles_of(text: str) -> int:
@@ -309,12 +316,13 @@ def costs(text: str, memory, shards: int, layers: int, name: str, runs: list[Run
     layer. The times are those of all runs together."""
     chip, entry, bodies = CHIPS[name], text[text.index("\nENTRY") :], loop_bodies(text)
     kernels = len(KERNEL.findall(entry))
-    own = [each for each in re.split(r"\n  (?=%|ROOT)", text) if 'custom_call_target="tpu_custom_call"' in each]
+    own = kernels_of(text)
     bytes_read = [sum(map(int, re.findall(r'"bytes_accessed":"(\d+)"', each))) for each in own]
     started = sum(n > 0 for n in bytes_read)  # exchanges count as collectives
-    operations = [
-        sum(map(int, re.findall(r'"flops":"(\d+)"', each))) * (not each.startswith("%ragged_attention")) for each in own
-    ]
+
+    def operations(text):
+        others = (each for each in kernels_of(text) if not each.startswith("%ragged_attention"))
+        return sum(int(n) for each in others for n in re.findall(r'"flops":"(\d+)"', each))
 
     def traffic(text):
         """Of collectives: a Counter of their kinds, the number of exchanges, bytes."""
@@ -340,7 +348,10 @@ def costs(text: str, memory, shards: int, layers: int, name: str, runs: list[Run
             core_s += max(read_s, (one.operations or 0) / speed) + kernels * GPU_KERNEL_S
             continue
         cycles_s = (outside + sum(n * c for n, c in zip(one.trips, inside, strict=True))) / chip.clock_hz
-        computed_s = 0.0 if one.attention is None else (one.attention + sum(operations)) / speed
+        computed_s = 0.0
+        if one.attention is not None:
+            in_loops = sum((n - 1) * operations(body) for n, body in zip(one.trips, bodies, strict=True))
+            computed_s = (one.attention + operations(text) + in_loops) / speed
         core_s += max(cycles_s + computed_s, read_s)
         serial_s += max(cycles_s + computed_s, read_s, cycles_s + sum(bytes_read) / chip.bandwidth + started * 1e-6)
     hbm = memory.argument_size_in_bytes + memory.temp_size_in_bytes

@@ -45,6 +45,7 @@ from model import (
     kernel_cost,
     linear,
     linear_halves,
+    lowest_chosen,
     multiply,
     padded,
     power_of_two,
@@ -197,7 +198,7 @@ def gpu_product(x: Array, w: Format) -> Array:
 
 def gpu_attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -> Array:
     """attend_to_stored for GPUs."""
-    if suits_triton(q, cache):
+    if suits_triton(q, cache) and mask.chosen is None:
         return triton_attention(q, cache, starts, places, mask=mask, R=R)
     return attend_to_stored.plain(q, cache, starts, places, mask, T, R)
 
@@ -289,7 +290,7 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
     tiles = pl.cdiv(T, tile)
     steps = jnp.minimum(blocks.most_seen(tile), blocks.holding(jnp.max(starts) + tiles * tile - 1) + 1)
 
-    def kernel(starts, places, q, cache, out, *softmax):
+    def kernel(starts, places, q, cache, chosen, out, *softmax):
         start, n = starts[pl.program_id(0)] + pl.program_id(2) * tile, pl.program_id(3)
         first, last = blocks.seen(start, tile)
         i, offsets = first + n, jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
@@ -301,8 +302,13 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
         @pl.when(i <= last)
         def visit():
             is_whole = blocks.is_whole(i, start, tile)
+
+            def seen():
+                is_attended = mask.is_attended(blocks.positions(i), start + offsets)
+                return is_attended if chosen is None else is_attended & (chosen[0].astype(jnp.int32) != 0)
+
             pl.when(is_whole)(lambda: fold_head(None))
-            pl.when(~is_whole)(lambda: fold_head(mask.is_attended(blocks.positions(i), start + offsets)))
+            pl.when(~is_whole)(lambda: fold_head(seen()))
 
         pl.when(n == pl.num_programs(3) - 1)(lambda: finish_softmax(out, *softmax))
 
@@ -313,13 +319,20 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
         first, last = blocks.seen(starts[b] + t * tile, tile)
         return places[b], h, jnp.minimum(first + n, last)
 
+    def of_chosen(x):
+        return pl.BlockSpec((1, tile, block), lambda b, h, t, *rest: (b, t, read(b, h, t, *rest)[2]))
+
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((*q.shape[:4], W + 1), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(B, K, tiles, steps),
-            in_specs=[of_tile(H), jax.tree.map(lambda x: blocks.spec(x, 1, read), cache)],
+            in_specs=[
+                of_tile(H),
+                jax.tree.map(lambda x: blocks.spec(x, 1, read), cache),
+                jax.tree.map(of_chosen, mask.chosen),
+            ],
             out_specs=of_tile(W + 1),
             scratch_shapes=softmax_state(1, A * tile, block, W),
         ),
@@ -327,10 +340,78 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
         cost_estimate=kernel_cost(2 * B * K * A * T * S * (H + W), cache),
         interpret=interpret,
         name="ragged_attention",
-    )(starts, places, q, cache)
+    )(starts, places, q, cache, mask.chosen)
 
 
 FAST["attend_to_stored", "tpu"] = prefill_kernel
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Choosing keys on TPUs
+
+
+def index_kernel(q: Array, weights: Array, keys: Format, interpret=False) -> Array:
+    """index_scores as a Pallas kernel for TPUs, which keeps the scores of each head in VMEM. The grid is (rows, tiles
+    of tokens, blocks of keys)."""
+    (B, T, N, width), S = q.shape, keys.shape[1]
+    heads = ceil_div(N, 16) * 16  # whole sublanes
+    tile, block = min(T, 8 * max(1, 128 // heads)), math.gcd(S, 1024)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, heads - N), (0, 0))).reshape(B, T * heads, width)
+    weights = jnp.pad(weights, ((0, 0), (0, 0), (0, heads - N))).reshape(B, T * heads, 1)
+    values, scale = keys.values_and_scale(keys.values.dtype)  # rounded ones as they are
+    scales = () if scale is None else (scale[:, None],)
+
+    def kernel(q, weights, values, *rest):
+        *scale, out = rest
+        scores = jnp.maximum(einsum("qh,sh->qs", q[0], values[0].astype(q.dtype)), 0) * weights[0]
+        total = jnp.sum(scores.reshape(tile, heads, block), axis=1)
+        out[0] = total * scale[0][0] if scale else total
+
+    def of_tokens(columns):
+        return pl.BlockSpec((1, tile * heads, columns), lambda b, t, i: (b, t, 0))
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((B, T, S), jnp.float32),
+        grid=(B, pl.cdiv(T, tile), S // block),
+        in_specs=[
+            of_tokens(width),
+            of_tokens(1),
+            pl.BlockSpec((1, block, width), lambda b, t, i: (b, i, 0)),
+            *(pl.BlockSpec((1, 1, block), lambda b, t, i: (b, 0, i)) for _ in scales),
+        ],
+        out_specs=pl.BlockSpec((1, tile, block), lambda b, t, i: (b, t, i)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
+        cost_estimate=kernel_cost(2 * B * T * heads * S * width, (values, scales)),
+        interpret=interpret,
+        name="index_scores",
+    )(q, weights, values, *scales)
+
+
+def lowest_kernel(scores: Array, positions: Array, k: int, interpret=False) -> tuple[Array, Array]:
+    """lowest_chosen as a Pallas kernel for TPUs, which keeps the scores of some queries in VMEM while it counts."""
+    Q, P, S = scores.shape
+    tile = max(n for n in range(1, 9) if Q % n == 0 and (n == 1 or 4 * n * P * S <= 2**22))
+
+    def kernel(scores, positions, value, position):
+        value[...], position[...] = lowest_chosen.plain(scores[...], positions[...], k)
+
+    of_tile = pl.BlockSpec((tile, 1, 1), lambda i: (i, 0, 0))
+    return pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct((Q, 1, 1), jnp.int32)] * 2,
+        grid=(Q // tile,),
+        in_specs=[pl.BlockSpec((tile, P, S), lambda i: (i, 0, 0)), pl.BlockSpec((P, S), lambda i: (0, 0))],
+        out_specs=[of_tile] * 2,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=60 * 2**20),
+        cost_estimate=kernel_cost(98 * scores.size, scores),
+        interpret=interpret,
+        name="lowest_chosen",
+    )(scores, positions)
+
+
+FAST["index_scores", "tpu"] = index_kernel
+FAST["lowest_chosen", "tpu"] = lowest_kernel
 
 
 # ---------------------------------------------------------------------------------------------------------------------

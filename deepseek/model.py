@@ -1,15 +1,15 @@
 """DeepSeek inference in JAX: the whole model in one file.
 
-It covers `DeepseekV3ForCausalLM` and `DeepseekV2ForCausalLM` of transformers: DeepSeek V2, V2-Lite, V3, V3.1 and R1,
-Moonlight, Kimi K2 to K2.7. Their layer of multi-token prediction is loaded to draft tokens alone. The file has two
-parts. "The model" is what makes this a DeepSeek: its configuration, its weights, its layers. "Running it" is the rest
-in plain JAX: sharding, attention over the cache, int8. The latter consists of blocks: each is the same text in every
-model that has it. The file needs only jax and numpy. generate.py decodes with it, and fast.py, the appendix, makes it
-fast on each machine.
+It covers `DeepseekV3ForCausalLM`, `DeepseekV32ForCausalLM` and `DeepseekV2ForCausalLM` of transformers: DeepSeek V2,
+V2-Lite, V3, V3.1, R1 and V3.2, Moonlight, Kimi K2 to K2.7. Their layer of multi-token prediction is loaded to draft
+tokens alone. The file has two parts. "The model" is what makes this a DeepSeek: its configuration, its weights, its
+layers. "Running it" is the rest in plain JAX: sharding, attention over the cache, int8. The latter consists of blocks:
+each is the same text in every model that has it. The file needs only jax and numpy. generate.py decodes with it, and
+fast.py, the appendix, makes it fast on each machine.
 
 Differs from llama3 in: `attention` and the cache, which are latent; `feed_forward`, which has experts in all but the
-first layers, with `mlp`, `route`, `weighed` and `activation`; `softmax_scale`, which knows yarn; and `predict`, with
-the block "Multi-token prediction".
+first layers, with `mlp`, `route`, `weighed` and `activation`; `softmax_scale`, which knows yarn; `indexer` of V3.2,
+with the block "Choosing keys"; and `predict`, with the block "Multi-token prediction".
 
     config = Config.from_dict(json.loads(Path("config.json").read_text()))
     mesh = make_mesh(tp=jax.device_count())
@@ -113,6 +113,9 @@ class Config:
     attention_bias: bool = False
     rope: Rope | None = None  # from_dict sets it
     rope_interleave: bool = True
+    index_topk: int = 0  # tokens to which another one attends, 0: to all
+    index_n_heads: int = 64
+    index_head_dim: int = 128
     prefix: str = ""  # of the names of the checkpoint's tensors
     has_extra_layer: bool = False  # in the checkpoint, for multi-token prediction
     uses_extra_layer: bool = False  # to draft tokens: then it is among the weights
@@ -129,33 +132,56 @@ class Config:
         if not isinstance(config, dict):
             raise InputError(f"config.json: text_config must be a table, not {config!r:.40}")
         model_type = config.get("model_type")
-        is_v2 = model_type == "deepseek_v2"
+        is_v2, is_v32 = model_type == "deepseek_v2", model_type == "deepseek_v32"
+        supported = ("deepseek_v3", "kimi_k2") if is_nested else FOLDERS["deepseek"]
         scoring, methods = ("softmax", ("greedy", "group_limited_greedy")) if is_v2 else ("sigmoid", ("noaux_tc",))
         method = config.get("topk_method", methods[0])
         check_supported(
-            model_type=(model_type, ("deepseek_v3", "kimi_k2", *(() if is_nested else ("deepseek_v2", "kimi_k25")))),
+            model_type=(model_type, supported),
             hidden_act=(config.get("hidden_act", "silu"), ("silu", "swish")),
             mlp_bias=(config.get("mlp_bias", False), (False,)),
             moe_layer_freq=(config.get("moe_layer_freq", 1), (1,)),
             scoring_func=(config.get("scoring_func", scoring), (scoring,)),
             topk_method=(method, methods),
         )
-        defaults = {"q_lora_rank": 1536} | ({} if is_v2 else {"n_group": 8, "topk_group": 4, "norm_topk_prob": True})
-        of_v2 = {"norm_topk_prob": False, "rope_interleave": True} if is_v2 else {}  # whatever config.json says
-        ungrouped = {"n_group": 1, "topk_group": 1} if method == "greedy" else {}
-        given = read_fields(cls, defaults | config | {"scoring_func": scoring} | of_v2 | ungrouped)
+        defaults = {"q_lora_rank": 1536, "index_topk": 2048}
+        defaults |= {} if is_v2 else {"n_group": 8, "topk_group": 4, "norm_topk_prob": True}
+        # Whatever config.json says.
+        fixed = {"scoring_func": scoring} | ({"rope_interleave": True} if is_v2 or is_v32 else {})
+        fixed |= {"norm_topk_prob": False} if is_v2 else {}
+        fixed |= {"n_group": 1, "topk_group": 1} if method == "greedy" else {}
+        fixed |= {} if is_v32 else {"index_topk": None}
+        if is_v32:  # null stands for the default
+            config = {name: value for name, value in config.items() if value is not None}
+        given = read_fields(cls, defaults | config | fixed)
         interleaved = given.get("rope_interleave", True)
         given["rope"] = read_rope(config, "qk_rope_head_dim", given["qk_rope_head_dim"], interleaved=interleaved)
         given["prefix"] = "language_model." if is_nested else ""
         # No other layer has this tensor.
         extra = f"{given['prefix']}model.layers.{given['num_hidden_layers']}.eh_proj.weight"
         result = cls(**given | {"has_extra_layer": extra in names})
+        if is_v32:  # transformers writes what follows from first_k_dense_replace
+            kinds = [("dense", "sparse")[result.has_experts(i)] for i in range(result.num_hidden_layers)]
+            check_supported(mlp_layer_types=(config.get("mlp_layer_types", kinds), (kinds,)))
         check_routing(result, result.n_routed_experts, 1 if is_v2 else 2)
         return result
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in the place of an MLP."""
         return layer >= self.first_k_dense_replace
+
+    @property
+    def index_rope(self) -> Rope:
+        """How the indexer's heads turn: as halves, whatever the others do."""
+        return dataclasses.replace(self.rope, interleaved=False)
+
+    def layer_caches(self, side, tokens: int) -> list[LayerCache | IndexedCache]:
+        """What each layer keeps of each token, with room for so many of a row; side(width) makes a side. Where all
+        tokens can be attended to, there is nothing to choose."""
+        sides = [side(self.kv_lora_rank), side(self.qk_rope_head_dim)]
+        chooses = 0 < self.index_topk < tokens
+        cache = IndexedCache(*sides, side(self.index_head_dim)) if chooses else LayerCache(*sides)
+        return [cache] * (self.num_hidden_layers + self.uses_extra_layer)
 
 
 def weights_of(config: Config) -> dict:
@@ -196,6 +222,17 @@ def weights_of(config: Config) -> dict:
         }
         if Q:
             weights["q_norm"] = float32_vector(f"{attention}.q_a_layernorm.weight", Q)
+        if config.index_topk:
+            indexer = f"{attention}.indexer"
+            width = config.index_head_dim
+            queries = Part({f"{indexer}.wq_b": config.index_n_heads * width}, units=config.index_n_heads)
+            weights |= {
+                "index_q": by_output(Q, queries),
+                "index_key": whole(f"{indexer}.wk.weight", width, D),
+                "index_key_norm": float32_vector(f"{indexer}.k_norm.weight", width),
+                "index_key_norm_bias": float32_vector(f"{indexer}.k_norm.bias", width),
+                "index_weights": whole(f"{indexer}.weights_proj.weight", config.index_n_heads, D),
+            }
         if config.attention_bias:
             weights |= {"qkv_a_bias": bias(qkv_a), "o_bias": whole(f"{attention}.o_proj.bias", D)}
 
@@ -274,16 +311,39 @@ def attention(x: Array, w: dict, cache: LayerCache, span: Span, config: Config):
     compressed, latent, rope_key, _ = jnp.split(qkv_a, [Q, Q + L, Q + L + U], axis=-1)
     latent = rms_norm(latent, w["kv_norm"], eps)
     rope_key = rotate(rope_key[:, :, None].astype(jnp.float32), span.positions, config.rope)[:, :, 0]
+    normed = h
     if Q:
         h = rms_norm(compressed, w["q_norm"], eps)
     q, q_rope = jnp.split(linear(h, w["q"]).reshape(B, T, -1, H + U) * softmax_scale(config), [H], axis=-1)
     q, q_rope = q.astype(x.dtype), rotate(q_rope, span.positions, config.rope).astype(x.dtype)
-    new = LayerCache(latent, rope_key.astype(x.dtype))
-    out, cache = cached_attention(q, q_rope, new, cache, span, w)
+    new, choice, stored = LayerCache(latent, rope_key.astype(x.dtype)), None, LayerCache(*cache[:2])
+    if isinstance(cache, IndexedCache):
+        choice, cache = choose_keys(*indexer(normed, h, w, span, config), cache, span, config.index_topk)
+    out, stored = cached_attention(q, q_rope, new, stored, span, w, partial(mask_of_choice, choice))
+    cache = cache._replace(**stored._asdict())
     x = x + summed(linear(out.astype(x.dtype).reshape(B, T, -1), w["o"]), x)
     if config.attention_bias:
         x = x + w["o_bias"]  # after the sum; otherwise it is added X times
     return x, cache
+
+
+@jax.named_scope("indexer")
+def indexer(h: Array, compressed: Array, w: dict, span: Span, config: Config) -> tuple[Array, Array, Array]:
+    """What choose_keys takes of the tokens of `span`: queries [B, T, N, H] of this device's heads, keys [B, T, H] and
+    float32 weights [B, T, N] of all heads. h [B, T, D] is the layer's normed input, `compressed` [B, T, Q] the normed
+    compressed query. The factors N ** -0.5 and H ** -0.5 of the reference change no order."""
+    key = layer_norm(linear(h, w["index_key"]), w["index_key_norm"], w["index_key_norm_bias"], 1e-6)
+    q = linear(compressed, w["index_q"]).reshape(*h.shape[:2], -1, config.index_head_dim)
+    q, key = (rotate(x, span.positions, config.index_rope).astype(h.dtype) for x in (q, key[:, :, None]))
+    return q, key[:, :, 0], linear(h, w["index_weights"])
+
+
+def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
+    """LayerNorm along the last dimension (Ba et al. 2016); float32 inside, x's dtype outside."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * weight.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 @jax.named_scope("mlp")
@@ -1121,12 +1181,14 @@ PREFILL_PIECE = 1024  # of a prompt, in one step: each weight that is read serve
 
 
 class Mask(NamedTuple):
-    """Which tokens up to its own one attends to: all, the last `window`, or those of its chunk of `chunk` tokens. And
-    how far from 0 scores may be: see softcapped."""
+    """Which tokens up to its own one attends to: all, the last `window`, those of its chunk of `chunk` tokens, or those
+    that are `chosen`: an array [B, T, S] with 0 where a new token must not see a slot of this device. And how far from
+    0 scores may be: see softcapped."""
 
     window: int | None = None
     chunk: int | None = None
     softcap: float | None = None
+    chosen: Array | None = None
 
     def first_seen(self, positions: Array) -> Array:
         """The first position that tokens at `positions` attend to."""
@@ -1255,6 +1317,9 @@ def plain_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None,
             keys += last - last % (R * S)
             keys = jnp.where(keys > last, keys - R * S, keys)
         seen = mask.is_attended(keys[:, None], at[:, :, None])[:, None, None]
+        if mask.chosen is not None:
+            chosen = jax.lax.dynamic_slice(mask.chosen, (row, 0, i * block), (rows, T, block))
+            seen &= chosen[:, None, None, jax.lax.dynamic_slice_in_dim(offsets, m, tile)] != 0
         scores = attention_scores(queries[..., :width], first, seen, mask.softcap)
         if width < H:
             scores, second = scores + attention_scores(queries[..., width:], second, seen), first
@@ -1280,7 +1345,7 @@ def plain_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None,
 
 def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
     """New tokens, arrays that are as wide as the cache already, in its format."""
-    return LayerCache(*(side.of(x) for x, side in zip(new, cache, strict=True)))
+    return jax.tree.map(lambda side, x: side.of(x), cache, new, is_leaf=lambda side: isinstance(side, Format))
 
 
 def store_few(cache: LayerCache, new: LayerCache, starts, mask: Mask, R: int) -> LayerCache:
@@ -1384,7 +1449,8 @@ def abstract_cache(
     config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, quantize: str | None = None, drafts=0
 ) -> list[LayerCache]:
     """The cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens and somewhat more, which has room for
-    `drafts`. Dtype and widths are as cache_layout has them, the format is FORMATS[quantize]."""
+    `drafts`. Dtype and widths are as cache_layout has them, the format is FORMATS[quantize]. Which sides a layer has,
+    says the config's layer_caches(side, tokens), by a function that makes a side of some width."""
     X, dp = model_shards(mesh), mesh.shape["dp"]
     I, parts = row_groups(batch // dp, cache_sharers(config, X))
     slots = ceil_div(cache_slots(max_seq_len), parts)
@@ -1401,8 +1467,7 @@ def abstract_cache(
         arrays = of_slots(ceil_div(slots, unit) * unit)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arrays)
 
-    layers = config.num_hidden_layers + config.uses_extra_layer
-    return [LayerCache(side(config.kv_lora_rank), side(config.qk_rope_head_dim))] * layers
+    return config.layer_caches(side, max_seq_len)
 
 
 def cache_sharers(config: Config, shards: int) -> int:
@@ -1432,56 +1497,76 @@ def as_wide(new: LayerCache, cache: LayerCache) -> LayerCache:
     return LayerCache(*(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n)]) for x, n in zip(new, missing, strict=True)))
 
 
-def cached_attention(q, q_rope, new: LayerCache, cache: LayerCache, span: Span, w: dict) -> tuple[Array, LayerCache]:
-    """Causal attention of the tokens of `span`, over all positions up to theirs: stores their latents, then attends.
-    q [B, T, N, H] and q_rope [B, T, N, U] are scaled already; `new` has the latents [B, T, L] and rotary keys [B, T, U]
-    of these tokens, in q's dtype. Returns the attention output, float32 [B, T, N, W], and the cache."""
+def cached_attention(
+    q, q_rope, new: LayerCache, cache: LayerCache, span: Span, w: dict, mask_of
+) -> tuple[Array, LayerCache]:
+    """Causal attention of the tokens of `span`, over positions up to theirs: stores their latents, then attends. q
+    [B, T, N, H] and q_rope [B, T, N, U] are scaled already; `new` has the latents [B, T, L] and rotary keys [B, T, U]
+    of these tokens, in q's dtype. mask_of(i) is the Mask of their i-th block of slots, of which few tokens have one.
+    Returns the attention output, float32 [B, T, N, W], and the cache."""
     starts = span.positions[:, 0]
     if q.shape[1] > FEW:
+        return expanded_attention(q, q_rope, new, cache, starts, w, Collector(span, cache), mask_of)
+    return absorbed_attention(q, q_rope, new, cache, starts, w, span.R, mask_of(0))
+
+
+class Collector:
+    """How each device gets the tokens of the rows that a piece of prompts is of, from those that share the cache: in
+    blocks of `slots` of a device, `tokens` of a row."""
+
+    def __init__(self, span: Span, cache):
+        T, S = span.positions.shape[1], cache[0].shape[2]
         places = jnp.arange(span.batch) if span.places is None else span.places
-        return expanded_attention(q, q_rope, new, cache, starts, w, places, span.batch, span.R)
-    return absorbed_attention(q, q_rope, new, cache, starts, w, span.R)
+        self.I, self.parts = I, parts = row_groups(span.batch, span.R)
+        self.is_own = places // (span.batch // I) == jax.lax.div(shard_index(span.R), parts)
+        self.places = places % (span.batch // I)
+        self.slots = math.gcd(S, max(1, power_of_two(max(T, 128)) // parts))  # a kernel takes no fewer keys
+        self.tokens, self.blocks = parts * self.slots, S // self.slots
+        self.last = jnp.minimum(jnp.max(span.positions[:, 0]) + T, parts * S) - 1  # position that one of them sees
 
+    def store(self, cache, new, starts: Array):
+        """`cache` with the tokens `new`, [B, 1, T, ..] each."""
+        return store_many(cache, new, starts, self.places, Mask(), self.parts, self.is_own)
 
-def expanded_attention(q, q_rope, new: LayerCache, cache: LayerCache, starts, w: dict, places, batch: int, R: int):
-    """cached_attention of many tokens. Each block of latents is collected from the devices that share the cache, and
-    expanded to the keys and values of this device's heads."""
-    (B, T, N, _), U, L, S = q.shape, q_rope.shape[-1], w["v_b"].shape[1], cache.latent.shape[2]
-    I, parts = row_groups(batch, R)
-    is_own = places // (batch // I) == jax.lax.div(shard_index(R), parts)
-    places = places % (batch // I)
-    n = math.gcd(S, max(1, power_of_two(max(T, 128)) // parts))  # slots of a block; a kernel takes no fewer keys
+    def block(self, side: Format, i: Array) -> Format:
+        """The i-th block of a side of the cache, in the order of the tokens: [B, tokens, ..]."""
+        return jax.tree.map(partial(self.collected, i=i), side)
 
-    def collected(x, i):  # the i-th n slots of the rows, in the order of their tokens: [B, parts n, ..]
-        width = x.shape[3:]
-        x = jax.lax.dynamic_slice_in_dim(x[:, 0], i * n, n, axis=1)[places]
+    def collected(self, x: Array, i: Array) -> Array:
+        I, parts, width = self.I, self.parts, x.shape[3:]
+        x = jax.lax.dynamic_slice_in_dim(x[:, 0], i * self.slots, self.slots, axis=1)[self.places]
         if parts > 1:
             x = jax.lax.all_gather(x, MODEL_AXES, axis=2, axis_index_groups=sharer_groups(parts))
         if I > 1:  # one group of devices has the row, and the others add zeros
             groups = np.arange(jax.lax.axis_size(MODEL_AXES)).reshape(-1, I, parts).swapaxes(1, 2).reshape(-1, I)
-            x = jnp.where(is_own.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+            x = jnp.where(self.is_own.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
             x = jax.lax.psum(x, MODEL_AXES, axis_index_groups=groups.tolist())
-        return x.reshape(B, parts * n, *width)
+        return x.reshape(len(x), self.tokens, *width)
 
-    def load(i):  # keys [B, N, parts n, H + U] and values [B, N, parts n, W]
-        latent, rope_key = (scaled(jax.tree.map(partial(collected, i=i), x), q.dtype) for x in cache)
-        k, v = (linear(latent[..., :L], w[b]).reshape(B, parts * n, N, -1).astype(q.dtype) for b in ("k_b", "v_b"))
+
+def expanded_attention(q, q_rope, new: LayerCache, cache: LayerCache, starts, w: dict, collector: Collector, mask_of):
+    """cached_attention of many tokens. Each block of latents is collected from the devices that share the cache, and
+    expanded to the keys and values of this device's heads."""
+    (B, T, N, _), U, L, tokens = q.shape, q_rope.shape[-1], w["v_b"].shape[1], collector.tokens
+
+    def load(i):  # keys [B, N, tokens, H + U] and values [B, N, tokens, W]
+        latent, rope_key = (scaled(collector.block(x, i), q.dtype) for x in cache)
+        k, v = (linear(latent[..., :L], w[b]).reshape(B, tokens, N, -1).astype(q.dtype) for b in ("k_b", "v_b"))
         rope_key = jnp.broadcast_to(rope_key[:, :, None, :U], (*k.shape[:3], U))
         return Plain(jnp.concatenate([k, rope_key], axis=-1).swapaxes(1, 2)), Plain(v.swapaxes(1, 2))
 
     def attend(i):
-        out = attend_to_stored(queries, load(i), starts - i * n * parts, jnp.arange(B), Mask(), T, 1)
+        out = attend_to_stored(queries, load(i), starts - i * tokens, jnp.arange(B), mask_of(i), T, 1)
         return out[..., :-1], out[..., -1:]
 
     new = LayerCache(*(x[:, None] for x in as_wide(new, cache)))
-    cache = store_many(cache, new, starts, places, Mask(), parts, is_own)
+    cache = collector.store(cache, new, starts)
     queries = jnp.concatenate([q, q_rope], axis=-1).swapaxes(1, 2)[:, :, None]  # [B, K, A, M, H + U]: K = N, A = 1
-    if n == S:
+    if collector.blocks == 1:
         out, _ = attend(0)
     else:
-        last = jnp.minimum(jnp.max(starts) + T, parts * S) - 1
         shape = *queries.shape[:4], jax.eval_shape(load, 0)[1].shape[-1]
-        out, _ = over_blocks(attend, 0, last // (n * parts), shape)
+        out, _ = over_blocks(attend, 0, collector.last // tokens, shape)
     return out[:, :, 0].swapaxes(1, 2), cache
 
 
@@ -1498,7 +1583,7 @@ def scaled(x: Format, dtype: jnp.dtype) -> Array:
     return (values if scale is None else values * scale[..., None]).astype(dtype)
 
 
-def absorbed_attention(q, q_rope, new: LayerCache, cache: LayerCache, starts, w: dict, R: int):
+def absorbed_attention(q, q_rope, new: LayerCache, cache: LayerCache, starts, w: dict, R: int, mask: Mask):
     """cached_attention of few tokens, of all rows. Latents are not expanded (the absorbed form, see the top of the
     file).
 
@@ -1520,7 +1605,7 @@ def absorbed_attention(q, q_rope, new: LayerCache, cache: LayerCache, starts, w:
         new, starts = jax.tree.map(partial(own_rows, R=R), (new, starts))
     queries = queries.swapaxes(0, 1).reshape(B // I, 1, 1, R * T * N, -1)
     new = LayerCache(*(x[:, None] for x in as_wide(new, cache)))  # one head of keys, K = 1
-    out, cache = store_and_attend(queries, new, cache, starts, None, Mask(), T, parts, run=N)
+    out, cache = store_and_attend(queries, new, cache, starts, None, mask, T, parts, run=N)
     out = out.reshape(B // I, R, T, N, -1).swapaxes(0, 1)
     if R > 1:
         out = exchange(out, R).reshape(I, parts, B // I, T, N, -1)
@@ -1534,6 +1619,162 @@ def by_head(w: Format, N: int, dtype: jnp.dtype) -> tuple[Array, Array | None]:
     """The values [N, .., L] of a weight [N .., L], rounded ones in `dtype`, and their scales [N, ..], None without."""
     values, scale = w.values_and_scale(dtype)
     return values.reshape(N, -1, values.shape[-1]), None if scale is None else scale.reshape(N, -1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Choosing keys
+#
+# The indexer of a layer chooses to which tokens another one attends (DeepSeek-AI 2025, "DeepSeek-V3.2"): to the
+# index_topk with the highest scores. It has one key for each token, and heads of its own. A score is the sum over them
+# of weight x relu(query . key), all positive factors left out, since they change no order. What it chooses becomes a
+# Mask for the attention that stands.
+
+
+class IndexedCache(NamedTuple):
+    """A LayerCache, and beside it the indexer's key of each token, [B / I, X, S, index_head_dim]."""
+
+    latent: Format
+    rope_key: Format
+    index_key: Format
+
+
+def choose_keys(q: Array, key: Array, weights: Array, cache: IndexedCache, span: Span, k: int):
+    """Stores the indexer's keys [B, T, H] of the tokens of `span`, and chooses for each of them k keys up to its own,
+    or all if there are no more. q [B, T, N, H] are the queries of this device's heads, float32 weights [B, T, N] those
+    of all heads. Returns what mask_of_choice takes, and the cache."""
+    width = cache.index_key.shape[-1]
+    q, key = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]) for x in (q, key))
+    choose = choose_for_few if q.shape[1] <= FEW else choose_for_many
+    choice, side = choose(q, key, weights, cache.index_key, span, k)
+    return choice, cache._replace(index_key=side)
+
+
+def choose_for_few(q, key, weights, side: Format, span: Span, k: int) -> tuple[Array, Format]:
+    """choose_keys of few tokens, of all rows: float32 [B / I, T, S], 1 where they attend to a slot of this device.
+
+    Each of the R devices that share the cache scores its rows and tokens with the heads of all R, as it attends to
+    them. If more devices share the layer, they add up what their heads give. Then those that share a row collect its
+    scores, and each finds the lowest that is chosen.
+    """
+    (B, T, n, width), R, X, S = q.shape, span.R, jax.lax.axis_size(MODEL_AXES), side.shape[2]
+    I, parts = row_groups(B, R)
+    starts, q = span.positions[:, 0], q.reshape(I, B // I, T, n, width)
+    weights = jnp.pad(weights, ((0, 0), (0, 0), (0, X * n - weights.shape[-1])))  # the last devices may have fewer
+    weights = jax.lax.dynamic_slice_in_dim(weights, jax.lax.axis_index(MODEL_AXES) // R * (R * n), R * n, axis=2)
+    if R > 1:
+        q = exchange(q, R)
+        key, weights, starts = jax.tree.map(partial(own_rows, R=R), (key, weights, starts))
+    q = jnp.moveaxis(q, 0, 2).reshape(B // I, T, R * n, width)
+    (side,) = store_few((side,), (key[:, None],), starts, Mask(), parts)
+    scores = index_scores(q, weights, jax.tree.map(lambda x: x[:, 0], side))
+    if X > R:
+        scores = jax.lax.psum(scores, MODEL_AXES, axis_index_groups=np.arange(X).reshape(-1, R).T.tolist())
+    positions = jnp.arange(S) * parts + jnp.arange(parts)[:, None]
+    own = positions[shard_index(parts)]
+    is_seen = own <= (starts[:, None] + jnp.arange(T))[:, :, None]
+    scores = jnp.where(is_seen, scores, -jnp.inf)
+    of_all = scores[:, :, None]
+    if parts > 1:
+        of_all = jax.lax.all_gather(scores, MODEL_AXES, axis=2, axis_index_groups=sharer_groups(parts))
+    of_all = of_all.reshape(-1, *positions.shape)
+    lowest = (x.reshape(B // I, T, 1) for x in lowest_chosen(of_all, positions, k))
+    return is_chosen(scores, own, *lowest).astype(jnp.float32), side
+
+
+def choose_for_many(q, key, weights, side: Format, span: Span, k: int) -> tuple[Array, Format]:
+    """choose_keys of many tokens: as bits, uint8 [B, T, blocks, tokens / 8], where bit j of byte i is for token
+    j (tokens / 8) + i of a Collector's block.
+
+    The devices divide the tokens that choose: each scores all keys for its own ones, a block at a time.
+    """
+    (B, T, _, _), X = q.shape, jax.lax.axis_size(MODEL_AXES)
+    collector, share = Collector(span, (side,)), ceil_div(T, X)
+    tokens, blocks = collector.tokens, collector.blocks
+    (side,) = collector.store((side,), (key[:, None],), span.positions[:, 0])
+
+    def own_tokens(x):
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(MODEL_AXES) * share, share, axis=1)
+
+    padded = [(0, 0), (0, X * share - T)]
+    q = jax.lax.all_to_all(jnp.pad(q, [*padded, (0, 0), (0, 0)]), MODEL_AXES, 1, 2, tiled=True)
+    q = q[:, :, : weights.shape[-1]]  # the last devices may have heads of zeros
+    weights = own_tokens(jnp.pad(weights, [*padded, (0, 0)]))
+    at = own_tokens(jnp.pad(span.positions, padded))[:, :, None]
+
+    def add_block(i, scores):
+        of_block = index_scores(q, weights, collector.block(side, i))
+        of_block = jnp.where(i * tokens + jnp.arange(tokens) <= at, of_block, -jnp.inf)
+        return jax.lax.dynamic_update_slice_in_dim(scores, of_block[:, :, None], i, axis=2)
+
+    scores = jnp.full((B, share, blocks, tokens), -jnp.inf)
+    scores = jax.lax.fori_loop(0, collector.last // tokens + 1, add_block, scores)
+    positions = jnp.arange(blocks * tokens).reshape(blocks, tokens)
+    scores = scores.reshape(-1, blocks, tokens)
+    chosen = is_chosen(scores, positions, *lowest_chosen(scores, positions, k))
+    eighths = chosen.reshape(B, share, blocks, 8, tokens // 8).astype(jnp.uint8)
+    bits = jnp.sum(eighths << jnp.arange(8, dtype=jnp.uint8)[:, None], axis=3, dtype=jnp.uint8)
+    return jax.lax.all_gather(bits, MODEL_AXES, axis=1, tiled=True)[:, :T], side
+
+
+def mask_of_choice(choice: Array | None, i: Array | int) -> Mask:
+    """The Mask of the i-th block of slots, from what choose_keys returns, or of all if nothing was chosen."""
+    if choice is not None and choice.dtype == jnp.uint8:
+        bits = jax.lax.dynamic_index_in_dim(choice, i, axis=2, keepdims=False)
+        choice = bits[:, :, None] >> jnp.arange(8, dtype=jnp.uint8)[:, None] & 1
+        choice = choice.astype(jnp.int8).reshape(*bits.shape[:2], -1)
+    return Mask(chosen=choice)
+
+
+@by_machine
+def index_scores(q: Array, weights: Array, keys: Format) -> Array:
+    """Sums over heads of weights [B, T, N] times relu(q [B, T, N, H] . keys [B, S, H]): float32 [B, T, S]. It takes
+    some heads at a time, and keeps no scores of all."""
+    (B, T, N, _), S = q.shape, keys.shape[1]
+    values, scale = keys.values_and_scale(q.dtype)
+    q = q.astype(values.dtype)
+    n = max(n for n in range(1, min(N, max(1, 64 // T)) + 1) if N % n == 0)
+
+    def add_heads(i, total):
+        some_q, some_weights = (jax.lax.dynamic_slice_in_dim(x, i * n, n, axis=2) for x in (q, weights))
+        scores = jnp.maximum(einsum("btnh,bsh->btns", some_q, values), 0)
+        return total + jnp.sum(some_weights[..., None] * scores, axis=2)
+
+    total = jax.lax.fori_loop(0, N // n, add_heads, jnp.zeros((B, T, S)))
+    return total if scale is None else total * scale[:, None]
+
+
+@by_machine
+def lowest_chosen(scores: Array, positions: Array, k: int) -> tuple[Array, Array]:
+    """Of scores [Q, P, S] of keys at some positions [P, S] the k-th highest, `ordered`, and the position of its key. Of
+    equal scores that of an earlier key is higher. int32 [Q, 1, 1] each. It finds one bit after another, by counting the
+    keys that are higher."""
+
+    def count(is_counted):
+        return jnp.sum(is_counted.astype(jnp.int32), axis=(1, 2), keepdims=True)
+
+    def largest(lowest, bits, is_possible):
+        def add_bit(i, found):
+            larger = found + jax.lax.shift_left(jnp.int32(1), bits - 1 - i)
+            return jnp.where(is_possible(larger), larger, found)
+
+        return jax.lax.fori_loop(0, bits, add_bit, jnp.full((len(scores), 1, 1), lowest, jnp.int32))
+
+    order = ordered(scores)
+    value = largest(-(2**31), 32, lambda value: count(order >= value) >= k)
+    missing, is_equal = k - count(order > value), order == value
+    bits = positions.size.bit_length()
+    return value, largest(0, bits, lambda position: count(is_equal & (positions < position)) < missing)
+
+
+def ordered(x: Array) -> Array:
+    """float32 numbers as int32 in the same order."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)  # -0 is 0
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def is_chosen(scores: Array, positions: Array, value: Array, position: Array) -> Array:
+    """Whether scores of keys at some positions are as high as lowest_chosen's."""
+    return (ordered(scores) > value) | ((ordered(scores) == value) & (positions <= position))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1699,7 +1940,7 @@ def chosen_experts(scores: Array, choice: Array, best: int, config: Config) -> t
 
 
 FOLDERS = {  # of the repository that this file is from, and the model_types that each reads
-    "deepseek": ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"),
+    "deepseek": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25"),
     "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text"),
     "gemma4": ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
     "glm4": ("glm", "glm4"),
@@ -1905,7 +2146,7 @@ class Blocks(NamedTuple):
         is_whole = (i + 1) * self.size * self.R <= position + 1
         if self.mask.window or self.mask.chunk:
             is_whole &= i * self.size * self.R >= self.mask.first_seen(position + tokens - 1)
-        return is_whole
+        return is_whole if self.mask.chosen is None else is_whole & False
 
     def positions(self, i: Array) -> Array:
         """Those of block i on this device, int32 [1, size]."""
@@ -1995,7 +2236,7 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=None, b
     tiles = blocks._replace(size=min(block, 128))  # that are written back
     steps = blocks.most_seen(T) + (T > 1)
 
-    def kernel(starts, q, new, cache, out, new_cache, *softmax):
+    def kernel(starts, q, new, cache, chosen, out, new_cache, *softmax):
         start, n = starts[pl.program_id(0)], pl.program_id(1)
         first, last = blocks.seen(start, T)
         i, first_tile, last_tile = jnp.minimum(first + n, last), tiles.holding(start), tiles.holding(start + T - 1)
@@ -2035,8 +2276,16 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=None, b
             if T > 1:
                 offsets = jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, (M, 1), 0), run or M // T)
                 offsets = jnp.fmod(offsets, T)
+
+            def seen():
+                is_attended = mask.is_attended(blocks.positions(i), start + offsets)
+                if chosen is None:
+                    return is_attended
+                of_tokens = (jnp.where(offsets == j, chosen[0, j : j + 1], 0) for j in range(T))
+                return is_attended & (sum(of_tokens) != 0)
+
             pl.when(is_whole)(lambda: fold_heads(None))
-            pl.when(~is_whole)(lambda: fold_heads(mask.is_attended(blocks.positions(i), start + offsets)))
+            pl.when(~is_whole)(lambda: fold_heads(seen()))
 
         @pl.when(n == steps - 1)
         def finish():
@@ -2070,6 +2319,7 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=None, b
                 of_row(q.shape),
                 jax.tree.map(lambda x: of_row(x.shape), new),
                 jax.tree.map(lambda x: blocks.spec(x, K, read), cache),
+                jax.tree.map(lambda x: blocks.spec(x, T, read), mask.chosen),
             ],
             out_specs=(of_row(out_shape), jax.tree.map(lambda x: tiles.spec(x, K, written), cache)),
             scratch_shapes=softmax_state(K, A * M, block, W),
@@ -2079,4 +2329,4 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=None, b
         cost_estimate=kernel_cost(2 * B * K * A * M * S * (H + W), cache),
         interpret=interpret,
         name="ragged_attention",
-    )(starts, q, new, cache)
+    )(starts, q, new, cache, mask.chosen)

@@ -193,7 +193,7 @@ def gpu_product(x: Array, w: Format) -> Array:
 
 def gpu_attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -> Array:
     """attend_to_stored for GPUs."""
-    if suits_triton(q, cache):
+    if suits_triton(q, cache) and mask.chosen is None:
         return triton_attention(q, cache, starts, places, mask=mask, R=R)
     return attend_to_stored.plain(q, cache, starts, places, mask, T, R)
 
@@ -285,7 +285,7 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
     tiles = pl.cdiv(T, tile)
     steps = jnp.minimum(blocks.most_seen(tile), blocks.holding(jnp.max(starts) + tiles * tile - 1) + 1)
 
-    def kernel(starts, places, q, cache, out, *softmax):
+    def kernel(starts, places, q, cache, chosen, out, *softmax):
         start, n = starts[pl.program_id(0)] + pl.program_id(2) * tile, pl.program_id(3)
         first, last = blocks.seen(start, tile)
         i, offsets = first + n, jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
@@ -297,8 +297,13 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
         @pl.when(i <= last)
         def visit():
             is_whole = blocks.is_whole(i, start, tile)
+
+            def seen():
+                is_attended = mask.is_attended(blocks.positions(i), start + offsets)
+                return is_attended if chosen is None else is_attended & (chosen[0].astype(jnp.int32) != 0)
+
             pl.when(is_whole)(lambda: fold_head(None))
-            pl.when(~is_whole)(lambda: fold_head(mask.is_attended(blocks.positions(i), start + offsets)))
+            pl.when(~is_whole)(lambda: fold_head(seen()))
 
         pl.when(n == pl.num_programs(3) - 1)(lambda: finish_softmax(out, *softmax))
 
@@ -309,13 +314,20 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
         first, last = blocks.seen(starts[b] + t * tile, tile)
         return places[b], h, jnp.minimum(first + n, last)
 
+    def of_chosen(x):
+        return pl.BlockSpec((1, tile, block), lambda b, h, t, *rest: (b, t, read(b, h, t, *rest)[2]))
+
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((*q.shape[:4], W + 1), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(B, K, tiles, steps),
-            in_specs=[of_tile(H), jax.tree.map(lambda x: blocks.spec(x, 1, read), cache)],
+            in_specs=[
+                of_tile(H),
+                jax.tree.map(lambda x: blocks.spec(x, 1, read), cache),
+                jax.tree.map(of_chosen, mask.chosen),
+            ],
             out_specs=of_tile(W + 1),
             scratch_shapes=softmax_state(1, A * tile, block, W),
         ),
@@ -323,7 +335,7 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
         cost_estimate=kernel_cost(2 * B * K * A * T * S * (H + W), cache),
         interpret=interpret,
         name="ragged_attention",
-    )(starts, places, q, cache)
+    )(starts, places, q, cache, mask.chosen)
 
 
 FAST["attend_to_stored", "tpu"] = prefill_kernel

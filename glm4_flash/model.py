@@ -142,6 +142,11 @@ class Config:
         """Whether a layer has experts in the place of an MLP."""
         return layer >= len(self.mlp_layer_types) or self.mlp_layer_types[layer] == "sparse"
 
+    def layer_caches(self, side, tokens: int) -> list[LayerCache]:
+        """What each layer keeps of each token, with room for so many of a row; side(width) makes a side."""
+        cache = LayerCache(side(self.kv_lora_rank), side(self.qk_rope_head_dim))
+        return [cache] * (self.num_hidden_layers + self.uses_extra_layer)
+
 
 def weights_of(config: Config) -> dict:
     """A pytree of Weight: which tensors of the checkpoint make each array, its shape, and how devices split it.
@@ -254,7 +259,7 @@ def attention(x: Array, w: dict, cache: LayerCache, span: Span, config: Config):
     q, q_rope = jnp.split(linear(h, w["q"]).reshape(B, T, -1, H + U) * (H + U) ** -0.5, [H], axis=-1)
     q, q_rope = q.astype(x.dtype), rotate(q_rope, span.positions, config.rope).astype(x.dtype)
     new = LayerCache(latent, rope_key.astype(x.dtype))
-    out, cache = cached_attention(q, q_rope, new, cache, span, w)
+    out, cache = cached_attention(q, q_rope, new, cache, span, w, lambda i: Mask())
     x = x + summed(linear(out.astype(x.dtype).reshape(B, T, -1), w["o"]), x)
     if config.attention_bias:
         x = x + w["o_bias"]  # after the sum; otherwise it is added X times
@@ -995,12 +1000,14 @@ PREFILL_PIECE = 1024  # of a prompt, in one step: each weight that is read serve
 
 
 class Mask(NamedTuple):
-    """Which tokens up to its own one attends to: all, the last `window`, or those of its chunk of `chunk` tokens. And
-    how far from 0 scores may be: see softcapped."""
+    """Which tokens up to its own one attends to: all, the last `window`, those of its chunk of `chunk` tokens, or those
+    that are `chosen`: an array [B, T, S] with 0 where a new token must not see a slot of this device. And how far from
+    0 scores may be: see softcapped."""
 
     window: int | None = None
     chunk: int | None = None
     softcap: float | None = None
+    chosen: Array | None = None
 
     def first_seen(self, positions: Array) -> Array:
         """The first position that tokens at `positions` attend to."""
@@ -1129,6 +1136,9 @@ def plain_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None,
             keys += last - last % (R * S)
             keys = jnp.where(keys > last, keys - R * S, keys)
         seen = mask.is_attended(keys[:, None], at[:, :, None])[:, None, None]
+        if mask.chosen is not None:
+            chosen = jax.lax.dynamic_slice(mask.chosen, (row, 0, i * block), (rows, T, block))
+            seen &= chosen[:, None, None, jax.lax.dynamic_slice_in_dim(offsets, m, tile)] != 0
         scores = attention_scores(queries[..., :width], first, seen, mask.softcap)
         if width < H:
             scores, second = scores + attention_scores(queries[..., width:], second, seen), first
@@ -1154,7 +1164,7 @@ def plain_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None,
 
 def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
     """New tokens, arrays that are as wide as the cache already, in its format."""
-    return LayerCache(*(side.of(x) for x, side in zip(new, cache, strict=True)))
+    return jax.tree.map(lambda side, x: side.of(x), cache, new, is_leaf=lambda side: isinstance(side, Format))
 
 
 def store_few(cache: LayerCache, new: LayerCache, starts, mask: Mask, R: int) -> LayerCache:
@@ -1258,7 +1268,8 @@ def abstract_cache(
     config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, quantize: str | None = None, drafts=0
 ) -> list[LayerCache]:
     """The cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens and somewhat more, which has room for
-    `drafts`. Dtype and widths are as cache_layout has them, the format is FORMATS[quantize]."""
+    `drafts`. Dtype and widths are as cache_layout has them, the format is FORMATS[quantize]. Which sides a layer has,
+    says the config's layer_caches(side, tokens), by a function that makes a side of some width."""
     X, dp = model_shards(mesh), mesh.shape["dp"]
     I, parts = row_groups(batch // dp, cache_sharers(config, X))
     slots = ceil_div(cache_slots(max_seq_len), parts)
@@ -1275,8 +1286,7 @@ def abstract_cache(
         arrays = of_slots(ceil_div(slots, unit) * unit)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arrays)
 
-    layers = config.num_hidden_layers + config.uses_extra_layer
-    return [LayerCache(side(config.kv_lora_rank), side(config.qk_rope_head_dim))] * layers
+    return config.layer_caches(side, max_seq_len)
 
 
 def cache_sharers(config: Config, shards: int) -> int:
@@ -1306,56 +1316,76 @@ def as_wide(new: LayerCache, cache: LayerCache) -> LayerCache:
     return LayerCache(*(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n)]) for x, n in zip(new, missing, strict=True)))
 
 
-def cached_attention(q, q_rope, new: LayerCache, cache: LayerCache, span: Span, w: dict) -> tuple[Array, LayerCache]:
-    """Causal attention of the tokens of `span`, over all positions up to theirs: stores their latents, then attends.
-    q [B, T, N, H] and q_rope [B, T, N, U] are scaled already; `new` has the latents [B, T, L] and rotary keys [B, T, U]
-    of these tokens, in q's dtype. Returns the attention output, float32 [B, T, N, W], and the cache."""
+def cached_attention(
+    q, q_rope, new: LayerCache, cache: LayerCache, span: Span, w: dict, mask_of
+) -> tuple[Array, LayerCache]:
+    """Causal attention of the tokens of `span`, over positions up to theirs: stores their latents, then attends. q
+    [B, T, N, H] and q_rope [B, T, N, U] are scaled already; `new` has the latents [B, T, L] and rotary keys [B, T, U]
+    of these tokens, in q's dtype. mask_of(i) is the Mask of their i-th block of slots, of which few tokens have one.
+    Returns the attention output, float32 [B, T, N, W], and the cache."""
     starts = span.positions[:, 0]
     if q.shape[1] > FEW:
+        return expanded_attention(q, q_rope, new, cache, starts, w, Collector(span, cache), mask_of)
+    return absorbed_attention(q, q_rope, new, cache, starts, w, span.R, mask_of(0))
+
+
+class Collector:
+    """How each device gets the tokens of the rows that a piece of prompts is of, from those that share the cache: in
+    blocks of `slots` of a device, `tokens` of a row."""
+
+    def __init__(self, span: Span, cache):
+        T, S = span.positions.shape[1], cache[0].shape[2]
         places = jnp.arange(span.batch) if span.places is None else span.places
-        return expanded_attention(q, q_rope, new, cache, starts, w, places, span.batch, span.R)
-    return absorbed_attention(q, q_rope, new, cache, starts, w, span.R)
+        self.I, self.parts = I, parts = row_groups(span.batch, span.R)
+        self.is_own = places // (span.batch // I) == jax.lax.div(shard_index(span.R), parts)
+        self.places = places % (span.batch // I)
+        self.slots = math.gcd(S, max(1, power_of_two(max(T, 128)) // parts))  # a kernel takes no fewer keys
+        self.tokens, self.blocks = parts * self.slots, S // self.slots
+        self.last = jnp.minimum(jnp.max(span.positions[:, 0]) + T, parts * S) - 1  # position that one of them sees
 
+    def store(self, cache, new, starts: Array):
+        """`cache` with the tokens `new`, [B, 1, T, ..] each."""
+        return store_many(cache, new, starts, self.places, Mask(), self.parts, self.is_own)
 
-def expanded_attention(q, q_rope, new: LayerCache, cache: LayerCache, starts, w: dict, places, batch: int, R: int):
-    """cached_attention of many tokens. Each block of latents is collected from the devices that share the cache, and
-    expanded to the keys and values of this device's heads."""
-    (B, T, N, _), U, L, S = q.shape, q_rope.shape[-1], w["v_b"].shape[1], cache.latent.shape[2]
-    I, parts = row_groups(batch, R)
-    is_own = places // (batch // I) == jax.lax.div(shard_index(R), parts)
-    places = places % (batch // I)
-    n = math.gcd(S, max(1, power_of_two(max(T, 128)) // parts))  # slots of a block; a kernel takes no fewer keys
+    def block(self, side: Format, i: Array) -> Format:
+        """The i-th block of a side of the cache, in the order of the tokens: [B, tokens, ..]."""
+        return jax.tree.map(partial(self.collected, i=i), side)
 
-    def collected(x, i):  # the i-th n slots of the rows, in the order of their tokens: [B, parts n, ..]
-        width = x.shape[3:]
-        x = jax.lax.dynamic_slice_in_dim(x[:, 0], i * n, n, axis=1)[places]
+    def collected(self, x: Array, i: Array) -> Array:
+        I, parts, width = self.I, self.parts, x.shape[3:]
+        x = jax.lax.dynamic_slice_in_dim(x[:, 0], i * self.slots, self.slots, axis=1)[self.places]
         if parts > 1:
             x = jax.lax.all_gather(x, MODEL_AXES, axis=2, axis_index_groups=sharer_groups(parts))
         if I > 1:  # one group of devices has the row, and the others add zeros
             groups = np.arange(jax.lax.axis_size(MODEL_AXES)).reshape(-1, I, parts).swapaxes(1, 2).reshape(-1, I)
-            x = jnp.where(is_own.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+            x = jnp.where(self.is_own.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
             x = jax.lax.psum(x, MODEL_AXES, axis_index_groups=groups.tolist())
-        return x.reshape(B, parts * n, *width)
+        return x.reshape(len(x), self.tokens, *width)
 
-    def load(i):  # keys [B, N, parts n, H + U] and values [B, N, parts n, W]
-        latent, rope_key = (scaled(jax.tree.map(partial(collected, i=i), x), q.dtype) for x in cache)
-        k, v = (linear(latent[..., :L], w[b]).reshape(B, parts * n, N, -1).astype(q.dtype) for b in ("k_b", "v_b"))
+
+def expanded_attention(q, q_rope, new: LayerCache, cache: LayerCache, starts, w: dict, collector: Collector, mask_of):
+    """cached_attention of many tokens. Each block of latents is collected from the devices that share the cache, and
+    expanded to the keys and values of this device's heads."""
+    (B, T, N, _), U, L, tokens = q.shape, q_rope.shape[-1], w["v_b"].shape[1], collector.tokens
+
+    def load(i):  # keys [B, N, tokens, H + U] and values [B, N, tokens, W]
+        latent, rope_key = (scaled(collector.block(x, i), q.dtype) for x in cache)
+        k, v = (linear(latent[..., :L], w[b]).reshape(B, tokens, N, -1).astype(q.dtype) for b in ("k_b", "v_b"))
         rope_key = jnp.broadcast_to(rope_key[:, :, None, :U], (*k.shape[:3], U))
         return Plain(jnp.concatenate([k, rope_key], axis=-1).swapaxes(1, 2)), Plain(v.swapaxes(1, 2))
 
     def attend(i):
-        out = attend_to_stored(queries, load(i), starts - i * n * parts, jnp.arange(B), Mask(), T, 1)
+        out = attend_to_stored(queries, load(i), starts - i * tokens, jnp.arange(B), mask_of(i), T, 1)
         return out[..., :-1], out[..., -1:]
 
     new = LayerCache(*(x[:, None] for x in as_wide(new, cache)))
-    cache = store_many(cache, new, starts, places, Mask(), parts, is_own)
+    cache = collector.store(cache, new, starts)
     queries = jnp.concatenate([q, q_rope], axis=-1).swapaxes(1, 2)[:, :, None]  # [B, K, A, M, H + U]: K = N, A = 1
-    if n == S:
+    if collector.blocks == 1:
         out, _ = attend(0)
     else:
-        last = jnp.minimum(jnp.max(starts) + T, parts * S) - 1
         shape = *queries.shape[:4], jax.eval_shape(load, 0)[1].shape[-1]
-        out, _ = over_blocks(attend, 0, last // (n * parts), shape)
+        out, _ = over_blocks(attend, 0, collector.last // tokens, shape)
     return out[:, :, 0].swapaxes(1, 2), cache
 
 
@@ -1372,7 +1402,7 @@ def scaled(x: Format, dtype: jnp.dtype) -> Array:
     return (values if scale is None else values * scale[..., None]).astype(dtype)
 
 
-def absorbed_attention(q, q_rope, new: LayerCache, cache: LayerCache, starts, w: dict, R: int):
+def absorbed_attention(q, q_rope, new: LayerCache, cache: LayerCache, starts, w: dict, R: int, mask: Mask):
     """cached_attention of few tokens, of all rows. Latents are not expanded (the absorbed form, see the top of the
     file).
 
@@ -1394,7 +1424,7 @@ def absorbed_attention(q, q_rope, new: LayerCache, cache: LayerCache, starts, w:
         new, starts = jax.tree.map(partial(own_rows, R=R), (new, starts))
     queries = queries.swapaxes(0, 1).reshape(B // I, 1, 1, R * T * N, -1)
     new = LayerCache(*(x[:, None] for x in as_wide(new, cache)))  # one head of keys, K = 1
-    out, cache = store_and_attend(queries, new, cache, starts, None, Mask(), T, parts, run=N)
+    out, cache = store_and_attend(queries, new, cache, starts, None, mask, T, parts, run=N)
     out = out.reshape(B // I, R, T, N, -1).swapaxes(0, 1)
     if R > 1:
         out = exchange(out, R).reshape(I, parts, B // I, T, N, -1)
@@ -1573,7 +1603,7 @@ def chosen_experts(scores: Array, choice: Array, best: int, config: Config) -> t
 
 
 FOLDERS = {  # of the repository that this file is from, and the model_types that each reads
-    "deepseek": ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"),
+    "deepseek": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25"),
     "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text"),
     "gemma4": ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
     "glm4": ("glm", "glm4"),
@@ -1796,7 +1826,7 @@ class Blocks(NamedTuple):
         is_whole = (i + 1) * self.size * self.R <= position + 1
         if self.mask.window or self.mask.chunk:
             is_whole &= i * self.size * self.R >= self.mask.first_seen(position + tokens - 1)
-        return is_whole
+        return is_whole if self.mask.chosen is None else is_whole & False
 
     def positions(self, i: Array) -> Array:
         """Those of block i on this device, int32 [1, size]."""
@@ -1886,7 +1916,7 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=None, b
     tiles = blocks._replace(size=min(block, 128))  # that are written back
     steps = blocks.most_seen(T) + (T > 1)
 
-    def kernel(starts, q, new, cache, out, new_cache, *softmax):
+    def kernel(starts, q, new, cache, chosen, out, new_cache, *softmax):
         start, n = starts[pl.program_id(0)], pl.program_id(1)
         first, last = blocks.seen(start, T)
         i, first_tile, last_tile = jnp.minimum(first + n, last), tiles.holding(start), tiles.holding(start + T - 1)
@@ -1926,8 +1956,16 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=None, b
             if T > 1:
                 offsets = jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, (M, 1), 0), run or M // T)
                 offsets = jnp.fmod(offsets, T)
+
+            def seen():
+                is_attended = mask.is_attended(blocks.positions(i), start + offsets)
+                if chosen is None:
+                    return is_attended
+                of_tokens = (jnp.where(offsets == j, chosen[0, j : j + 1], 0) for j in range(T))
+                return is_attended & (sum(of_tokens) != 0)
+
             pl.when(is_whole)(lambda: fold_heads(None))
-            pl.when(~is_whole)(lambda: fold_heads(mask.is_attended(blocks.positions(i), start + offsets)))
+            pl.when(~is_whole)(lambda: fold_heads(seen()))
 
         @pl.when(n == steps - 1)
         def finish():
@@ -1961,6 +1999,7 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=None, b
                 of_row(q.shape),
                 jax.tree.map(lambda x: of_row(x.shape), new),
                 jax.tree.map(lambda x: blocks.spec(x, K, read), cache),
+                jax.tree.map(lambda x: blocks.spec(x, T, read), mask.chosen),
             ],
             out_specs=(of_row(out_shape), jax.tree.map(lambda x: tiles.spec(x, K, written), cache)),
             scratch_shapes=softmax_state(K, A * M, block, W),
@@ -1970,4 +2009,4 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=None, b
         cost_estimate=kernel_cost(2 * B * K * A * M * S * (H + W), cache),
         interpret=interpret,
         name="ragged_attention",
-    )(starts, q, new, cache)
+    )(starts, q, new, cache, mask.chosen)

@@ -978,12 +978,14 @@ PREFILL_PIECE = 1024  # of a prompt, in one step: each weight that is read serve
 
 
 class Mask(NamedTuple):
-    """Which tokens up to its own one attends to: all, the last `window`, or those of its chunk of `chunk` tokens. And
-    how far from 0 scores may be: see softcapped."""
+    """Which tokens up to its own one attends to: all, the last `window`, those of its chunk of `chunk` tokens, or those
+    that are `chosen`: an array [B, T, S] with 0 where a new token must not see a slot of this device. And how far from
+    0 scores may be: see softcapped."""
 
     window: int | None = None
     chunk: int | None = None
     softcap: float | None = None
+    chosen: Array | None = None
 
     def first_seen(self, positions: Array) -> Array:
         """The first position that tokens at `positions` attend to."""
@@ -1112,6 +1114,9 @@ def plain_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None,
             keys += last - last % (R * S)
             keys = jnp.where(keys > last, keys - R * S, keys)
         seen = mask.is_attended(keys[:, None], at[:, :, None])[:, None, None]
+        if mask.chosen is not None:
+            chosen = jax.lax.dynamic_slice(mask.chosen, (row, 0, i * block), (rows, T, block))
+            seen &= chosen[:, None, None, jax.lax.dynamic_slice_in_dim(offsets, m, tile)] != 0
         scores = attention_scores(queries[..., :width], first, seen, mask.softcap)
         if width < H:
             scores, second = scores + attention_scores(queries[..., width:], second, seen), first
@@ -1137,7 +1142,7 @@ def plain_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None,
 
 def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
     """New tokens, arrays that are as wide as the cache already, in its format."""
-    return LayerCache(*(side.of(x) for x, side in zip(new, cache, strict=True)))
+    return jax.tree.map(lambda side, x: side.of(x), cache, new, is_leaf=lambda side: isinstance(side, Format))
 
 
 def store_few(cache: LayerCache, new: LayerCache, starts, mask: Mask, R: int) -> LayerCache:
@@ -1322,7 +1327,7 @@ def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Conf
     """Bytes of the cache that a decode step has to read, on all devices, for rows of these lengths."""
     read = 0.0
     for i, layer in enumerate(cache):
-        window, chunk, _ = config.mask(i)
+        window, chunk, *_ = config.mask(i)
         tokens = sum((length - 1) % chunk + 1 if chunk else min(length, window or length) for length in lengths)
         batch, heads, slots, _ = layer.k.shape
         read += stored_bytes(layer) * tokens / (batch * heads * slots / config.num_key_value_heads)
@@ -1570,7 +1575,7 @@ def chosen_experts(scores: Array, choice: Array, best: int, config: Config) -> t
 
 
 FOLDERS = {  # of the repository that this file is from, and the model_types that each reads
-    "deepseek": ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"),
+    "deepseek": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25"),
     "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text"),
     "gemma4": ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
     "glm4": ("glm", "glm4"),
@@ -1766,7 +1771,7 @@ class Blocks(NamedTuple):
         is_whole = (i + 1) * self.size * self.R <= position + 1
         if self.mask.window or self.mask.chunk:
             is_whole &= i * self.size * self.R >= self.mask.first_seen(position + tokens - 1)
-        return is_whole
+        return is_whole if self.mask.chosen is None else is_whole & False
 
     def positions(self, i: Array) -> Array:
         """Those of block i on this device, int32 [1, size]."""
@@ -1856,7 +1861,7 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=None, b
     tiles = blocks._replace(size=min(block, 128))  # that are written back
     steps = blocks.most_seen(T) + (T > 1)
 
-    def kernel(starts, q, new, cache, out, new_cache, *softmax):
+    def kernel(starts, q, new, cache, chosen, out, new_cache, *softmax):
         start, n = starts[pl.program_id(0)], pl.program_id(1)
         first, last = blocks.seen(start, T)
         i, first_tile, last_tile = jnp.minimum(first + n, last), tiles.holding(start), tiles.holding(start + T - 1)
@@ -1896,8 +1901,16 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=None, b
             if T > 1:
                 offsets = jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, (M, 1), 0), run or M // T)
                 offsets = jnp.fmod(offsets, T)
+
+            def seen():
+                is_attended = mask.is_attended(blocks.positions(i), start + offsets)
+                if chosen is None:
+                    return is_attended
+                of_tokens = (jnp.where(offsets == j, chosen[0, j : j + 1], 0) for j in range(T))
+                return is_attended & (sum(of_tokens) != 0)
+
             pl.when(is_whole)(lambda: fold_heads(None))
-            pl.when(~is_whole)(lambda: fold_heads(mask.is_attended(blocks.positions(i), start + offsets)))
+            pl.when(~is_whole)(lambda: fold_heads(seen()))
 
         @pl.when(n == steps - 1)
         def finish():
@@ -1931,6 +1944,7 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=None, b
                 of_row(q.shape),
                 jax.tree.map(lambda x: of_row(x.shape), new),
                 jax.tree.map(lambda x: blocks.spec(x, K, read), cache),
+                jax.tree.map(lambda x: blocks.spec(x, T, read), mask.chosen),
             ],
             out_specs=(of_row(out_shape), jax.tree.map(lambda x: tiles.spec(x, K, written), cache)),
             scratch_shapes=softmax_state(K, A * M, block, W),
@@ -1940,4 +1954,4 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=None, b
         cost_estimate=kernel_cost(2 * B * K * A * M * S * (H + W), cache),
         interpret=interpret,
         name="ragged_attention",
-    )(starts, q, new, cache)
+    )(starts, q, new, cache, mask.chosen)

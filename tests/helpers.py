@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,7 +64,7 @@ def interpret_kernels(monkeypatch, model, block: int | None = None, **of_prefill
     for name in ("expert_kernel", "streamed_product", "lanes_product"):
         if kernel := getattr(fast, name, None):
             monkeypatch.setattr(fast, name, partial(kernel, interpret=STRICT))
-    for row in (("exchange", "tpu"), ("chosen_experts", "tpu")):
+    for row in product(("exchange", "chosen_experts", "index_scores", "lowest_chosen"), ("tpu",)):
         if kernel := model.FAST.get(row):
             monkeypatch.setitem(model.FAST, row, partial(kernel, interpret=STRICT))
 

@@ -20,11 +20,11 @@ from helpers import (
     save_random,
 )
 from safetensors.torch import load_file, save_file
-from test_parity import YARN, deepseek, deepseek_2, deepseek_3, flash, glm4_flash, random_prompts
+from test_parity import YARN, deepseek, deepseek_2, deepseek_3, deepseek_32, flash, glm4_flash, random_prompts
 from transformers import CONFIG_MAPPING
 
 SCALED = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-SCALED += ("q_proj", "k_proj", "v_proj")
+SCALED += ("q_proj", "k_proj", "v_proj", "wq_b", "wk")
 EXTRA = "model.layers.{}"
 
 
@@ -182,7 +182,13 @@ def test_kimi_k2_from_the_command_line(tmp_path):
         (deepseek_3, {"q_lora_rank": -1}, "q_lora_rank cannot be -1"),
         (deepseek_3, {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
         (deepseek_3, {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
-        (deepseek_3, {"model_type": "deepseek_v32"}, "model_type 'deepseek_v32' is not supported"),
+        (deepseek_3, {"model_type": "deepseek_v4"}, "model_type 'deepseek_v4' is not supported"),
+        (
+            deepseek_32,
+            {"mlp_layer_types": ["sparse", "dense"]},
+            r"mlp_layer_types \['sparse', 'dense'\] is not supported",
+        ),
+        (deepseek_32, {"index_topk": 0}, "index_topk cannot be 0"),
         (deepseek_3, {"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
         (deepseek_3, {"rope_parameters": {"rope_type": "yarn"}}, "factor is missing"),
         (deepseek_3, {"rope_parameters": YARN | {"rope_theta": 1}}, "rope_theta 1.0 must exceed 1"),

@@ -28,6 +28,7 @@ VALUES = {  # of configuration classes' fields: nowhere the default, and the gro
     "swiglu_limit": 2.5, "decoder_sparse_step": 2, "mlp_only_layers": [3], "max_window_layers": 3,
     "shared_expert_intermediate_size": 40, "linear_conv_kernel_dim": 6, "linear_key_head_dim": 16,
     "linear_value_head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+    "index_topk": 30, "index_n_heads": 5, "index_head_dim": 12,
 }  # fmt: skip
 SWITCHES = (  # the other way than they are by default
     "attention_bias", "norm_topk_prob", "rope_interleave", "use_qk_norm", "use_sliding_window",

@@ -118,7 +118,9 @@ def test_against_float64(monkeypatch, platform, mesh, sharers, starts, T, slots,
     specs = heads, heads, P("dp"), model.CACHE_SPEC, P("dp"), P(model.MODEL_AXES)
 
     def attend(q, q_rope, new, cache, positions, w):
-        return model.cached_attention(q, q_rope, new, cache, model.Span(positions, None, None, B // dp, R), w)
+        return model.cached_attention(
+            q, q_rope, new, cache, model.Span(positions, None, None, B // dp, R), w, lambda i: model.Mask()
+        )
 
     program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(heads, specs[3]), check_vma=False)
     positions = jnp.array(starts)[:, None] + jnp.arange(T)

@@ -16,18 +16,19 @@ FILES = ("model", "fast", "generate", "convert", "main")
 ALLOWED = {
     "the benchmarks': programs that are compiled ahead of time": {"abstract_weights"},
     "the tests': kernels that are interpreted, and in small blocks": {
-        "decode_kernel(block)", "decode_kernel(interpret)", "prefill_kernel(block)", "prefill_kernel(interpret)",
-        "prefill_kernel(queries)", "delta_kernel(interpret)", "exchange_kernel(interpret)",
-        "expert_kernel(interpret)", "expert_kernel(tile)", "lanes_product(block)", "lanes_product(interpret)",
-        "routing_kernel(interpret)", "streamed_product(block)", "streamed_product(interpret)",
-        "tiled_experts(interpret)", "triton_attention(interpret)", "triton_int4_product(interpret)",
+        "decode_kernel(block)", "decode_kernel(interpret)", "delta_kernel(interpret)", "exchange_kernel(interpret)",
+        "expert_kernel(interpret)", "expert_kernel(tile)", "index_kernel(interpret)", "lanes_product(block)",
+        "lanes_product(interpret)", "lowest_kernel(interpret)", "prefill_kernel(block)", "prefill_kernel(interpret)",
+        "prefill_kernel(queries)", "routing_kernel(interpret)", "streamed_product(block)",
+        "streamed_product(interpret)", "tiled_experts(interpret)", "triton_attention(interpret)",
+        "triton_int4_product(interpret)",
     },
     "config.json's: read_rope gives what stands there": {
         "LinearRope.mscale_all_dim", "ProportionalRope.factor",
         "YarnRope.attention_factor", "YarnRope.beta_fast", "YarnRope.beta_slow", "YarnRope.mscale",
         "YarnRope.truncate",
     },
-    "one Mask for all kernels": {"Mask.chunk", "Mask.softcap", "Mask.window"},
+    "one Mask for all kernels": {"Mask.chosen", "Mask.chunk", "Mask.softcap", "Mask.window"},
     "a line, where a hook would take more text": {
         "cached_attention(sinks)", "check_routing(best)", "experts(biases)", "linear(bias)", "store_many(is_own)",
     },

@@ -12,6 +12,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3Config,
@@ -175,6 +177,14 @@ OSS_ROPE = QWEN_YARN | {"rope_theta": 150000.0, "factor": 32.0, "truncate": Fals
 
 def deepseek_3(**options):
     return deepseek, DeepseekV3ForCausalLM, DeepseekV3Config(**SMALL | LATENT | options)
+
+
+INDEXER = {"index_topk": 20, "index_n_heads": 12, "index_head_dim": 24}  # so many heads that no two scores are equal
+
+
+def deepseek_32(**options):
+    """With an indexer that leaves out tokens of most prompts."""
+    return deepseek, DeepseekV32ForCausalLM, DeepseekV32Config(**SMALL | LATENT | INDEXER | options)
 
 
 def deepseek_2(**options):
@@ -389,6 +399,7 @@ CASES = {
         q_lora_rank=None, topk_method="greedy", n_group=None, topk_group=None, rope_parameters=YARN | {"mscale": 0.7}
     ),
     "deepseek v2": deepseek_2(topk_method="group_limited_greedy", routed_scaling_factor=3.0, n_shared_experts=2),
+    "deepseek v3.2": deepseek_32(rope_parameters=YARN),
     "glm 4.7 flash": flash(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "glm 4.7 flash, other layers, groups": flash(
         mlp_layer_types=["sparse", "dense"], q_lora_rank=None, n_group=4, topk_group=1, rms_norm_eps=0.1

@@ -1,0 +1,152 @@
+"""Sparse attention: which keys are chosen, and attention to these alone, against numpy in float64, with the kernels
+under the interpreter; whole models against transformers' class."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import STRICT, assert_matches, decode, fast_of, floats, in_format, reference_logprobs, save_random
+from jax.sharding import PartitionSpec as P
+from test_deepseek import save_fp8
+from test_latent import H, N, dealt, model, random_arguments, select, wide
+from test_parity import YARN, deepseek, deepseek_32, random_prompts
+
+HEADS, WIDTH, K = 8, 24, 20  # of the indexer, over all devices
+
+
+def chosen_in_numpy(scores, k):
+    """bool [B, T, tokens]: the k highest of scores, of equal ones the earliest."""
+    order = np.argsort(-scores, axis=-1, kind="stable")
+    return np.put_along_axis(mask := np.zeros(scores.shape, bool), order[..., :k], True, -1) or mask
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("k", [1, 7, 64, 200])
+def test_the_lowest_that_is_chosen(platform, k):
+    """Of numbers with many equal ones, negative zeros and some that are -inf."""
+    random = np.random.default_rng(k)
+    scores = np.round(random.standard_normal((6, 4, 64)), 1).astype(np.float32)
+    scores[0, 1:] = -np.inf
+    scores[1] = np.where(random.random((4, 64)) < 0.5, 0.0, -0.0)
+    positions = np.arange(64)[None] * 4 + np.arange(4)[:, None]
+    lowest = model.lowest_chosen.plain
+    if platform == "tpu":
+        lowest = partial(fast_of(model).lowest_kernel, interpret=STRICT)
+    chosen = model.is_chosen(jnp.array(scores), positions, *lowest(jnp.array(scores), jnp.array(positions), k))
+    by_position = np.moveaxis(scores, 1, 2).reshape(6, -1)
+    wanted = chosen_in_numpy(by_position.astype(np.float64), k)
+    np.testing.assert_array_equal(np.moveaxis(np.asarray(chosen), 1, 2).reshape(6, -1), wanted)
+
+
+CASES = [
+    ((1, 1, 1), 32, (0, 127, 300), 1, 512, "tpu", "int8"),
+    ((1, 1, 1), 32, (0, 126, 254), 3, 512, "tpu", None),
+    ((1, 1, 4), 32, (0, 130, 255), 1, 256, "cpu", "int8"),
+    ((1, 2, 4), 2, (250, 0, 90), 4, 256, "cpu", None),
+    ((2, 1, 2), 32, (1, 250, 31, 64), 1, 256, "tpu", "int8"),
+    ((1, 1, 1), 32, (0, 77, 440), 64, 512, "tpu", None),
+    ((1, 1, 4), 32, (130, 448), 64, 512, "cpu", "int8"),
+    ((1, 2, 4), 2, (0, 190), 24, 256, "cpu", None),
+]
+
+
+@pytest.mark.parametrize(("mesh", "sharers", "starts", "T", "slots", "platform", "quantize"), CASES, ids=str)
+def test_against_float64(monkeypatch, platform, mesh, sharers, starts, T, slots, quantize):
+    """Choosing and attention together, on what the cache holds."""
+    monkeypatch.setattr(model, "CACHE_SHARERS", sharers)
+    select(monkeypatch, platform)
+    dp, B, tpu = mesh[0], len(starts), 128 if platform == "tpu" else None
+    mesh = model.make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
+    X = model.model_shards(mesh)
+    R, random = model.cache_sharers(None, X), np.random.default_rng(1)
+    q, q_rope, latents, kv_b = random_arguments(starts, T, jnp.float32, quantize)
+    tokens = latents[0].shape[1]
+    index_q, index_key = (
+        random.standard_normal((B, n, *shape)).astype(np.float32)
+        for n, shape in ((T, (HEADS, WIDTH)), (tokens, (WIDTH,)))
+    )
+    weights = random.standard_normal((B, T, HEADS)).astype(np.float32)
+    sides = [*latents, jnp.array(index_key)]
+    new = [jnp.stack([x[b, s : s + T] for b, s in enumerate(starts)]) for x in sides]
+    history = [in_format(model, x, quantize) for x in sides]
+
+    def side(x):
+        x = np.asarray(wide(x, tpu))
+        held = np.full((B, slots, *x.shape[2:]), 3, x.dtype)
+        for b, start in enumerate(starts):
+            held[b, :start] = x[b, :start]
+        return jnp.asarray(dealt(held, dp, X, R))
+
+    cache = model.IndexedCache(*(jax.tree.map(side, x) for x in history))
+    heads = P("dp", None, model.MODEL_AXES)
+    k_b, v_b = (jax.tree.map(lambda x: x[:, part].reshape(-1, *x.shape[2:]), kv_b) for part in np.s_[:H, H:])
+
+    def attend(q, q_rope, index_q, weights, new, cache, positions, w):
+        span = model.Span(positions, None, None, B // dp, R)
+        choice, cache = model.choose_keys(index_q, new[2], weights, cache, span, K)
+        masks, stored = partial(model.mask_of_choice, choice), model.LayerCache(*cache[:2])
+        return model.cached_attention(q, q_rope, model.LayerCache(*new[:2]), stored, span, w, masks)[0]
+
+    specs = heads, heads, heads, P("dp"), P("dp"), model.CACHE_SPEC, P("dp"), P(model.MODEL_AXES)
+    program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
+    positions = jnp.array(starts)[:, None] + jnp.arange(T)
+    out = jax.jit(program)(q, q_rope, index_q, weights, new, cache, positions, {"k_b": k_b, "v_b": v_b})
+
+    latent, rope_key, key = map(floats, history)
+    q, q_rope, kv_b = map(floats, (q, q_rope, kv_b))
+    for b, start in enumerate(starts):
+        products = np.maximum(np.einsum("tnh,sh->tns", np.float64(index_q[b]), key[b]), 0)
+        scores = np.einsum("tn,tns->ts", np.float64(weights[b]), products)
+        for t in range(T):
+            scores[t, start + t + 1 :] = -np.inf
+        seen = chosen_in_numpy(scores, K) & (scores > -np.inf)
+        for t, n in np.ndindex(T, N):
+            l, r = latent[b, :tokens][seen[t]], rope_key[b, :tokens][seen[t]]
+            s = l @ (kv_b[n, :H].T @ q[b, t, n]) + r @ q_rope[b, t, n]
+            p = np.exp(s - s.max())
+            np.testing.assert_allclose(out[b, t, n], p @ (l @ kv_b[n, H:].T) / p.sum(), atol=3e-5)
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sparse")
+    _, *reference = deepseek_32(rope_parameters=YARN, index_topk=16)
+    return path, save_random(path, *reference)
+
+
+@pytest.mark.parametrize("draft", [None, "lookup"])
+def test_pieces_and_drafts(sparse, monkeypatch, draft):
+    """A prompt in many pieces, unequal rows in two places, and drafts: transformers' tokens."""
+    path, reference = sparse
+    monkeypatch.setattr(deepseek.model, "PREFILL_PIECE", 32)
+    monkeypatch.setattr(deepseek.generate, "REPEATING", 0)
+    prompts = random_prompts(250, 3, 70)
+    rows = decode(deepseek, path, prompts, (1, 1, 2), max_new_tokens=10, rows=2, draft=draft)
+    assert_matches(reference, prompts, rows)
+
+
+def test_a_short_cache_has_no_indexer(sparse):
+    """Up to index_topk slots nothing is chosen, and a longer one leaves out what dense attention would see."""
+    path, reference = sparse
+    config = deepseek.convert.open_checkpoint(path).config
+    mesh = deepseek.model.make_mesh(devices=jax.devices()[:1])
+    for slots, kind in ((16, "LayerCache"), (17, "IndexedCache")):
+        cache = deepseek.model.abstract_cache(config, mesh, 1, slots, jnp.float32)
+        assert {type(layer).__name__ for layer in cache} == {kind}
+    (prompt,) = random_prompts(120)
+    sparse_logprobs = reference_logprobs(reference, prompt, [0])
+    for layer in reference.model.layers:
+        layer.self_attn.indexer.index_topk = 10**6
+    dense_logprobs = reference_logprobs(reference, prompt, [0])
+    for layer in reference.model.layers:
+        layer.self_attn.indexer.index_topk = 16
+    assert np.abs(sparse_logprobs - dense_logprobs).max() > 0.1
+
+
+def test_fp8_with_an_indexer(tmp_path):
+    """As the release has it: two of the indexer's matrices in FP8, the third as it is."""
+    _, *reference = deepseek_32(rope_parameters=YARN)
+    reference, prompts = save_fp8(tmp_path, *reference, (32, 16)), random_prompts(90)
+    assert_matches(reference, prompts, decode(deepseek, tmp_path, prompts, (1, 1, 2), max_new_tokens=4))
