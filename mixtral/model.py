@@ -1041,8 +1041,9 @@ def plain_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None,
                 return jax.lax.dynamic_slice(x, (place, 0, begin, 0)[: x.ndim], (1, K, block, *x.shape[3:]))[0]
 
             begin = i % (S // block) * block if wraps else i * block
-            if places is None and rows == B:
-                return x if block == S else jax.lax.dynamic_slice_in_dim(x, begin, block, axis=2)
+            if places is None and rows == B:  # the barrier keeps XLA for CPUs from transposing what it copies
+                some = jax.lax.dynamic_slice_in_dim(x, begin, block, axis=2)
+                return x if block == S else jax.lax.optimization_barrier(some)
             return jax.vmap(of_place)(of_rows(taken))
 
         queries = jax.lax.dynamic_slice(q, (row, 0, 0, m, 0), (rows, K, A, tile, H))
@@ -1148,7 +1149,7 @@ def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask
     if platform() == "tpu":
         return decode_kernel(q, new, cache, starts, mask=mask, T=T, R=R, run=run)
     cache, slots = store_few(cache, new, starts, mask, R), cache[0].shape[2]
-    block = 256 if platform() == "cpu" and slots > 2048 else slots  # of so many, what no row has filled is not read
+    block = 512 if platform() == "cpu" and slots > 2048 else slots  # of so many, what no row has filled is not read
     return plain_attention(q, cache, starts, None, mask, T, R, run, block=block), cache
 
 
@@ -1550,8 +1551,8 @@ def stored_width(C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
 
 def cache_layout(H: int, dtype: jnp.dtype, mesh: Mesh) -> tuple[int, jnp.dtype]:
     """The width and the dtype of a cache of width H. On TPUs H is rounded up to the 128 lanes: a narrower array would
-    have its slots innermost in memory, and be copied to another layout for the kernel in every step. Before jax 0.11,
-    XLA for CPUs would convert all of a 16-bit cache to float32 and back to update one slot, so it is kept in float32."""
+    have its slots innermost in memory, and be copied to another layout for the kernel in every step. Before jax 0.11
+    XLA for CPUs would convert all of a 16-bit cache to float32 and back to update one slot, so it is float32 there."""
     platform = mesh.devices.flat[0].platform
     is_converted = platform == "cpu" and jax.__version_info__ < (0, 11)
     return ceil_div(H, 128) * 128 if platform == "tpu" else H, jnp.float32 if is_converted else dtype
