@@ -28,7 +28,7 @@ import numpy as np
 from jax import Array, NamedSharding, P
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from model import CACHE_SPEC, FEW, MODEL_AXES, Config, InputError, LayerCache, ceil_div
+from model import CACHE_SPEC, FEW, MODEL_AXES, Config, Format, InputError, LayerCache, ceil_div
 
 try:
     import fast  # fills the model's tables
@@ -212,7 +212,7 @@ def copy(cache: list, saved: dict, copies: Copies, *, config: Config, mesh: Mesh
 
         saved = jax.lax.fori_loop(0, count, share, refill(saved, keeps, {i: cache[i] for i in saved}))
         cache = [refill(layer, returns, saved[i]) if i in saved else layer for i, layer in enumerate(cache)]
-        with_slots = {i: layer for i, layer in enumerate(cache) if isinstance(layer, LayerCache)}
+        with_slots = {i: layer for i, layer in enumerate(cache) if isinstance(layer[0], Format)}  # a state has none
         arrays, tree = jax.tree.flatten(with_slots)
         rows = arrays[0].shape[0]
         groups = len(sources) // rows  # of devices, which have different rows

@@ -7,8 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import STRICT, assert_matches, decode, fast_of, floats, in_format, reference_logprobs, save_random
+from helpers import (
+    STRICT,
+    assert_matches,
+    decode,
+    extra_layer_tensors,
+    fast_of,
+    floats,
+    in_format,
+    random_extra_layer,
+    reference_logprobs,
+    save_random,
+)
 from jax.sharding import PartitionSpec as P
+from safetensors.torch import load_file, save_file
 from test_deepseek import save_fp8
 from test_latent import H, N, dealt, model, random_arguments, select, wide
 from test_parity import YARN, deepseek, deepseek_32, random_prompts
@@ -125,6 +137,31 @@ def test_pieces_and_drafts(sparse, monkeypatch, draft):
     prompts = random_prompts(250, 3, 70)
     rows = decode(deepseek, path, prompts, (1, 1, 2), max_new_tokens=10, rows=2, draft=draft)
     assert_matches(reference, prompts, rows)
+
+
+def test_shared_beginnings_and_a_conversation(sparse):
+    """Rows get the indexer's keys of what they share, too, and a conversation keeps them: transformers' tokens."""
+    path, reference = sparse
+    beginning, *ends = random_prompts(150, 9, 4, 30, 1, 20)
+    prompts = [beginning + end for end in ends]
+    assert_matches(reference, prompts, decode(deepseek, path, prompts, (1, 1, 4), rows=4, max_new_tokens=6))
+    (prompt,), kept, stats = prompts[:1], {}, {}
+    for end in ends[1:4]:
+        rows = decode(deepseek, path, [prompt], (1, 1, 2), max_new_tokens=6, max_seq_len=300, kept=kept, stats=stats)
+        assert_matches(reference, [prompt], rows)
+        prompt = [*prompt, *(token.id for token in rows[0]), *end]
+    assert stats["prefill_tokens"] < 40
+
+
+def test_drafts_of_an_extra_layer(tmp_path):
+    """It has an indexer of its own. With its guesses or without, the tokens are transformers'."""
+    _, model_class, config = deepseek_32(rope_parameters=YARN)
+    config.num_mtp_layers, config.mtp_mlp_layer_types, config.mtp_layer_types = 1, ["sparse"], config.layer_types[:1]
+    reference, file = save_random(tmp_path, model_class, config), tmp_path / "model.safetensors"
+    extra = extra_layer_tensors(random_extra_layer(reference), f"model.layers.{config.num_hidden_layers}")
+    save_file(load_file(file) | extra, file)
+    prompts = random_prompts(90, 5, 33)
+    assert_matches(reference, prompts, decode(deepseek, tmp_path, prompts, (1, 1, 2), max_new_tokens=12, draft="mtp"))
 
 
 def test_a_short_cache_has_no_indexer(sparse):
