@@ -316,11 +316,12 @@ def attention(x: Array, w: dict, cache: LayerCache, span: Span, config: Config):
         h = rms_norm(compressed, w["q_norm"], eps)
     q, q_rope = jnp.split(linear(h, w["q"]).reshape(B, T, -1, H + U) * softmax_scale(config), [H], axis=-1)
     q, q_rope = q.astype(x.dtype), rotate(q_rope, span.positions, config.rope).astype(x.dtype)
-    new, choice, stored = LayerCache(latent, rope_key.astype(x.dtype)), None, LayerCache(*cache[:2])
+    new, choice, keys = LayerCache(latent, rope_key.astype(x.dtype)), None, ()
     if isinstance(cache, IndexedCache):
         choice, cache = choose_keys(*indexer(normed, h, w, span, config), cache, span, config.index_topk)
-    out, stored = cached_attention(q, q_rope, new, stored, span, w, partial(mask_of_choice, choice))
-    cache = cache._replace(**stored._asdict())
+        cache, keys = LayerCache(*cache[:2]), cache[2:]
+    out, cache = cached_attention(q, q_rope, new, cache, span, w, partial(mask_of_choice, choice))
+    cache = IndexedCache(*cache, *keys) if keys else cache
     x = x + summed(linear(out.astype(x.dtype).reshape(B, T, -1), w["o"]), x)
     if config.attention_bias:
         x = x + w["o_bias"]  # after the sum; otherwise it is added X times
