@@ -137,7 +137,9 @@ def test_loops_run_as_often_as_counted(monkeypatch, rows):
     specs = heads, heads, P("dp"), model.CACHE_SPEC, P("dp"), P(model.MODEL_AXES)
 
     def attend(q, q_rope, new, cache, positions, w):
-        return model.cached_attention(q, q_rope, new, cache, model.Span(positions, None, None, rows, 2), w)
+        return model.cached_attention(
+            q, q_rope, new, cache, model.Span(positions, None, None, rows, 2), w, lambda i: model.Mask()
+        )
 
     program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=(heads, specs[3]), check_vma=False)
     program, R = jax.jit(program), model.row_groups(rows, 2)[1]
