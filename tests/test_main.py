@@ -247,7 +247,9 @@ def test_stop_tokens_and_no_chat_template(main, tmp_path):
         edit("generation_config.json", eos_token_id=generation_ids)
         edit("tokenizer_config.json", eos_token=names[of_tokenizer] if of_tokenizer else "</s>")
         (row,), _ = json_rows(main(*arguments)[1])
-        assert row["tokens"] == free[: free.index(stops_at) + 1] and row["finish_reason"] == "stop"
+        stops = np.hstack([config_ids or [], generation_ids or [], stops_at])
+        end = min(free.index(token) for token in stops if token in free)
+        assert row["tokens"] == free[: end + 1] and row["finish_reason"] == "stop"
 
 
 def test_rows_that_end_at_once(main, tmp_path):
