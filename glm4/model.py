@@ -1519,7 +1519,7 @@ class Blocks(NamedTuple):
         is_whole = (i + 1) * self.size * self.R <= position + 1
         if self.mask.window or self.mask.chunk:
             is_whole &= i * self.size * self.R >= self.mask.first_seen(position + tokens - 1)
-        return is_whole if self.mask.chosen is None else is_whole & False
+        return is_whole if self.mask.chosen is None else is_whole & False  # what is chosen is asked of each block
 
     def positions(self, i: Array) -> Array:
         """Those of block i on this device, int32 [1, size]."""

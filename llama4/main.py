@@ -496,7 +496,8 @@ class Results:
 
     def __init__(self, args, tokenizer, prompts, prompt_tokens, markers):
         self.args, self.prompts, self.prompt_tokens = args, prompts, prompt_tokens
-        hidden = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+        hidden = {*tokenizer.all_special_ids, *special}  # named in tokenizer_config.json, or flagged in the file
         headings = [f"> {prompt}\n" if len(prompts) > 1 else "" for prompt in prompts]
         self.answers = [Answer(tokenizer, markers, hidden, *row) for row in zip(headings, prompt_tokens)]
         self.current = 0  # the first row that is not printed whole
