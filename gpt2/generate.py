@@ -183,11 +183,12 @@ def step(
 
 
 class Copies(NamedTuple):
-    """What happens to the places of a batch between two steps. All are [batch].
+    """What happens to the places of a batch between two steps.
 
-    Where `keeps`, bool, what is kept of the layers that forget becomes what they have now. Then places get the first
-    `tokens`, int32, of other ones, one after the other: of `sources`, int32, counted on each device of dp. Where
-    `returns`, bool, the layers that forget get what is kept: if there are tokens, that of the source, else their own.
+    Where `keeps`, bool [batch, 2], one of two copies of the layers that forget becomes what they have now. Then places
+    get the first `tokens`, int32 [batch], of other ones, one after the other: of `sources`, int32 [batch], counted on
+    each device of dp. Where `returns`, bool [batch, 2], the layers that forget get what that copy has: if there are
+    tokens, the source's, else their own.
     """
 
     keeps: Array
@@ -197,8 +198,8 @@ class Copies(NamedTuple):
 
 
 @partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache", "saved"))
-def copy(cache: list, saved: dict, copies: Copies, *, config: Config, mesh: Mesh) -> tuple[list, dict]:
-    """The cache and what is kept of its layers that forget, by their index, after `copies`. Both are donated."""
+def copy(cache: list, saved: list[dict], copies: Copies, *, config: Config, mesh: Mesh) -> tuple[list, list[dict]]:
+    """The cache, and one or two copies of its layers that forget, by their index, after `copies`. Both are donated."""
     R = model.cache_sharers(config, model.model_shards(mesh))
 
     def body(cache, saved, copies):
@@ -207,11 +208,13 @@ def copy(cache: list, saved: dict, copies: Copies, *, config: Config, mesh: Mesh
         count = jnp.count_nonzero(tokens) if len(tokens) > 1 else 0  # a place alone has no other
 
         def share(i, saved):
-            source = jnp.where(returns[places[i]], sources[places[i]], places[i])
+            source = jnp.where(returns[places[i]].any(), sources[places[i]], places[i])
             return jax.tree.map(lambda x: x.at[places[i]].set(x[source]), saved)
 
-        saved = jax.lax.fori_loop(0, count, share, refill(saved, keeps, {i: cache[i] for i in saved}))
-        cache = [refill(layer, returns, saved[i]) if i in saved else layer for i, layer in enumerate(cache)]
+        saved = [refill(one, keeps[:, k], {i: cache[i] for i in one}) for k, one in enumerate(saved)]
+        saved = jax.lax.fori_loop(0, count, share, saved)
+        for k, one in enumerate(saved):
+            cache = [refill(layer, returns[:, k], one[i]) if i in one else layer for i, layer in enumerate(cache)]
         with_slots = {i: layer for i, layer in enumerate(cache) if isinstance(layer[0], Format)}  # a state has none
         arrays, tree = jax.tree.flatten(with_slots)
         rows = arrays[0].shape[0]
@@ -336,8 +339,8 @@ class Places:
     waits until that one has the `common` tokens that both begin with, and gets them copied.
 
     Where `is_new`, the devices do not know of the row yet. What the layers that forget had after the first `saved`
-    tokens is kept; see `stop`. A later row returns to it. Where a layer `has_states`, these are the only tokens that
-    another row can have.
+    tokens, int [batch, 2], is kept; see `stops_of`. A later row returns to it. Where a layer `has_states`, these are
+    the only tokens that another row can have.
 
     Prompts take `count` of the `batch` places, and those of a device of `dp` stand together; the caches of `together`
     neighbours are on the same devices, and can be copied. Each layer has room for `held` tokens of a row, 0 if one has
@@ -355,17 +358,19 @@ class Places:
     max_seq_len: int
     together: int
     opening: int
+    preamble: int
     held: int
     stop_tokens: tuple[int, ...]
     past: dataclasses.InitVar[Places | None] = None
 
     def __post_init__(self, past):
         batch, self.has_states = self.batch, self.held == 0
-        nothing = np.zeros((batch, self.max_seq_len + 1), np.int32), *np.zeros((4, batch), np.int32)
+        shapes = (batch, self.max_seq_len + 1), (batch,), (batch,), (batch,), (batch, 2)
+        nothing = [np.zeros(shape, np.int32) for shape in shapes]
         history, filled, self.known, self.stored, self.saved = past.contents() if past else nothing
         self.rows = Rows(history, filled, *np.ones((2, batch), np.int32), np.zeros((batch, 2), np.uint32))
         self.numbers, self.sources, self.is_new = *np.full((2, batch), -1), np.zeros(batch, bool)
-        self.prompt_lengths, self.common = np.zeros((2, batch), np.int32)
+        (self.prompt_lengths, self.common), self.stops = np.zeros((2, batch), np.int32), [[]] * batch
         self.waiting, self.in_flight = deque(range(len(self.prompts))), deque()  # in flight: a Step that was not read
         self.fill()
         for tokens in (filled, self.known, self.saved):
@@ -373,7 +378,7 @@ class Places:
 
     def contents(self) -> tuple[np.ndarray, ...]:
         """What the cache has of each place, for a later call."""
-        filled = np.where(self.returns(), 0, self.rows.filled)
+        filled = np.where(self.returns().any(axis=1), 0, self.rows.filled)
         if self.has_states and self.drafts and self.in_flight:  # how many drafts these steps took in is not known
             filled[self.numbers >= 0] = 0
         return self.rows.history, filled, self.known, self.stored, self.saved
@@ -388,37 +393,37 @@ class Places:
             free.remove(p)
             self.is_new[p], self.numbers[p] = True, number
             rows.filled[p], self.saved[p] = self.shared(p, prompt)
-            if rows.filled[p] == self.saved[p]:  # it returns to what is kept, or begins anew
+            if rows.filled[p] in self.saved[p]:  # it returns to what is kept, or begins anew
                 self.stored[p] = rows.filled[p] + self.pieces[0]  # with padding
             rows.history[p, :length], rows.seeds[p] = prompt, (number, self.seed)
             self.prompt_lengths[p] = self.known[p] = rows.lengths[p] = length
-            rows.limits[p] = self.limit(p)
             self.sources[p], self.common[p] = self.source(p)
-            if (stop := self.stop(p)) > rows.filled[p]:
-                rows.limits[p] = stop + 1
+            self.stops[p] = self.stops_of(p)
+            rows.limits[p] = self.limit(p)
 
-    def limit(self, p: int | np.ndarray) -> int | np.ndarray:
-        """How many tokens the row of a place may have."""
-        return np.minimum(self.prompt_lengths[p] + self.max_new_tokens, self.max_seq_len + 1)
+    def limit(self, p: int) -> int:
+        """How many tokens the row of a place may have, until it has come to its next stop."""
+        whole = min(self.prompt_lengths[p] + self.max_new_tokens, self.max_seq_len + 1)
+        return min([n + 1 for n in self.stops[p] if n > self.rows.filled[p]], default=whole)
 
-    def stop(self, p: int) -> int:
-        """How many tokens a new row reads until what its layers forget is kept, 0 or less if nothing is: all but the
-        `opening`. Without one, states are kept where that saves the next prompts the most tokens."""
+    def stops_of(self, p: int) -> list[int]:
+        """How many tokens of its prompt a row has read where what its layers forget is kept: the `preamble`, and all
+        but the `opening`. Without these, states are kept where that saves the next prompts the most tokens."""
         if self.opening:
-            return self.prompt_lengths[p] - self.opening
+            return [n for n in (self.preamble, self.prompt_lengths[p] - self.opening) if n < self.prompt_lengths[p]]
         if not self.has_states or self.sources[p] >= 0:
-            return 0
+            return []
         following = itertools.islice(self.waiting, self.count)
         common = sorted(self.agreeing(p, self.prompts[n], self.prompt_lengths[p] - 1) for n in following)
         best = max([((len(common) - i) * n, n) for i, n in enumerate(common)], default=(0, 0))[1]
-        return best if best >= FEWEST_COPIED else 0
+        return [best] if best >= FEWEST_COPIED else []
 
-    def shared(self, p: int, prompt: list[int]) -> tuple[int, int]:
-        """How many tokens at the beginning of a prompt the cache of a place can keep, and `saved` if the prompt begins
-        with these, else 0. One token at least is left, to compute what follows."""
+    def shared(self, p: int, prompt: list[int]) -> tuple[int, list[int]]:
+        """How many tokens at the beginning of a prompt the cache of a place can keep, and `saved`, 0 in place of tokens
+        with which the prompt does not begin. One token at least is left, to compute what follows."""
         n = self.agreeing(p, prompt, min(self.known[p] - 1, self.rows.filled[p]))
-        saved = self.saved[p] * (self.agreeing(p, prompt, self.saved[p]) == self.saved[p])
-        return n if n and self.goes_back(p, n) else saved, saved
+        saved = [m if m == self.agreeing(p, prompt, m) else 0 for m in self.saved[p]]
+        return n if n and self.goes_back(p, n) else max(saved), saved
 
     def goes_back(self, p: int, n: int) -> bool:
         """Whether a row can go on after the first n tokens of a place. A state does not go back. A ring, with fewer
@@ -442,34 +447,38 @@ class Places:
             if self.numbers[q] >= 0 and q != p:
                 n = self.agreeing(q, prompt, max(self.prompt_lengths[q], self.known[q] - 1))
                 if self.has_states:
-                    end = self.rows.limits[q] - 1 if self.stops()[q] else self.saved[q]
-                    n = end if n >= end else 0
+                    ends = [self.rows.limits[q] - 1] if self.is_to_stop()[q] else self.saved[q]
+                    n = max((end for end in ends if end <= n), default=0)
                 if n > most and (n > filled[q] or self.offers(q, n)):
                     source, most = q, n
         return (source, most) if most >= filled[p] + FEWEST_COPIED else (-1, 0)
 
-    def stops(self) -> np.ndarray:
+    def is_to_stop(self) -> np.ndarray:
         """Whether the row of a place is to stop in its prompt for what is kept of it."""
         return self.rows.limits <= self.prompt_lengths
 
     def offers(self, q: int, n: int) -> bool:
         """Whether another row can have the first n tokens of a place that has computed them."""
-        return self.saved[q] == n if self.has_states else self.goes_back(q, n)
+        return n in self.saved[q] if self.has_states else self.goes_back(q, n)
 
     def returns(self) -> np.ndarray:
-        """Whether the row of a place is to go back to what is kept of it."""
-        return self.is_new & (self.rows.filled == self.saved) & (self.saved > 0)
+        """Whether the row of a place is to go back to what is kept of it, bool [batch, 2]."""
+        return self.is_new[:, None] & (self.rows.filled[:, None] == self.saved) & (self.saved > 0)
 
     def has_copies(self) -> bool:
         """Whether there may be something to copy before the row of a place can go on."""
-        return bool(((self.sources >= 0) | self.stops() | self.returns()).any())
+        return bool(((self.sources >= 0) | self.is_to_stop()).any() or self.returns().any())
 
     def copies(self) -> Copies:
         """What is copied now, after the steps that were started. Rows go on behind it, and from where they stopped."""
         rows, own = self.rows, self.batch // self.dp
         sources, tokens = np.zeros((2, self.batch), np.int32)
-        keeps, returns = self.stops() & (rows.filled == rows.limits - 1), self.returns()
-        self.saved[keeps], rows.limits[keeps] = rows.filled[keeps], self.limit(keeps)
+        stands, returns = self.is_to_stop() & (rows.filled == rows.limits - 1), self.returns()
+        of_preamble = rows.filled == self.preamble
+        keeps = np.stack([stands & ~of_preamble, stands & of_preamble], axis=1)
+        self.saved = np.where(keeps, rows.filled[:, None], self.saved)
+        for p in np.flatnonzero(stands):
+            rows.limits[p] = self.limit(p)
         for p in np.flatnonzero(self.sources >= 0):
             q, n = self.sources[p], self.common[p]
             if rows.filled[q] >= n:
@@ -477,12 +486,11 @@ class Places:
                 if n > rows.filled[p] and self.offers(q, n):
                     sources[p], tokens[p] = q % own, n
                     rows.filled[p], self.stored[p] = n, self.stored[q]
-                    returns[p] = self.has_states
+                    rows.limits[p] = self.limit(p)  # it may be beyond where it was to stop
                     if self.has_states:
-                        self.saved[p] = n
-                    if rows.limits[p] <= n:  # beyond where it was to stop
-                        rows.limits[p] = self.limit(p)
-        self.is_new |= keeps | returns | (tokens > 0)
+                        returns[p] = self.saved[q] == n
+                        self.saved[p] = self.saved[q] * (self.saved[q] <= n)
+        self.is_new |= stands | returns.any(axis=1) | (tokens > 0)
         return Copies(keeps, returns, sources, tokens)
 
     def unread(self) -> np.ndarray:
@@ -612,13 +620,13 @@ class Engine:
         """Copies what can be copied before the next step, and tells the devices of new rows."""
         places = self.places
         if places.has_copies():
-            nothing = Copies(*np.zeros((2, places.batch), bool), *np.zeros((2, places.batch), np.int32))
+            nothing = Copies(*np.zeros((2, places.batch, 2), bool), *np.zeros((2, places.batch), np.int32))
             fixed = {name: self.options[name] for name in ("config", "mesh")}
             arguments = self.cache, self.saved, self.on_mesh(nothing)
             program = self.compiled(("copy",), "copies", copy, *arguments, **fixed)
             given, self.cache = self.cache, None
             copies = places.copies()
-            if np.any([copies.keeps, copies.returns, copies.tokens]):
+            if copies.keeps.any() or copies.returns.any() or copies.tokens.any():
                 given, self.saved = program(given, self.saved, self.on_mesh(copies))
             self.cache = given
         if places.is_new.any():
@@ -669,6 +677,7 @@ def generate(
     draft_tokens: int = 3,
     quantize_cache: str | None = None,
     kept: dict | None = None,
+    preamble: int = 0,
     stats: dict | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Iterator[list[Token]]:
@@ -689,7 +698,8 @@ def generate(
     empty at first, takes the places to the next call: so a conversation reads only what is new. It is right too after a
     call that was broken off. A state does not go back, a ring has forgotten what is far behind: of these a copy is kept
     where OPENING tokens of the last prompt are left, and a prompt goes on from there, or from all that its place has
-    seen. Without `kept`, states are kept where that saves the next prompts the most.
+    seen; and one after the first `preamble` tokens, with which other conversations begin too. Without `kept`, states
+    are kept where that saves the next prompts the most.
 
     The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
     reads them LOOKAHEAD steps later.
@@ -716,22 +726,25 @@ def generate(
     held, kept = model.tokens_held(of_one, config, model.model_shards(mesh)), kept if keeps else {}
     repeats = len({tuple(prompt[:FEWEST_COPIED]) for prompt in prompts}) < len(prompts)
     forgetful = [i for i, n in enumerate(held) if (n < max_seq_len if keeps else n == 0 and repeats)]
-    count = rows_at_once(len(prompts), rows, weights, [of_one, *(of_one[i] for i in forgetful)], mesh)
+    preamble = preamble if forgetful and keeps and preamble >= FEWEST_COPIED else 0
+    copies = 2 if preamble else 1
+    count = rows_at_once(len(prompts), rows, weights, [of_one, *[of_one[i] for i in forgetful] * copies], mesh)
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
     wanted = cache_of(batch)
+    wanted = wanted, [{i: wanted[i] for i in forgetful}] * copies
 
-    cache, saved, past, programs = (kept.pop(name, None) for name in ("cache", "saved", "places", "programs"))
-    shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (wanted, cache)]
+    *caches, past, programs = (kept.pop(name, None) for name in ("cache", "saved", "places", "programs"))
+    shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (wanted, caches)]
     if shapes[0] != shapes[1] or past.max_seq_len != max_seq_len:  # nothing is kept, or it has outgrown its slots
-        cache, saved, past, programs = model.zeros(wanted), model.zeros({i: wanted[i] for i in forgetful}), None, {}
+        caches, past, programs = model.zeros(wanted), None, {}
     together = jax.tree.leaves(wanted)[0].shape[0] // dp
     limits = dict(drafts=drafts, seed=seed, max_new_tokens=max_new_tokens, max_seq_len=max_seq_len)
-    limits |= dict(together=together, held=min(held), opening=OPENING if forgetful and keeps else 0)
+    limits |= dict(together=together, held=min(held), opening=OPENING if forgetful and keeps else 0, preamble=preamble)
     places = Places(prompts, count, batch, dp, pieces, **limits, stop_tokens=stop_tokens, past=past)
     options = dict(config=config, mesh=mesh, draft=draft, drafts=drafts, sampling=sampling, stop_tokens=stop_tokens)
     stats = {} if stats is None else stats
-    engine = Engine(weights, cache, saved, programs, places, options, stats, progress)
-    del cache, saved  # the engine has them, and gives their memory to each step
+    engine = Engine(weights, *caches, programs, places, options, stats, progress)
+    del caches  # the engine has them, and gives their memory to each step
 
     def verifies():
         """Whether the next step verifies drafts. All hosts must decide alike: by the tokens, not by a clock."""

@@ -704,7 +704,7 @@ class Inputs(NamedTuple):
 def read_inputs(args) -> Inputs:
     """Reads and checks everything but the weights, so that mistakes are reported before the long wait."""
     folder = find_checkpoint(args.model_path or str(DEMO), extra_layer=args.draft == "mtp")
-    prompts = ["Hello"] if args.chat else read_prompts(args)  # of a chat, to try its template
+    prompts = ["Hello", "?"] if args.chat else read_prompts(args)  # of a chat, to try its template
     checkpoint = convert.open_checkpoint(folder, extra_layer=args.draft == "mtp")
     config = checkpoint.config
     if args.draft == "mtp" and not config.uses_extra_layer:
@@ -861,6 +861,8 @@ def chat(args, inputs: Inputs, generation) -> dict:
         import readline  # noqa: F401, input() then edits lines of any length
     say("chat: /reset starts anew, Ctrl-C stops an answer, /exit or end of file ends")
     history, measured, kept, results, end = inputs.system, {}, {}, None, ""
+    # How many tokens every conversation begins with.
+    preamble = next((i for i, pair in enumerate(zip(*inputs.prompt_tokens)) if len({*pair}) > 1), 0)
     while True:
         try:
             write(end)
@@ -880,8 +882,8 @@ def chat(args, inputs: Inputs, generation) -> dict:
             slots = max(CHAT_SLOTS, model.power_of_two(len(prompt_tokens[0]) + args.max_new_tokens - 1))
             slots, of_turn = min(slots, args.max_seq_len or slots), {}
             with interrupts_noted() as check:
-                progress = Progress(check)
-                for tokens in generation(prompt_tokens, max_seq_len=slots, kept=kept, stats=of_turn, progress=progress):
+                of_chat = {"max_seq_len": slots, "kept": kept, "preamble": preamble}
+                for tokens in generation(prompt_tokens, **of_chat, stats=of_turn, progress=Progress(check)):
                     results.add(tokens)
                     check()
             measured = of_turn

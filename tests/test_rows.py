@@ -264,7 +264,8 @@ def test_a_conversation_keeps_its_cache(tmp_path, monkeypatch, kind, mesh):
 )
 def test_a_conversation_whose_thoughts_are_dropped(monkeypatch, name, mesh, options):
     """Ten turns, one of them broken off. Each next prompt lacks the words that begin the answer, and its thought: what
-    states and rings had before these is kept, and a turn reads what follows. Then one that begins anew."""
+    states and rings had before these is kept, and a turn reads what follows. Then two that begin anew: they read what
+    follows the preamble, and one whose preamble is another."""
     folder, config, mesh, weights = demo(name, mesh)
     generate = folder.generate
     monkeypatch.setattr(folder.model, "PREFILL_PIECE", 16)  # a ring has forgotten what is further back
@@ -274,7 +275,7 @@ def test_a_conversation_whose_thoughts_are_dropped(monkeypatch, name, mesh, opti
     atol = 1e-3 if "quantize_cache" in options else 1e-4  # a number may be rounded up
     for turn, said in enumerate(random_prompts([30, 12, 9, 40, 20, 11, 8, 25, 60, 14], seed=1)):
         prompt, stats, options["max_new_tokens"] = history + said + opening, {}, 40 + turn
-        steps = generate.generate(weights, [prompt], config, mesh, kept=kept, stats=stats, **options)
+        steps = generate.generate(weights, [prompt], config, mesh, kept=kept, preamble=150, stats=stats, **options)
         fresh = collected(generate.generate(weights, [prompt], config, mesh, **options), 1)
         history = prompt[:-4]
         if turn == 4:
@@ -289,8 +290,12 @@ def test_a_conversation_whose_thoughts_are_dropped(monkeypatch, name, mesh, opti
             assert new - 7 * (name != "qwen3_5") <= stats["prefill_tokens"] <= new
             history += [token.id for token in row[0]][-6:]
         before = prompt
-    anew = [generate.generate(weights, [prompt[:150]], config, mesh, **options, kept=each) for each in (None, kept)]
-    assert_equal(*(collected(steps, 1) for steps in anew), atol)
+    other, *messages = random_prompts([170, 30, 9], seed=2)
+    for prompt in (prompt[:150] + messages[0], prompt[:150] + messages[1], other):
+        steps = generate.generate(weights, [prompt], config, mesh, kept=kept, preamble=150, stats=stats, **options)
+        fresh = generate.generate(weights, [prompt], config, mesh, **options)
+        assert_equal(*(collected(steps, 1) for steps in (steps, fresh)), atol)
+        assert stats["prefill_tokens"] == len(prompt) - 150 * (prompt is not other)
 
 
 def test_a_row_gets_states_that_its_source_has_just_got():
@@ -381,7 +386,7 @@ class Device:
     def __init__(self, generate, chance, drafts, has_states, shape):
         self.generate, self.chance, self.drafts, self.has_states = generate, chance, drafts, has_states
         self.rows, self.cache = None, np.full(shape, -1)
-        self.states, self.saved = ([[] for _ in self.cache] for _ in range(2))
+        self.states, self.saved = [[] for _ in self.cache], [[[], []] for _ in self.cache]
 
     def next(self, tokens):
         return (sum(tokens) * 7 + len(tokens)) % self.VOCABULARY
@@ -395,12 +400,14 @@ class Device:
         """What generate.copy does."""
         keeps, returns, sources, tokens = copies
         own = len(tokens) // dp
-        self.saved = [self.states[p] if keeps[p] else self.saved[p] for p in range(len(tokens))]
+        for p, k in np.argwhere(keeps):
+            self.saved[p][k] = self.states[p]
         for p in np.flatnonzero(tokens):
             q = p // own * own + sources[p]
             self.cache[p, : tokens[p]] = self.cache[q, : tokens[p]]
-            self.saved[p] = self.saved[q] if returns[p] else self.saved[p]
-        self.states = [self.saved[p] if returns[p] else self.states[p] for p in range(len(tokens))]
+            self.saved[p] = [*self.saved[q]] if returns[p].any() else self.saved[p]
+        for p, k in np.argwhere(returns):
+            self.states[p] = self.saved[p][k]
 
     def step(self, T, places):
         """What generate.step does and returns."""
@@ -448,6 +455,7 @@ def test_places(monkeypatch):
             kinds = {"held": 0 if has_states else 1024, "past": past}
             kinds["together"] = chance.choice([n for n in (1, 2, 3, 4) if batch // dp % n == 0])
             kinds["opening"] = int(chance.choice([0, 4, 8])) if has_states else 0
+            kinds["preamble"] = int(chance.choice([0, 1, 7, 20])) if kinds["opening"] else 0
             places, answers, results = generate.Places(prompts, **sizes, **limits, **kinds), [[] for _ in prompts], []
             device.rows = None
 
@@ -457,12 +465,13 @@ def test_places(monkeypatch):
                 copies = places.copies()
                 assert may_be or not any(x.any() for x in (copies.keeps, copies.returns, copies.tokens))
                 device.copy(copies, dp)
-                for p in np.flatnonzero(copies.keeps | copies.returns):
-                    assert places.saved[p] == len(device.saved[p]) < len(prompts[places.numbers[p]])
+                for p, k in np.argwhere(copies.keeps | copies.returns):
+                    assert places.saved[p, k] == len(device.saved[p][k]) < len(prompts[places.numbers[p]])
                 device.fill(places.is_new, places.rows)
                 places.is_new[:] = False
                 given = copies.tokens > 0
-                return np.array([(places.rows.filled - before).sum(), given.sum(), (copies.returns & ~given).sum()])
+                back = copies.returns.any(axis=1) & ~given
+                return np.array([(places.rows.filled - before).sum(), given.sum(), back.sum()])
 
             begun = max(places.numbers)
             counts = np.array([places.rows.filled.sum(), 0, 0]) + update()
