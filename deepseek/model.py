@@ -1478,8 +1478,8 @@ def cache_sharers(config: Config, shards: int) -> int:
 
 
 def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> list[int]:
-    """For how many tokens of a row the cache of each layer has room."""
-    return [cache_sharers(config, shards) * layer.latent.shape[2] for layer in cache]
+    """For how many tokens of a row the cache of each layer has room, until one takes the slot of another: none does."""
+    return [math.inf] * len(cache)
 
 
 def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Config) -> float:

@@ -359,7 +359,7 @@ class Places:
     together: int
     opening: int
     preamble: int
-    held: int
+    held: float
     stop_tokens: tuple[int, ...]
     past: dataclasses.InitVar[Places | None] = None
 
@@ -487,8 +487,8 @@ class Places:
                     sources[p], tokens[p] = q % own, n
                     rows.filled[p], self.stored[p] = n, self.stored[q]
                     rows.limits[p] = self.limit(p)  # it may be beyond where it was to stop
+                    returns[p] = (self.saved[q] == n) & self.has_states
                     if self.has_states:
-                        returns[p] = self.saved[q] == n
                         self.saved[p] = self.saved[q] * (self.saved[q] <= n)
         self.is_new |= stands | returns.any(axis=1) | (tokens > 0)
         return Copies(keeps, returns, sources, tokens)
@@ -516,7 +516,8 @@ class Places:
         rows, own = self.rows, self.batch // self.dp
         places = (taken + own * np.arange(self.dp)[:, None]).reshape(-1)
         prompt_tokens = int(np.minimum(self.unread(), T)[np.unique(places)].sum())
-        most = np.minimum(rows.filled + (1 + self.drafts) * len(self.in_flight), rows.limits - 1)  # before this step
+        ahead = self.drafts * len(self.in_flight) * (rows.filled >= self.prompt_lengths)  # by drafts that are not read
+        most = np.minimum(rows.filled + ahead, rows.limits - 1)
         self.stored[places] = np.maximum(self.stored, most + T)[places]
         rows.filled[places] = np.minimum(rows.filled + T, np.minimum(rows.lengths, rows.limits - 1))[places]
         rows.lengths[places] = np.maximum(rows.lengths, rows.filled + 1)[places]
@@ -768,9 +769,11 @@ def generate(
 
 
 def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None, max_new_tokens: int) -> None:
-    """Raises InputError for no prompt, and one that is empty, longer than `max_seq_len` or outside the vocabulary; with
-    its answer, beyond `n_positions` of a model that has learned no more."""
+    """Raises InputError for no new tokens, no prompt, and one that is empty, longer than `max_seq_len` or outside the
+    vocabulary; with its answer, beyond `n_positions` of a model that has learned no more."""
     positions = getattr(config, "n_positions", math.inf)
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens {max_new_tokens} is not at least 1")
     if not prompts:
         raise InputError("there is no prompt")
     for row, prompt in enumerate(prompts, 1):

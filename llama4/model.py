@@ -1373,8 +1373,10 @@ def cache_sharers(config: Config, shards: int) -> int:
 
 
 def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> list[int]:
-    """For how many tokens of a row the cache of each layer has room."""
-    return [cache_sharers(config, shards) * layer.k.shape[2] for layer in cache]
+    """For how many tokens of a row the cache of each layer has room, until one takes the slot of another. Where all are
+    seen, none does: those beyond the slots are not stored."""
+    R = cache_sharers(config, shards)
+    return [R * layer.k.shape[2] if any(config.mask(i)[:2]) else math.inf for i, layer in enumerate(cache)]
 
 
 def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Config) -> float:

@@ -1586,10 +1586,9 @@ def cache_sharers(config: Config, shards: int) -> int:
 
 
 def tokens_held(cache: list, config: Config, shards: int) -> list[int]:
-    """For how many tokens of a row the cache of each layer has room. A state has room for none: it has taken them in,
-    and does not go back."""
-    R = cache_sharers(config, shards)
-    return [R * layer.k.shape[2] if isinstance(layer, LayerCache) else 0 for layer in cache]
+    """For how many tokens of a row the cache of each layer has room, until one takes the slot of another. A state has
+    room for none: it has taken them in, and does not go back."""
+    return [math.inf if isinstance(layer, LayerCache) else 0 for layer in cache]
 
 
 def cache_bytes_read(cache: list, lengths: list[float], config: Config) -> float:

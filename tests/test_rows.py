@@ -311,6 +311,48 @@ def test_a_row_gets_states_that_its_source_has_just_got():
     assert_equal(rows, alone * 3)
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4"])
+def test_a_place_keeps_its_rings_when_it_gets_tokens(monkeypatch, name):
+    """A row that could go back to what its place kept gets more tokens from another place instead, and a later one goes
+    back to what was kept."""
+    folder, config, mesh, weights = demo(name, (1, 1, 1))
+    monkeypatch.setattr(folder.model, "PREFILL_PIECE", 16)  # a ring has forgotten what is further back
+    whole, other, end, later = random_prompts([1000, 40, 8, 30], seed=3)
+    longer, options, kept = [*whole[:700], 1], {"max_new_tokens": 6, "max_seq_len": 1200}, {}
+    turns = [whole[:158] + end, other], [whole[:158] + end, whole[:700]], [longer, whole[:697]]
+    for prompts in (*turns, [longer, whole[:158] + later]):
+        rows = collected(folder.generate.generate(weights, prompts, config, mesh, kept=kept, **options), 2)
+        alone = [folder.generate.generate(weights, [prompt], config, mesh, **options) for prompt in prompts]
+        assert_equal(rows, [collected(steps, 1)[0] for steps in alone])
+
+
+def test_a_full_cache_forgets_nothing():
+    """Whatever was stored behind it, a beginning stays, and is not read again; neither is one that ends behind a
+    piece."""
+    folder, config, mesh, weights = demo("llama3", (1, 1, 1))
+    stats, (prompt, end, middle) = {}, random_prompts([1900, 30, 9])
+    options, kept = {"max_new_tokens": 4, "max_seq_len": 2048, "stats": stats}, {}
+    for prompt, read in ((prompt[:1100], 1100), (prompt, 800), (prompt[:500] + end, 30)):
+        list(folder.generate.generate(weights, [prompt], config, mesh, kept=kept, **options))
+        assert stats["prefill_tokens"] == read
+    first = next(folder.generate.generate(weights, [middle], config, mesh, max_new_tokens=1))[0].id
+    prompts = [random_prompts([1900])[0], middle, [*random_prompts([1900])[0][:1000], 1, 2, 3]]
+    options = {"max_new_tokens": 140, "rows": 2, "stop_tokens": (first,), "stats": stats}
+    list(folder.generate.generate(weights, prompts, config, mesh, **options))
+    assert stats["prefill_tokens"] == 1900 + 9 + 3
+
+
+def test_what_ends_behind_a_piece_is_copied(monkeypatch):
+    """Of a ring, too, the tokens that prompts share are read once, wherever they end."""
+    folder, config, mesh, weights = demo("gemma", (1, 1, 1))
+    monkeypatch.setattr(folder.model, "PREFILL_PIECE", 64)
+    for n in (384, 385, 400):
+        beginning, *ends = random_prompts([n, 9, 9])
+        prompts, stats = [beginning + end for end in ends], {}
+        list(folder.generate.generate(weights, prompts, config, mesh, max_new_tokens=4, stats=stats))
+        assert stats["prefill_tokens"] == n + 18
+
+
 def test_broken_off_while_it_compiles():
     """The cache has what was computed, and not the piece whose program was missing."""
     folder, config, mesh, weights = demo("llama3", (1, 1, 1))
