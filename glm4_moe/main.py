@@ -130,8 +130,9 @@ def parse_arguments():
             raise InputError(f"--{name} is empty")
     if 0 < args.temperature < 1e-6:
         raise InputError(f"--temperature {args.temperature} is neither 0 nor at least 1e-6")
-    if args.chat and (args.raw or args.output == "json" or args.profile):
-        raise InputError("--chat prints text by the chat template: leave out --raw, --output json and --profile")
+    if args.chat and (args.raw or args.output == "json" or args.logprobs or args.profile):
+        what = "leave out --raw, --output json, --logprobs and --profile"
+        raise InputError(f"--chat prints text by the chat template: {what}")
     if args.raw and (args.system or args.template_args):
         raise InputError("--system and --template_args are for the chat template, which --raw leaves out")
     if args.prompt and "-" in args.prompt and len(args.prompt) > 1:
@@ -375,7 +376,7 @@ class Progress:
     `check` each time."""
 
     def __init__(self, check=lambda: None):
-        self.check = check
+        self.check, self.is_over = check, False
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         self.check()
@@ -386,7 +387,8 @@ class Progress:
             self.bar.update(done - self.bar.n)
             if done == total:
                 self.bar.close()
-        else:
+                self.is_over = True
+        elif not self.is_over:
             say(f"{stage} ...")
 
 
@@ -715,7 +717,7 @@ def read_inputs(args) -> Inputs:
     is_raw = args.raw or not tokenizer.chat_template
     if is_raw and (args.system or args.template_args):
         raise InputError(f"{folder}: its tokenizer has no chat template for --system or --template_args")
-    remedy = "" if args.chat or args.system else "; --raw leaves the template out"
+    remedy = "" if args.chat or args.system or args.template_args else "; --raw leaves the template out"
     system = [{"role": "system", "content": args.system}] if args.system else []
     prompt_tokens = encode(tokenizer, prompts, is_raw, system, args.template_args, remedy)
     for row, ids in enumerate(prompt_tokens, 1):
@@ -845,6 +847,22 @@ def answer(args, inputs: Inputs, generation) -> dict:
     return measured
 
 
+def read_line(prompt: str) -> str:
+    """input(prompt). The first Ctrl-C within it raises KeyboardInterrupt, and later ones do nothing: one that comes as
+    the first is handled would end the chat."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        return input(prompt)
+
+    def interrupt(*_):
+        signal.signal(signal.SIGINT, lambda *_: None)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    line = input(prompt)
+    signal.signal(signal.SIGINT, lambda *_: None)
+    return line
+
+
 def chat(args, inputs: Inputs, generation) -> dict:
     """A conversation: each line of input is a message, and the model answers it in the light of all before it. Returns
     what was measured of the last answer.
@@ -853,14 +871,13 @@ def chat(args, inputs: Inputs, generation) -> dict:
     conversation differs from what is there. A conversation that outgrows CHAT_SLOTS is read again, into twice as many:
     programs are compiled for a number of slots.
     """
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Any line end, a file's mark of its encoding; what is not in UTF-8 is refused by encode.
     sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401, input() then edits lines of any length
     say("chat: /reset starts anew, Ctrl-C stops an answer, /exit or end of file ends")
     history, measured, kept, results, end = inputs.system, {}, {}, None, ""
+    is_shown = sys.stdin.isatty() and sys.stdout.isatty()
     # How many tokens every conversation begins with.
     preamble = next((i for i, pair in enumerate(zip(*inputs.prompt_tokens)) if len({*pair}) > 1), 0)
     while True:
@@ -870,7 +887,7 @@ def chat(args, inputs: Inputs, generation) -> dict:
             if results and (message := results.answers[0].message()):
                 history = [*history, {"role": "user", "content": results.prompts[0]}, message]
             results = None
-            text = input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
+            text = read_line("> " if is_shown else "")
             if text.strip() == "/exit":
                 return measured
             if text.strip() in ("", "/reset"):
@@ -888,9 +905,10 @@ def chat(args, inputs: Inputs, generation) -> dict:
                     check()
             measured = of_turn
             results.note_cut()
-        except KeyboardInterrupt:  # and no more here, where a second one would end the chat
+        except KeyboardInterrupt:
             end = "\n"
         except EOFError:
+            write("\n" if is_shown else "")
             return measured
         except InputError as error:
             results = None

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -360,6 +361,20 @@ def test_what_is_typed_in_a_conversation(monkeypatch, capsys):
     (hello, italy), turns = [line for line in out.splitlines() if line], histories[1:]
     assert turns == [["Be brief."], *[["Be brief.", "Hello!", hello]] * 2] and italy
     assert "/exit" in err.partition("\n")[0] or "\nchat: " in err
+
+
+def test_a_key_that_is_held(monkeypatch):
+    """At a prompt, one interrupt is an interrupt. Those that come as it is handled are none."""
+    monkeypatch.setattr("builtins.input", lambda _: os.kill(os.getpid(), signal.SIGINT) or time.sleep(9))
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llama3.main.read_line("> ")
+        for _ in range(9):
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_interrupts_at_any_moment(monkeypatch, capsys):
