@@ -516,7 +516,7 @@ class Places:
         rows, own = self.rows, self.batch // self.dp
         places = (taken + own * np.arange(self.dp)[:, None]).reshape(-1)
         prompt_tokens = int(np.minimum(self.unread(), T)[np.unique(places)].sum())
-        ahead = self.drafts * len(self.in_flight) * (rows.filled >= self.prompt_lengths)  # by drafts that are not read
+        ahead = (1 + self.drafts) * len(self.in_flight) * (rows.filled >= self.prompt_lengths)  # of the host, at most
         most = np.minimum(rows.filled + ahead, rows.limits - 1)
         self.stored[places] = np.maximum(self.stored, most + T)[places]
         rows.filled[places] = np.minimum(rows.filled + T, np.minimum(rows.lengths, rows.limits - 1))[places]
