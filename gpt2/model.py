@@ -1111,6 +1111,7 @@ FOLDERS = {  # of the repository that this file is from, and the model_types tha
     "glm4": ("glm", "glm4"),
     "glm4_flash": ("glm4_moe_lite",),
     "glm4_moe": ("glm4_moe",),
+    "glm5": ("glm_moe_dsa",),
     "gpt2": ("gpt2",),
     "gpt_oss": ("gpt_oss",),
     "llama3": ("llama", "mistral"),

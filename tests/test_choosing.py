@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.torch import load_file, save_file
 from test_deepseek import save_fp8
 from test_latent import H, N, dealt, model, random_arguments, select, wide
-from test_parity import YARN, deepseek, deepseek_32, random_prompts
+from test_parity import YARN, deepseek_32, glm_5, random_prompts
 
 HEADS, WIDTH, K = 8, 24, 20  # of the indexer, over all devices
 
@@ -121,69 +121,75 @@ def test_against_float64(monkeypatch, platform, mesh, sharers, starts, T, slots,
             np.testing.assert_allclose(out[b, t, n], p @ (l @ kv_b[n, H:].T) / p.sum(), atol=3e-5)
 
 
-@pytest.fixture(scope="module")
-def sparse(tmp_path_factory):
+SPARSE = {"deepseek": lambda: deepseek_32(rope_parameters=YARN, index_topk=16), "glm5": lambda: glm_5(index_topk=16)}
+
+
+@pytest.fixture(scope="module", params=SPARSE)
+def sparse(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("sparse")
-    _, *reference = deepseek_32(rope_parameters=YARN, index_topk=16)
-    return path, save_random(path, *reference)
+    folder, *reference = SPARSE[request.param]()
+    return folder, path, save_random(path, *reference)
 
 
 @pytest.mark.parametrize("draft", [None, "lookup"])
 def test_pieces_and_drafts(sparse, monkeypatch, draft):
     """A prompt in many pieces, unequal rows in two places, and drafts: transformers' tokens."""
-    path, reference = sparse
-    monkeypatch.setattr(deepseek.model, "PREFILL_PIECE", 32)
-    monkeypatch.setattr(deepseek.generate, "REPEATING", 0)
+    folder, path, reference = sparse
+    monkeypatch.setattr(folder.model, "PREFILL_PIECE", 32)
+    monkeypatch.setattr(folder.generate, "REPEATING", 0)
     prompts = random_prompts(250, 3, 70)
-    rows = decode(deepseek, path, prompts, (1, 1, 2), max_new_tokens=10, rows=2, draft=draft)
+    rows = decode(folder, path, prompts, (1, 1, 2), max_new_tokens=10, rows=2, draft=draft)
     assert_matches(reference, prompts, rows)
 
 
 def test_shared_beginnings_and_a_conversation(sparse):
     """Rows get the indexer's keys of what they share, too, and a conversation keeps them: transformers' tokens."""
-    path, reference = sparse
+    folder, path, reference = sparse
     beginning, *ends = random_prompts(150, 9, 4, 30, 1, 20)
     prompts = [beginning + end for end in ends]
-    assert_matches(reference, prompts, decode(deepseek, path, prompts, (1, 1, 4), rows=4, max_new_tokens=6))
+    assert_matches(reference, prompts, decode(folder, path, prompts, (1, 1, 4), rows=4, max_new_tokens=6))
     (prompt,), kept, stats = prompts[:1], {}, {}
     for end in ends[1:4]:
-        rows = decode(deepseek, path, [prompt], (1, 1, 2), max_new_tokens=6, max_seq_len=300, kept=kept, stats=stats)
+        rows = decode(folder, path, [prompt], (1, 1, 2), max_new_tokens=6, max_seq_len=300, kept=kept, stats=stats)
         assert_matches(reference, [prompt], rows)
         prompt = [*prompt, *(token.id for token in rows[0]), *end]
     assert stats["prefill_tokens"] < 40
 
 
-def test_drafts_of_an_extra_layer(tmp_path):
+@pytest.mark.parametrize("name", SPARSE)
+def test_drafts_of_an_extra_layer(tmp_path, name):
     """It has an indexer of its own. With its guesses or without, the tokens are transformers'."""
-    _, model_class, config = deepseek_32(rope_parameters=YARN)
+    folder, model_class, config = SPARSE[name]()
     config.num_mtp_layers, config.mtp_mlp_layer_types, config.mtp_layer_types = 1, ["sparse"], config.layer_types[:1]
     reference, file = save_random(tmp_path, model_class, config), tmp_path / "model.safetensors"
     extra = extra_layer_tensors(random_extra_layer(reference), f"model.layers.{config.num_hidden_layers}")
     save_file(load_file(file) | extra, file)
     prompts = random_prompts(90, 5, 33)
-    assert_matches(reference, prompts, decode(deepseek, tmp_path, prompts, (1, 1, 2), max_new_tokens=12, draft="mtp"))
+    assert_matches(reference, prompts, decode(folder, tmp_path, prompts, (1, 1, 2), max_new_tokens=12, draft="mtp"))
 
 
 def test_a_short_cache_has_no_indexer(sparse):
     """Up to index_topk slots nothing is chosen, and a longer one leaves out what dense attention would see."""
-    path, reference = sparse
-    config = deepseek.convert.open_checkpoint(path).config
-    mesh = deepseek.model.make_mesh(devices=jax.devices()[:1])
-    for slots, kind in ((16, "LayerCache"), (17, "IndexedCache")):
-        cache = deepseek.model.abstract_cache(config, mesh, 1, slots, jnp.float32)
-        assert {type(layer).__name__ for layer in cache} == {kind}
+    folder, path, reference = sparse
+    config = folder.convert.open_checkpoint(path).config
+    mesh = folder.model.make_mesh(devices=jax.devices()[:1])
+    indexers = [layer.self_attn.indexer for layer in reference.model.layers]
+    for slots in (16, 17):
+        cache = folder.model.abstract_cache(config, mesh, 1, slots, jnp.float32)
+        assert [hasattr(layer, "index_key") for layer in cache] == [bool(x) and slots > 16 for x in indexers]
     (prompt,) = random_prompts(120)
     sparse_logprobs = reference_logprobs(reference, prompt, [0])
-    for layer in reference.model.layers:
-        layer.self_attn.indexer.index_topk = 10**6
+    for indexer in filter(None, indexers):
+        indexer.index_topk = 10**6
     dense_logprobs = reference_logprobs(reference, prompt, [0])
-    for layer in reference.model.layers:
-        layer.self_attn.indexer.index_topk = 16
+    for indexer in filter(None, indexers):
+        indexer.index_topk = 16
     assert np.abs(sparse_logprobs - dense_logprobs).max() > 0.1
 
 
-def test_fp8_with_an_indexer(tmp_path):
+@pytest.mark.parametrize("name", SPARSE)
+def test_fp8_with_an_indexer(tmp_path, name):
     """As the release has it: two of the indexer's matrices in FP8, the third as it is."""
-    _, *reference = deepseek_32(rope_parameters=YARN)
+    folder, *reference = SPARSE[name]()
     reference, prompts = save_fp8(tmp_path, *reference, (32, 16)), random_prompts(90)
-    assert_matches(reference, prompts, decode(deepseek, tmp_path, prompts, (1, 1, 2), max_new_tokens=4))
+    assert_matches(reference, prompts, decode(folder, tmp_path, prompts, (1, 1, 2), max_new_tokens=4))

@@ -35,7 +35,8 @@ SWITCHES = (  # the other way than they are by default
     "attn_temperature_tuning", "tie_word_embeddings", "scale_attn_by_inverse_layer_idx",
 )  # fmt: skip
 REFUSED = {  # what a folder does not have
-    "deepseek": ("mlp_bias",), "gemma": ("attention_bias", "tie_word_embeddings"), "gpt2": ("tie_word_embeddings",),
+    "deepseek": ("mlp_bias",), "glm5": ("mlp_bias",),
+    "gemma": ("attention_bias", "tie_word_embeddings"), "gpt2": ("tie_word_embeddings",),
     "gemma4": ("attention_bias", "tie_word_embeddings"),
     "qwen3_5": ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"),
 }  # fmt: skip

@@ -36,6 +36,8 @@ from transformers import (
     Glm4MoeLiteForCausalLM,
     GlmConfig,
     GlmForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
@@ -70,7 +72,7 @@ llama3, glm4, llama4 = import_folder("llama3"), import_folder("glm4"), import_fo
 deepseek, glm4_flash = import_folder("deepseek"), import_folder("glm4_flash")
 glm4_moe, gemma, mixtral = import_folder("glm4_moe"), import_folder("gemma"), import_folder("mixtral")
 qwen3, gpt_oss, gpt2 = import_folder("qwen3"), import_folder("gpt_oss"), import_folder("gpt2")
-qwen3_5, gemma4 = import_folder("qwen3_5"), import_folder("gemma4")
+qwen3_5, gemma4, glm5 = import_folder("qwen3_5"), import_folder("gemma4"), import_folder("glm5")
 
 SMALL = {
     "vocab_size": 331,  # no multiple of anything: the vocabulary's shards are uneven
@@ -194,6 +196,12 @@ def deepseek_2(**options):
 def flash(**options):
     options = SMALL | LATENT | {"n_group": 1, "topk_group": 1} | options
     return glm4_flash, Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig(**options)
+
+
+def glm_5(**options):
+    """With layers that share what the one before them has chosen."""
+    options = {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]} | options
+    return glm5, GlmMoeDsaForCausalLM, GlmMoeDsaConfig(**SMALL | LATENT | INDEXER | options)
 
 
 def glm_moe(**options):
@@ -400,6 +408,8 @@ CASES = {
     ),
     "deepseek v2": deepseek_2(topk_method="group_limited_greedy", routed_scaling_factor=3.0, n_shared_experts=2),
     "deepseek v3.2": deepseek_32(rope_parameters=YARN),
+    "glm 5": glm_5(indexer_types=None, n_group=1, topk_group=1),
+    "glm 5.2, shared choices": glm_5(attention_bias=True, index_topk=64),
     "glm 4.7 flash": flash(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "glm 4.7 flash, other layers, groups": flash(
         mlp_layer_types=["sparse", "dense"], q_lora_rank=None, n_group=4, topk_group=1, rms_norm_eps=0.1

@@ -1,0 +1,1127 @@
+"""Hugging Face safetensors -> the weights that model.py declares.
+
+`load` fills the pytree of model.abstract_weights straight from a checkpoint folder: each host reads only the slices
+that its own devices hold. Run as a program, this writes a checkpoint in another dtype, in int8 or in 4 bits:
+
+    python3 convert.py --model_path HF --output DIR [--dtype bfloat16] [--quantize int8|int4]
+
+DIR keeps Hugging Face's names and shapes, so that it loads on any mesh. An int8 matrix `x.weight` [O, C] has its
+float32 scales in `x.weight_scale` [O]; packed experts [E, input, O] have theirs in [E, O]. In 4 bits there are
+`x.weight_packed` and `x.weight_scale` instead (see PackQuantized). Tensors stream through in pieces of PIECE_BYTES. A
+shard gets its final name when it is whole, and config.json, without which nothing loads, comes last. So an interrupted
+conversion never loads, and the same command goes on where it stopped.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+import shlex
+import sys
+import traceback
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+if __name__ == "__main__" and __package__:  # python3 -m llama3.convert
+    sys.path.insert(0, os.path.dirname(__file__))
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # numpy's bfloat16 and FP8
+import model
+import numpy as np
+from generate import fast, memory_of
+from jax import NamedSharding
+from jax.sharding import Mesh
+from model import Config, InputError, Int8, Part, Plain, Weight, in_format, weights_of
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+NUMPY = {  # by safetensors' name
+    "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F16": np.float16, "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "I8": np.int8, "U8": np.uint8, "I32": np.int32, "I64": np.int64,
+}  # fmt: skip
+FLOATS = ("BF16", "F32", "F16")
+DTYPES = {name: np.dtype(name) for name in ("bfloat16", "float32", "float16")}  # of numbers that no format rounds
+METHODS = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "mxfp4", "awq", "gptq")  # which config.json may name
+OURS = {  # config.json's quantization_config of what convert writes
+    "int8": {"quant_method": "int8_per_channel"}, "int4": {"quant_method": "int4_in_groups", "group_size": 32},
+}  # fmt: skip
+SCALES_OF_ACTIVATIONS = re.compile(r"\.((input|output|[qkv]|kv|prob)_scale|input_scale_ub)$")  # and of the cache
+SHARD_BYTES = 4 * 2**30
+PIECE_BYTES = 64 * 2**20
+SMALL = 2**22  # loading checks weights with fewer numbers than this for NaN: norms, routers
+READERS = 4  # threads that read; with one, copying and page faults take longer than a fast disk
+INDEX = "model.safetensors.index.json"  # says which file has which tensor
+COPIED = (  # by convert, and read from the hub: the tokenizer's files, and the stop tokens
+    "tokenizer*", "tiktoken.model", "tekken.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
+    "merges.txt", "*.jinja", "additional_chat_templates/*.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forms in which checkpoints store a tensor
+#
+# Each form has the `shape` of its numbers, with the input dimension last, their `dtype` in what `read` returns, and the
+# `format` in which model.py can hold what is stored. If that is not Plain, `arrays` reads it so. `collect` finds the
+# tensors in this form among what stands in the files.
+
+
+class Stored(NamedTuple):
+    """Numbers as they are."""
+
+    file: Path
+    offset: int  # of the first byte in the file
+    kind: str  # safetensors' name of the dtype
+    shape: tuple[int, ...]
+    is_transposed: bool = False  # on disk, the last two dimensions are exchanged
+
+    format = Plain
+    dtype = property(lambda self: np.dtype(NUMPY[self.kind]) if self.kind in NUMPY else self.kind)
+
+    def read(self, *index: slice | int) -> np.ndarray:
+        """A part of the tensor, memory-mapped: it is read from disk when used, and leaves memory when dropped."""
+        on_disk = swapped(self.shape) if self.is_transposed else self.shape
+        array = np.memmap(self.file, NUMPY.get(self.kind, np.uint8), "r", self.offset, on_disk)
+        return (array.swapaxes(-1, -2) if self.is_transposed else array)[index]
+
+
+class Scaled(NamedTuple):
+    """A matrix in FP8 (e4m3), times a scale for each block of so many rows and columns; in int8, times one for all."""
+
+    values: Stored
+    scale: Stored
+    block: tuple[int, int]
+
+    format, dtype, is_transposed = Plain, DTYPES["float32"], False
+    shape = property(lambda self: self.values.shape)
+
+    @staticmethod
+    def collect(folder: Path, found: dict, quantization: dict) -> None:
+        """`x_scale_inv` or `x_scale` has a scale for each block, for each row, or one for all."""
+        keys = "weight_block_size", "block_structure"
+        given = [group[key] for group in groups_of(quantization) for key in keys if group.get(key) is not None]
+        block = given[0] if given else [128, 128]
+        if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**31 for n in block)):
+            raise InputError(f"{folder}: weight_block_size {block!r:.40} is not two numbers, of rows and columns")
+        by_row = any(x.shape[1:] == (1,) != x.shape[:1] for name, x in found.items() if name.endswith("_scale"))
+        has_one_scale = not by_row or "tensor" in [group.get("strategy") for group in groups_of(quantization)]
+        for name in [name for name, tensor in found.items() if tensor.dtype in (ml_dtypes.float8_e4m3fn, np.int8)]:
+            values, ending = found[name], "_scale_inv" if f"{name}_scale_inv" in found else "_scale"
+            scale, rows, is_int8 = found.pop(name + ending, None), values.shape[:-1], values.kind == "I8"
+            if scale is None or (len(rows) != 1 and not is_int8):
+                what = f"{'int8' if is_int8 else 'FP8'} and no matrix with a weight_scale_inv or weight_scale"
+                raise InputError(f"{folder}: {name:.200} is in {what}")
+            by_block = tuple(-(-size // n) for size, n in zip(values.shape, block, strict=False))
+            shape = scale.shape if scale.kind in FLOATS else None
+            if is_int8 and shape in (rows, (*rows, 1)):
+                found[name] = Int8Rows(values, scale._replace(shape=rows))
+            elif shape == (*rows, 1):
+                found[name] = Scaled(values, scale, (1, max(values.shape[1], 1)))
+            elif shape == by_block and (given or ending == "_scale_inv") and not is_int8:
+                found[name] = Scaled(values, scale, tuple(block))
+            elif len(rows) == 1 and (shape in ((), (1,)) or (shape == (1, 1) and has_one_scale)):  # else it was cut
+                found[name] = Scaled(values, scale._replace(shape=(1, 1)), values.shape)
+            else:
+                wanted = by_block if ending == "_scale_inv" and not is_int8 else (*rows, 1)
+                expect(folder, name + ending, scale, FLOATS, wanted)
+
+    def read(self, *index: slice | int) -> np.ndarray:
+        places = (*index, slice(None), slice(None))
+        blocks = [np.arange(self.shape[i])[places[i]] // self.block[i] for i in range(2)]
+        with np.errstate(over="ignore", invalid="ignore"):  # damaged scales overflow; that is caught later
+            return self.values.read(*index).astype(np.float32) * self.scale.read()[np.ix_(*blocks)].astype(np.float32)
+
+
+class Int8Rows(NamedTuple):
+    """A matrix that convert wrote, or compressed-tensors' "int-quantized": int8 `x` [.., O, C], and `x_scale` [.., O]
+    for each row of it."""
+
+    values: Stored
+    scale: Stored
+
+    format, dtype, is_transposed = Int8, DTYPES["float32"], False
+    shape = property(lambda self: self.values.shape)
+
+    def read(self, *index: slice | int) -> np.ndarray:
+        rows = index[: len(self.shape) - 1]
+        return self.values.read(*index) * self.scale.read(*rows)[..., None].astype(np.float32)
+
+    @staticmethod
+    def outputs(name: str, shape: tuple[int, ...]) -> list[tuple]:
+        """What convert writes for a matrix: name, safetensors' dtype and shape of each tensor."""
+        return [(name, "I8", shape), (f"{name}_scale", "F32", shape[:-1])]
+
+    rounded = staticmethod(jax.jit(lambda rows: jax.tree.leaves(model.quantize(rows))))  # some rows of each of them
+
+    @classmethod
+    def arrays(cls, held: Int8, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
+        yield on_devices(held.values, weight, {name: tensor.values.read for name, tensor in tensors.items()})
+        yield on_devices(held.scale, scales_of(weight), {name: tensor.scale.read for name, tensor in tensors.items()})
+
+
+class Mxfp4Blocks(NamedTuple):
+    """Experts in MXFP4 (Rouhani et al. 2023, "Microscaling Data Formats"): numbers of 4 bits, 1 of them the sign, 2 the
+    exponent and 1 the mantissa, times a power of two for each 32 of a row."""
+
+    pairs: Stored  # uint8 [E, O, C / 32, 16], the first of two numbers in the lower half
+    exponents: Stored  # uint8 [E, O, C / 32]
+
+    format, dtype = getattr(model, "Mxfp4", Plain), DTYPES["bfloat16"]
+    is_transposed = True  # in what convert writes, as packed experts that are not in MXFP4
+
+    shape = property(lambda self: (*self.exponents.shape[:-1], 32 * self.exponents.shape[-1]))
+
+    @classmethod
+    def collect(cls, folder: Path, found: dict, quantization: dict) -> None:
+        """Puts one tensor `x` in the place of `x_blocks` and `x_scales`."""
+        for name, (pairs, exponents) in parts_of(found, "_blocks", "_scales"):
+            sizes = exponents.shape if exponents and name not in found else ()
+            if len(sizes) != 3 or pairs.shape != (*sizes, 16) or {pairs.kind, exponents.kind} != {"U8"}:
+                raise InputError(f"{folder}: {name:.200}_blocks and {name:.200}_scales are no MXFP4 of 8-bit numbers")
+            found[name] = cls(pairs, exponents)
+
+    def codes(self, *index: slice | int) -> np.ndarray:
+        """The numbers of 4 bits, as uint8."""
+        *rows, columns = (*index, *[slice(None)] * (3 - len(index)))
+        return codes_of(lambda some: self.pairs.read(*rows, some).view("V16")[..., 0], columns, self.shape[-1], 32)
+
+    def read(self, *index: slice | int) -> np.ndarray:
+        *rows, columns = (*index, *[slice(None)] * (3 - len(index)))
+        places = np.arange(self.shape[-1])[columns] // 32
+        powers = self.exponents.read(*rows)[..., places].view(ml_dtypes.float8_e8m0fnu)
+        numbers = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+        return (numbers[self.codes(*index)] * powers.astype(np.float32)).astype(ml_dtypes.bfloat16)
+
+    @classmethod
+    def arrays(cls, held, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
+        (values, scales), n = jax.tree.leaves(held), held.shape[-1] // held.values.shape[-1]
+        codes = {name: tensor.codes for name, tensor in tensors.items()}
+        yield on_devices(values, weight, codes, held.packed, n, np.dtype(np.uint8))
+        exponents = {name: tensor.exponents.read for name, tensor in tensors.items()}
+        of_groups = with_columns(weight, 32)
+        yield on_devices(scales, of_groups, exponents, held.scales, 1, np.dtype(np.uint8), order=held.ordered)
+
+
+@dataclasses.dataclass(frozen=True)
+class InGroups:
+    """A matrix [.., O, C] of 4-bit codes, less a zero and times a scale for each group of a row's numbers. Forms have
+    `codes`, uint8, of some rows and columns, and `zeros` and `scales` of some rows and groups."""
+
+    shape: tuple[int, ...]
+    group: int
+    words: Stored
+    scale: Stored
+    zero: Stored | None
+    places: np.ndarray | None = None  # the group of each number of a row, where they are not neighbours
+
+    dtype, is_transposed = DTYPES["float32"], False
+
+    @property
+    def format(self) -> type[Plain]:  # or Int4Groups
+        if self.places is not None or not fast:  # "act-order"
+            return Plain
+        dtype = "bfloat16" if self.scale.kind == "BF16" else "float32"
+        return fast.Int4Groups(self.group, self.zero is not None, dtype)
+
+    def scales(self, *index: slice | int) -> np.ndarray:
+        return self.scale.read(*index)
+
+    def read(self, *index: slice | int) -> np.ndarray:
+        zeros = 8 if self.zero is None else self.of_groups("zeros", 1, *index)
+        return (self.codes(*index) - np.float32(zeros)) * self.of_groups("scales", 1, *index).astype(np.float32)
+
+    @staticmethod
+    def arrays(held, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
+        codes = {name: tensor.codes for name, tensor in tensors.items()}
+        n = held.shape[-1] // held.values.shape[-1]
+        yield on_devices(held.values, weight, codes, held.packed, n, np.dtype(np.uint8), order=held.ordered_values)
+        group, part = held.shape[-1] // held.ordered(held.scale.shape)[-1], weight.parts[0]
+        step = math.gcd(group, part.layout()[1]) if weight.split == 1 and part.units else group  # units are not cut
+        n, of_steps = group // step, with_columns(weight, step)
+        for array, field in ((held.scale, "scales"), (held.zero, "zeros")):
+            if array is not None:
+                readers = {name: functools.partial(tensor.of_groups, field, step) for name, tensor in tensors.items()}
+                yield on_devices(array, of_steps, readers, lambda x: x[..., ::n], n, order=held.ordered)
+
+    def of_groups(self, field: str, n: int, *index: slice | int) -> np.ndarray:
+        """Scales or zeros of some rows: of each n numbers one."""
+        *rows, columns = (*index, *[slice(None)] * (len(self.shape) - len(index)))
+        places = np.arange(0, self.shape[-1], n) // self.group if self.places is None else self.places
+        return getattr(self, field)(*rows)[..., places[columns]]
+
+
+def codes_of(words, wanted: slice, size: int, n: int = 8, order=slice(None)) -> np.ndarray:
+    """Codes of 4 bits, those `wanted` of `size`: uint8 [.., codes]. `words` reads some of the words [.., size / n] that
+    hold n codes each, from the lowest bits on, or in an `order` of their own."""
+    start, stop, _ = wanted.indices(size)
+    words = np.ascontiguousarray(words(slice(start // n, -(-stop // n))))
+    pairs = words.view(np.uint8)
+    codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*words.shape, n)[..., order]
+    return codes.reshape(*words.shape[:-1], -1)[..., start % n : stop - start // n * n]
+
+
+def parts_of(found: dict, *endings: str) -> Iterator[tuple[str, list[Stored | None]]]:
+    """Takes out of `found` what stands there in several tensors: the name without the endings, and a tensor for each
+    ending, None for one that is not there. The first always is."""
+    for name in [name.removesuffix(endings[0]) for name in found if name.endswith(endings[0])]:
+        yield name, [found.pop(name + ending, None) for ending in endings]
+
+
+class PackQuantized(InGroups):
+    """As compressed-tensors' "pack-quantized" and convert store it: `x_packed` int32 [.., O, C / 8], with the first of
+    8 codes in the lowest bits, `x_scale` [.., O, C / group], `x_shape`, and `x_zero_point` int32 [O / 8, C / group]."""
+
+    @classmethod
+    def collect(cls, folder: Path, found: dict, quantization: dict) -> None:
+        endings = "_packed", "_shape", "_scale", "_zero_point", "_g_idx"
+        for name, (words, shape, scale, zero, g_idx) in parts_of(found, *endings):
+            sizes, has_zeros = settings_of(folder, quantization)
+            *rows, eighth = shape_of(folder, f"{name}_packed", words)
+            if shape is not None:
+                expect(folder, f"{name}_shape", shape, ("I64", "I32"), (len(words.shape),))
+            columns = eighth * 8 if shape is None else int(shape.read()[-1])
+            sizes = [columns if size == -1 else size for size in sizes]  # of several, the one that fits the scales
+            fits = (size for size in sizes if scale is not None and scale.shape[-1:] == (-(-columns // size),))
+            group = next(fits, sizes[0])
+            groups = -(-columns // group)
+            expect(folder, f"{name}_packed", words, ("I32",), (*rows, -(-columns // 8)))
+            expect(folder, f"{name}_scale", scale, FLOATS, (*rows, groups))
+            if has_zeros:
+                expect(folder, f"{name}_zero_point", zero, ("I32",), (-(-rows[0] // 8), groups))
+            places = g_idx and places_of(folder, f"{name}_g_idx", g_idx, columns, group)
+            found[name] = cls((*rows, columns), group, words, scale, zero if has_zeros else None, places)
+
+    def codes(self, *index):
+        *rows, columns = (*index, *[slice(None)] * (len(self.shape) - len(index)))
+        return codes_of(lambda words: self.words.read(*rows, words), columns, self.shape[-1])
+
+    def zeros(self, rows=slice(None), groups=slice(None)):
+        return codes_of(lambda words: self.zero.read(words, groups).T, rows, self.shape[0]).T
+
+    @staticmethod
+    def outputs(name: str, shape: tuple[int, ...]) -> list[tuple]:
+        """As Int8Rows.outputs."""
+        *rows, columns = shape
+        scales = f"{name}_scale", "BF16", (*rows, columns // OURS["int4"]["group_size"])
+        return [(f"{name}_packed", "I32", (*rows, columns // 8)), scales]
+
+    @staticmethod
+    @jax.jit
+    def rounded(rows: np.ndarray) -> list[jax.Array]:
+        codes, scale = fast.quantize_in_groups(rows, rows.shape[-1] // OURS["int4"]["group_size"], jnp.bfloat16)
+        return [jax.lax.bitcast_convert_type(fast.packed_codes(codes, 8, 1), jnp.int32), scale]
+
+
+class Awq(InGroups):
+    """As AutoAWQ's GEMM stores it: `qweight` int32 [C, O / 8], whose word has the codes of 8 outputs in the order
+    0 2 4 6 1 3 5 7 from the lowest bits on, `qzeros` [C / group, O / 8] likewise, and `scales` [C / group, O]."""
+
+    method, versions, order = "awq", {"version": ("gemm", "GEMM")}, np.argsort((0, 2, 4, 6, 1, 3, 5, 7))
+    of_word = 1, 8  # inputs and outputs
+
+    @classmethod
+    def collect(cls, folder: Path, found: dict, quantization: dict) -> None:
+        if quantization.get("quant_method") != cls.method:
+            return
+        for key, known in cls.versions.items():
+            if (version := quantization.get(key)) not in (None, *known):
+                what = f"{key} {version!r:.40} is not supported, only {' and '.join(known)}"
+                raise InputError(f"{folder}: quantization {cls.method} of {what}")
+        size = settings_of(folder, quantization)[0][0]
+        for name, (words, zero, scale, g_idx) in parts_of(found, ".qweight", ".qzeros", ".scales", ".g_idx"):
+            sizes = shape_of(folder, f"{name}.qweight", words)[:2]
+            columns, rows = (n * words for n, words in zip(cls.of_word, sizes, strict=True))
+            group = columns if size == -1 else size
+            expect(folder, f"{name}.qweight", words, ("I32",), sizes)
+            expect(folder, f"{name}.qzeros", zero, ("I32",), (-(-columns // group), -(-rows // 8)))
+            expect(folder, f"{name}.scales", scale, FLOATS, (-(-columns // group), rows))
+            places = g_idx and places_of(folder, f"{name}.g_idx", g_idx, columns, group)
+            found[f"{name}.weight"] = cls((rows, columns), group, words, scale, zero, places)
+
+    def by_output(self, words: Stored, rows: slice, columns, more: int = 0) -> np.ndarray:
+        """Some outputs of words [n, O / 8], to which `more` is added: uint8 [rows, columns]."""
+        codes = codes_of(lambda some: words.read(columns, some) + np.int32(more), rows, self.shape[0], 8, self.order)
+        return codes.T
+
+    def codes(self, rows=slice(None), columns=slice(None)):
+        return self.by_output(self.words, rows, columns)
+
+    def scales(self, rows=slice(None), groups=slice(None)):
+        return self.scale.read(groups, rows).T
+
+    def zeros(self, rows=slice(None), groups=slice(None)):
+        return self.by_output(self.zero, rows, groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gptq(Awq):
+    """As GPTQ stores it: `qweight` int32 [C / 8, O], whose word has the codes of 8 inputs from the lowest bits on,
+    `qzeros` [C / group, O / 8], `scales` [C / group, O], `g_idx` [C], the group of each input. Version 1 stores zeros
+    less one: `less` is taken from each, or `words_less` from a whole word, where a zero of 0 borrows from the next."""
+
+    less: int = 0
+    words_less: int = 0
+
+    method, versions, order = "gptq", {"checkpoint_format": ("gptq", "gptq_v2")}, slice(None)
+    of_word = 8, 1
+
+    @classmethod
+    def collect(cls, folder: Path, found: dict, quantization: dict) -> None:
+        super().collect(folder, found, quantization)
+        unsettled = []
+        for name, tensor in [(name, tensor) for name, tensor in found.items() if type(tensor) is cls]:
+            first = set(tensor.zeros(groups=slice(0, 1)).flat) if quantization.get("sym") else set()
+            if first != {8}:  # a symmetric zero is 8, whatever checkpoint_format says
+                less = int(quantization.get("checkpoint_format") != "gptq_v2" or first == {7})
+                found[name] = dataclasses.replace(tensor, less=less)
+                unsettled += [name] * less
+        if is_less_by_words([found[name] for name in unsettled], quantization.get("meta")):
+            found |= {name: dataclasses.replace(found[name], less=0, words_less=0x11111111) for name in unsettled}
+
+    def codes(self, rows=slice(None), columns=slice(None)):
+        return codes_of(lambda words: self.words.read(words, rows).T, columns, self.shape[1])
+
+    def zeros(self, rows=slice(None), groups=slice(None)):
+        return self.by_output(self.zero, rows, groups, self.words_less) + np.uint8(self.less) & 15
+
+
+def is_less_by_words(tensors: list[Gptq], meta: object) -> bool:
+    """Whether version 1 took one from whole words, as GPTQModel does, and not from each zero, as AutoGPTQ does.
+
+    If `meta` does not say, numbers do. The two readings differ behind a zero of 0. Where they agree, we count which
+    zeros stand beside groups of which mean code; where they differ, the reading wins that makes such pairs likely.
+    AutoGPTQ itself wrote 15 over the rest of a word behind a zero of 0. What stood there is lost.
+    """
+    if isinstance(meta, dict) and "gptqmodel" in str(meta.get("quantizer")):
+        return True
+    seen, pairs, is_lost = np.full((16, 16), 0.1), [np.zeros((3, 0), int)], True
+    for tensor in tensors:
+        one, other = tensor.zeros(), dataclasses.replace(tensor, less=0, words_less=0x11111111).zeros()
+        words = np.unique(np.flatnonzero((one != other).any(axis=1)) // 8)[:64]  # of each tensor enough
+        rows = [row for word in words for row in range(8 * word, min(8 * word + 8, len(one)))]
+        if not rows:
+            continue
+        is_0 = np.pad(one == 0, [(0, -len(one) % 8), (0, 0)], constant_values=True).reshape(-1, 8, one.shape[1])
+        is_lost &= bool((is_0[:, :-1] <= is_0[:, 1:]).all())  # in no word something else follows
+        places = np.arange(tensor.shape[1]) // tensor.group if tensor.places is None else tensor.places
+        of_group = np.eye(one.shape[1], dtype=np.float32)[places]
+        means = np.rint(tensor.codes(rows).astype(np.float32) @ of_group / np.maximum(of_group.sum(0), 1)).astype(int)
+        one, other = one[rows], other[rows]
+        np.add.at(seen, (one[one == other], means[one == other]), 1)
+        pairs.append(np.stack([one, other, means])[:, one != other])
+    one, other, means = np.concatenate(pairs, axis=1)
+    evidence = np.log(seen[other, means] / seen[one, means]).sum()
+    if len(one) and (is_lost or abs(evidence) < 3):  # odds of less than 20 to 1
+        why = "seem to be lost" if is_lost else "can be read in two ways, and neither numbers nor `meta` tell which"
+        say(f"note: {len(one)} zeros of GPTQ {why}; answers may be wrong")
+    return evidence > 0
+
+
+def groups_of(quantization: dict) -> list[dict]:
+    """What config.json says about weights: once, or for each of several groups of layers."""
+    groups = quantization.get("config_groups")
+    groups = [*groups.values()] if isinstance(groups, dict) else [{"weights": quantization}]
+    return [group["weights"] for group in groups if isinstance(group, dict) and isinstance(group.get("weights"), dict)]
+
+
+def settings_of(folder: Path, quantization: dict) -> tuple[list[int], bool]:
+    """What config.json says about weights in 4 bits: the sizes of groups that there are, -1 for whole rows, and whether
+    they have zeros."""
+    groups = groups_of(quantization)
+    bits = [next((group[name] for name in ("num_bits", "bits", "w_bit") if name in group), 4) for group in groups]
+    if 4 not in bits:
+        what = f"weights of {bits[0]!r:.40} bits are not supported, only of 4" if bits else "nothing about weights"
+        raise InputError(f"{folder}: quantization_config: {what}")
+    groups = [group for group, n in zip(groups, bits, strict=True) if n == 4]  # others may be in FP8
+    sizes = [group.get("group_size", group.get("q_group_size")) or -1 for group in groups]  # null: whole rows
+    if not all(type(size) is int and (size == -1 or 16 <= size < 2**31) for size in sizes):
+        raise InputError(f"{folder}: group_size {sizes[0]!r:.40} is neither -1 nor 16 or more")
+    return sizes, any(group.get("symmetric") is False for group in groups)
+
+
+def expect(folder: Path, name: str, tensor: Stored | None, kinds, shape: tuple[int, ...]) -> None:
+    """Raises InputError unless there is a tensor of this name, shape and one of these dtypes."""
+    if tensor is None:
+        raise InputError(f"{folder}: {name:.200} is missing")
+    if tensor.kind not in kinds or tensor.shape != shape:
+        raise InputError(f"{folder}: {name:.200} has {tensor.kind} {[*tensor.shape]}, not {'/'.join(kinds)} {[*shape]}")
+
+
+def shape_of(folder: Path, name: str, words: Stored) -> tuple[int, ...]:
+    """The shape of packed codes, of a matrix or of several."""
+    if len(words.shape) not in (2, 3) or 0 in words.shape:
+        raise InputError(f"{folder}: {name:.200} is no matrix, but {list(words.shape)}")
+    return words.shape
+
+
+def places_of(folder: Path, name: str, g_idx: Stored, columns: int, group: int) -> np.ndarray | None:
+    """The group of each column by a tensor g_idx, None if groups are neighbours."""
+    expect(folder, name, g_idx, ("I32", "I64"), (columns,))
+    places = np.array(g_idx.read())
+    if (places == np.arange(columns) // group).all() or (places == -1).all():
+        return None
+    if places.min() < 0 or places.max() >= -(-columns // group):
+        raise InputError(f"{folder}: {name:.200} names groups that there are not")
+    return places
+
+
+FORMS = (PackQuantized, Awq, Gptq, Scaled, Mxfp4Blocks)
+WRITERS = {Int8: Int8Rows, model.FORMATS.get("int4"): PackQuantized}  # the form in which convert writes a format
+
+
+def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape with its last two dimensions exchanged."""
+    return (*shape[:-2], *shape[:-3:-1])
+
+
+def pieces(tensor) -> Iterator[slice]:
+    """The rows of a tensor in slices of some PIECE_BYTES, at least a row each. All rows of a transposed matrix are one
+    slice: on disk they do not stand one behind the other."""
+    row_bytes = max(1, math.prod(tensor.shape[1:])) * tensor.dtype.itemsize
+    is_whole = tensor.is_transposed and len(tensor.shape) == 2
+    step = max(1, tensor.shape[0] if is_whole else PIECE_BYTES // row_bytes)
+    return (slice(first, first + step) for first in range(0, tensor.shape[0], step))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading a checkpoint folder
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint folder whose tensors are all there, in the shapes that config.json asks for."""
+
+    folder: Path
+    config: Config
+    raw_config: dict  # the whole of config.json
+    weights: dict  # weights_of(config), each in the format in which the checkpoint has it
+    tensors: dict  # those the model needs, by name, each in one of the forms above
+    left_out: dict[str, str]  # those it does not, with the reason
+
+
+def find_checkpoint(path: str, extra_layer: bool = False) -> Path:
+    """The folder `path`, or the snapshot of the hub id `path`, org/name or org/name@revision: downloaded, but for files
+    with nothing that is needed, or found in the hub's cache folder. `extra_layer` is that of open_checkpoint."""
+    folder, hub_id = Path(path), re.fullmatch(r"((?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?:@([\w./-]+))?", path)
+    if path and folder.is_dir():
+        return folder
+    if folder.exists() or not hub_id:
+        raise InputError(f"{path}: {'is a file' if folder.is_file() else 'no such folder'}; give a folder or a hub id")
+    from huggingface_hub import constants, errors, list_repo_files, snapshot_download
+
+    name, revision = hub_id.groups()
+    about = [*COPIED, "config.json", INDEX, "adapter_config.json", "quantize_config.json"]
+    try:
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=about))
+        for files in needed_files(folder, extra_layer), ["config.json", "model.safetensors"]:  # an index can be stale
+            snapshot_download(name, revision=folder.name, allow_patterns=files)
+            if all((folder / file).is_file() for file in files):
+                return folder
+        names = list_repo_files(name, revision=folder.name)  # raises an error if the hub does not answer
+    except InputError:
+        raise
+    except errors.GatedRepoError as error:
+        remedy = f"accept its license on {constants.ENDPOINT}/{name}, then log in (hf auth login, or HF_TOKEN)"
+        raise InputError(f"{path}: is gated; {remedy}") from error
+    except Exception as error:  # from the network, the hub or the disk
+        why = f"the hub did not give it (not downloaded): {one_line(error)}"
+        raise InputError(f"{path}: no such folder, and {why}") from error
+    command = f"hf download {name} --local-dir DIR && {unpickling('DIR')}"
+    other = something_else(folder, [name for name in names if name.endswith(("adapter_config.json", ".gguf"))])
+    other = other or f". If it has pickled weights, this makes DIR of them: {command}"
+    raise InputError(f"{path}: has no safetensors with a config.json{other}")
+
+
+def needed_files(folder: Path, extra_layer: bool) -> list[str]:
+    """The files that an index names, less those that have only tensors which are left out."""
+    if not (folder / INDEX).is_file() or not (folder / "config.json").is_file():
+        return ["config.json", "model.safetensors"]
+    weight_map = weight_map_of(folder)
+    config = config_of(read_json(folder / "config.json"), weight_map, extra_layer)
+    return sorted({file for name, file in weight_map.items() if not model.left_out(name, config)})
+
+
+def something_else(folder: Path, names: Iterable[str]) -> str:
+    """What files of these names are that are no checkpoint, and what to do, as the rest of a message."""
+    if "adapter_config.json" in names:
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        return f": a PEFT adapter of {base!r:.200}; merge it into that model (peft's merge_and_unload) and save this"
+    if any(name.endswith(".gguf") for name in names):
+        return ": GGUF, which llama.cpp reads; give the safetensors that it was made from"
+    if any(re.search(r"\.(bin|pth?)$", name) for name in names):
+        return f"; pickled weights are never read, {unpickling(folder)} saves them as safetensors"
+    return ""
+
+
+def unpickling(folder: Path | str) -> str:
+    """The command that writes the pickled weights of a folder beside them as safetensors. It needs torch."""
+    program = "import sys; from transformers import AutoModelForCausalLM as Model; folder = sys.argv[1]; "
+    program += "Model.from_pretrained(folder, dtype='auto').save_pretrained(folder)"
+    return f'python3 -c "{program}" {shlex.quote(str(folder))}'
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read: {one_line(error)}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: not a JSON object")
+    return value
+
+
+def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
+    """Reads config.json and the headers of all shards, and no tensor yet. Raises InputError for all that is wrong. A
+    layer of multi-token prediction, where there is one, counts among the weights if `extra_layer` asks for it."""
+    names = os.listdir(folder) if folder.is_dir() else []
+    if "config.json" not in names:
+        other = something_else(folder, names) or ": no checkpoint, or a conversion to be run again until it finishes"
+        raise InputError(f"{folder}: no config.json{other}")
+    raw_config = read_json(folder / "config.json")
+    places = [place for place in (raw_config, raw_config.get("text_config")) if isinstance(place, dict)]
+    keys = "quantization_config", "compression_config", "quantization"  # the last is MLX's
+    quantization = next((place[key] for place in places for key in keys if key in place), None)
+    method = quantization.get("quant_method", "MLX") if isinstance(quantization, dict) and quantization else None
+    remedy = "give the unquantized checkpoint"
+    unsupported = f"{folder}: quantization {method or quantization!r:.40} is not supported; {remedy}"
+    if quantization not in (None, *OURS.values()) and method not in METHODS:
+        raise InputError(unsupported)
+    Config.from_dict(raw_config)  # reports what is wrong with config.json before what is wrong with the tensors
+    found, absent = stored_tensors(folder)
+    for name, tensor in found.items():
+        if name.endswith(("_scale", "_scale_inv")) and tensor.kind in ("F8_E4M3", "F8_E8M0", "U8"):
+            of_scale = found.get(re.sub("_scale(_inv)?$", "", name), tensor).kind
+            kind = "NVFP4" if tensor.kind == "F8_E4M3" else "MXFP8" if of_scale == "F8_E4M3" else "MXFP4"
+            raise InputError(f"{folder}: weights in {kind} ({name:.200} is {tensor.kind}) are not supported; {remedy}")
+    if quantization is None and any(name.endswith(".qweight") for name in found):
+        what, remedy = "weights in 4 bits, and config.json has no quantization_config", "download config.json again"
+        remedy += '; or, for GPTQ of 2023, copy quantize_config.json into it as that, with "quant_method": "gptq" added'
+        raise InputError(f"{folder}: {what}; {remedy}")
+    with_absent = config_of(raw_config, [*found, *absent], False)
+    skipped = {name: model.left_out(name, with_absent) for name in absent}
+    if needed := [absent[name] for name, reason in skipped.items() if not reason]:
+        raise InputError(f"{folder / needed[0]}: missing; download the checkpoint again")
+    config = config_of(raw_config, found, extra_layer)
+    for weight in jax.tree.leaves(weights_of(config)):
+        for name in found.keys() & weight.tensors() if weight.transposed else ():
+            found[name] = found[name]._replace(shape=swapped(found[name].shape), is_transposed=True)
+        if weight.experts and not weight.is_packed():
+            unpack_experts(found, weight)
+    for form in FORMS:
+        form.collect(folder, found, quantization or {})
+    if config.tie_word_embeddings:
+        config = with_head(folder, found, config)
+    try:
+        tensors, left_out = check_tensors(folder, found, config)
+    except InputError as error:
+        if quantization is None or any(type(tensor) is not Stored for tensor in found.values()):
+            raise
+        raise InputError(f"{unsupported} ({error})") from error  # these methods have forms that are not read
+
+    def as_stored(weight):
+        formats = {tensors[name].format for name in weight.tensors()}
+        is_one = weight.is_matrix() and len(formats) == 1
+        return dataclasses.replace(weight, format=formats.pop() if is_one else Plain)
+
+    if not fast and any(isinstance(tensor, InGroups) for tensor in tensors.values()):
+        say("note: without fast.py, weights in 4 bits are held in the dtype of the others")
+    weights = jax.tree.map(as_stored, weights_of(config))
+    return Checkpoint(folder, config, raw_config, weights, tensors, skipped | left_out)
+
+
+def config_of(raw_config: dict, names: Iterable[str], extra_layer: bool) -> Config:
+    """The Config of a config.json and of the checkpoint's tensors."""
+    config = Config.from_dict(raw_config, [re.sub("(weight_packed|qweight)$", "weight", name) for name in names])
+    uses_it = extra_layer and getattr(config, "has_extra_layer", False)
+    return dataclasses.replace(config, uses_extra_layer=True) if uses_it else config
+
+
+def unpack_experts(found: dict, weight: Weight) -> None:
+    """Finds each expert's matrices in the one tensor of all, [experts, output, input], that transformers 5 writes."""
+    parts = {name: rows for part in weight.parts for name, rows in part.tensors.items()}
+    name = f"{next(iter(parts)).partition('.{}')[0]}.{'gate_up_proj' if len(parts) > 1 else 'down_proj'}"
+    packed, shape = found.get(name), (weight.experts, *weight.shape(sum(parts.values())))
+    if packed is None or packed.shape != shape or packed.dtype not in DTYPES.values():
+        return
+    del found[name]
+    offset = packed.offset
+    for e in range(weight.experts):
+        for part, rows in parts.items():
+            of_part = weight.shape(rows)
+            found[part.format(e) + weight.suffix] = packed._replace(offset=offset, shape=of_part)
+            offset += math.prod(of_part) * packed.dtype.itemsize
+
+
+def weight_map_of(folder: Path) -> dict[str, str]:
+    """The file of each tensor. As in transformers, an index that names all tensors of model.safetensors is stale."""
+    index, whole, weight_map = folder / INDEX, folder / "model.safetensors", {}
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise InputError(f"{index}: has no weight_map from tensor to file")
+    if whole.is_file() and whole.name not in weight_map.values():
+        of_whole = dict.fromkeys(read_header(whole), whole.name)
+        if not weight_map or of_whole.keys() <= weight_map.keys():
+            return of_whole
+    if weight_map:
+        return weight_map
+    raise InputError(f"{folder}: neither model.safetensors nor {INDEX}{something_else(folder, os.listdir(folder))}")
+
+
+def stored_tensors(folder: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The tensors of all shards, by name, and the files of those whose shard is not there."""
+    weight_map = weight_map_of(folder)
+    found: dict[str, Stored] = {}
+    for shard in sorted(set(weight_map.values())):
+        if Path(shard).name != shard:
+            raise InputError(f"{folder / INDEX}: the shard {shard!r:.200} is not a file of this folder")
+        for name, stored in read_header(folder / shard).items() if (folder / shard).is_file() else ():
+            if name in found and name not in weight_map:
+                raise InputError(f"{folder}: {name:.200} is both in {found[name].file.name} and in {shard}")
+            if weight_map.get(name, shard) == shard:  # patched copies have a tensor twice
+                found[name] = stored
+    absent = {name: shard for name, shard in weight_map.items() if not (folder / shard).is_file()}
+    for name, shard in weight_map.items():
+        if name not in found and name not in absent:
+            raise InputError(f"{folder}: {shard} has no tensor {name:.200}, but the index says so; download it again")
+    return found, absent
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file, after safetensors itself has checked its header and size."""
+    try:
+        safe_open(file, framework="np")
+    except SafetensorError as error:
+        raise InputError(f"{file}: truncated or damaged ({one_line(error)}); download it again") from error
+    with open(file, "rb") as f:
+        start = 8 + int.from_bytes(f.read(8), "little")
+        header = json.loads(f.read(start - 8))
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        shape = tuple(entry["shape"])
+        if len(shape) == 3 and shape[1] == 1:  # [channels, 1, taps], as torch has a convolution of each channel
+            shape = shape[0], shape[2]
+        found[name] = Stored(file, start + entry["data_offsets"][0], entry["dtype"], shape)
+    return found
+
+
+def with_head(folder: Path, found: dict, config: Config) -> Config:
+    """The `config` of tied embeddings, untied if the checkpoint has an output head with numbers of its own. If it has
+    the head alone, this is the embedding too. transformers does both."""
+    (embedding,) = weights_of(config)["embedding"].tensors()
+    for name in [name for name in found if name.endswith("lm_head.weight")]:
+        head, tied = found[name], found.setdefault(embedding, found[name])
+        compared = (np.array_equal(head.read(rows), tied.read(rows)) for rows in pieces(tied))
+        if head is not tied and (head.shape != tied.shape or not all(compared)):
+            if "tie_word_embeddings" not in Config.__dataclass_fields__:
+                raise InputError(f"{folder}: {name} differs from {embedding}, which is not supported here")
+            config = dataclasses.replace(config, tie_word_embeddings=False)
+    return config
+
+
+def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict]:
+    """Of the tensors found, those that `config` needs, and those left out on purpose, with the reason.
+
+    Raises InputError with all that is missing, of a wrong shape or dtype, or unknown.
+    """
+    if config.num_hidden_layers > len(found):
+        raise InputError(f"{folder}: {len(found)} tensors cannot be {config.num_hidden_layers} layers, see config.json")
+    weights = jax.tree.leaves(weights_of(config))
+    expected = {name: shape for weight in weights for name, shape in weight.tensors().items()}
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    skipped = {}
+    for name, tensor in found.items():
+        if reason := model.left_out(name, config):
+            skipped[name] = reason
+        elif name not in expected and name.endswith(".bias") and not tensor.read().any():
+            skipped[name] = "a bias of zeros"  # AutoGPTQ writes one for each matrix
+        elif name not in expected and SCALES_OF_ACTIVATIONS.search(name):
+            skipped[name] = "for activations and the cache, which stay in the dtype of the model"
+        elif name not in expected:
+            problems.append(f"{name:.200} is not a tensor of this model")
+        elif tensor.shape != expected[name]:
+            problems.append(f"{name} has shape {list(tensor.shape)}, and config.json asks for {list(expected[name])}")
+        elif tensor.dtype not in DTYPES.values():
+            problems.append(f"{name} has dtype {tensor.kind:.40}, which is not supported here")
+    if problems:
+        more = f", and {len(problems) - 3} more such" if len(problems) > 3 else ""
+        raise InputError(f"{folder}: {'; '.join(problems[:3])}{more}")
+    return {name: found[name] for name in expected}, skipped
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Tells checkpoints apart without reading them whole: by config.json, and rows of up to 1,000 tensors."""
+    digest = hashlib.sha256(json.dumps(checkpoint.raw_config, sort_keys=True).encode())
+    for tensor in [*checkpoint.tensors.values()][:: len(checkpoint.tensors) // 1000 + 1]:
+        for end in (slice(0, 1), slice(-1, None)):
+            digest.update(tensor.read(*[end] * max(1, len(tensor.shape) - 1)).tobytes())
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", quantize: str | None = None) -> dict:
+    """The weights of a checkpoint on the devices of `mesh`, as model.abstract_weights declares them. Without
+    `quantize`, weights stay in the format in which the checkpoint has them.
+
+    Threads read some weights ahead. What is to be cast or rounded reaches the devices in the dtype in which it is read.
+    A scale depends on a whole row, which several devices may share: a reduction over them makes it the same on every
+    mesh.
+    """
+    weights = in_format(checkpoint.weights, quantize)
+    target = jax.tree.map(lambda weight: weight.abstract(mesh, DTYPES[dtype]), weights)
+    needed, there = model.stored_bytes(target) / 1e9, memory_of(mesh) / 1e9
+    if needed > there:
+        sizes = f"the weights take {needed:.1f} GB and the devices have {there:.1f}"
+        raise InputError(f"{checkpoint.folder}: {sizes}; give more devices, --dtype bfloat16 or --quantize int8")
+    say_left_out(checkpoint)
+
+    def read(weight, stored, held):
+        """A weight as it is on disk, each device's part of it. Its arrays, if they are held as they are stored."""
+        tensors = {name: checkpoint.tensors[name] for name in weight.tensors()}
+        if weight.format == stored.format != Plain and type(held) is not Plain:
+            form = type(next(iter(tensors.values())))
+            return type(held)(*form.arrays(held, weight, tensors))
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        on_disk = dtypes.pop() if len(dtypes) == 1 else DTYPES["float32"]
+        readers = {name: tensor.read for name, tensor in tensors.items()}
+        array = jax.ShapeDtypeStruct(held.shape, on_disk, sharding=NamedSharding(mesh, weight.spec()))
+        return on_devices(array, weight, readers, functools.partial(check_finite, readers))
+
+    def in_memory(held, array):
+        if type(array) is type(held):
+            return array
+        declared, tree = jax.tree.flatten(held)
+        if len(declared) == 1:  # a vector, or numbers that are not rounded
+            return tree.unflatten([array if array.dtype == declared[0].dtype else array.astype(declared[0].dtype)])
+        return jax.block_until_ready(rounding(tree, tuple(declared))(array))
+
+    leaves, tree = jax.tree.flatten(weights)
+    stored, held = jax.tree.leaves(checkpoint.weights), tree.flatten_up_to(target)
+    arrays = read_ahead(read, leaves, stored, held)
+    pairs, delay = zip(held, arrays, strict=True), 1 if needed < 0.1 else 0  # seconds before the bar appears
+    with progress_bar(pairs, total=len(leaves), desc="loading", unit=" weights", delay=delay) as bar:
+        weights = tree.unflatten([in_memory(*pair) for pair in bar])
+    for name in {"even_keys", "even_norms"} & vars(model).keys():  # blocks of models whose keys need it
+        getattr(model, name)(weights, checkpoint.config)
+    return weights
+
+
+@functools.cache
+def rounding(tree, declared: tuple[jax.ShapeDtypeStruct, ...]):
+    """The program that rounds numbers to a format, a pytree of `declared` arrays: one for all weights of this kind."""
+    held = tree.unflatten(declared)
+    return jax.jit(held.of, out_shardings=tree.unflatten([x.sharding for x in declared]))
+
+
+def read_ahead(read, *arguments: list) -> Iterator:
+    """Yields `read` of each set of arguments, in order. At most READERS calls run ahead, which bounds the memory."""
+    with ThreadPoolExecutor(READERS) as pool:
+        calls = (pool.submit(read, *each) for each in zip(*arguments, strict=True))
+        pending = deque(islice(calls, READERS))
+        while pending:
+            yield pending.popleft().result()
+            pending.extend(islice(calls, 1))
+
+
+def scales_of(weight: Weight) -> Weight:
+    """The scales of a weight, one for each row of its tensors."""
+    if weight.split == 0:
+        return dataclasses.replace(weight, other_dim=None)
+    part = Part(dict.fromkeys(weight.parts[0].tensors, weight.other_dim))  # each device has some columns of all rows
+    return dataclasses.replace(weight, parts=(part,), split=None, other_dim=None)
+
+
+def with_columns(weight: Weight, n: int) -> Weight:
+    """What a weight has one of for each `n` numbers of a row."""
+    if weight.split == 0:
+        return dataclasses.replace(weight, other_dim=weight.other_dim // n)
+    part = weight.parts[0]
+    rows = {name: -(-size // n) for name, size in part.tensors.items()}
+    part = dataclasses.replace(part, tensors=rows, multiple=max(part.multiple // n, 1))
+    return dataclasses.replace(weight, parts=(part,))
+
+
+def on_devices(
+    array: jax.ShapeDtypeStruct, weight: Weight, readers: dict, finish=lambda x: x, n=1, dtype=None, order=lambda x: x
+) -> jax.Array:
+    """The array that is declared as `array`: `weight`, or what stands beside it, whose tensors are read by `readers`.
+    `finish` checks what was read, or makes of each n numbers in `dtype` one of the array. `order` exchanges dimensions
+    of a shape, or of an array, where those of `array` are in another order than those of the weight."""
+    shape = order(array.shape)
+
+    def block(index):
+        *rows, columns = order(index)
+        start, stop, _ = columns.indices(shape[-1])
+        index = (*rows, slice(n * start, n * stop))
+        return order(finish(block_of(readers, weight, index, (*shape[:-1], n * shape[-1]), dtype or array.dtype)))
+
+    return jax.block_until_ready(jax.make_array_from_callback(array.shape, array.sharding, block, dtype=array.dtype))
+
+
+def check_finite(readers: dict, numbers: np.ndarray) -> np.ndarray:
+    """The numbers that were read. A router with NaN would choose experts as if nothing were wrong. In larger weights,
+    logits show a NaN."""
+    if numbers.size < SMALL and not np.isfinite(numbers).all():
+        bad = [name for name, read in readers.items() if not np.isfinite(read()).all()]
+        raise InputError(f"{', '.join(bad[:3])} has numbers that are not finite: damaged weights")
+    return numbers
+
+
+def block_of(readers: dict, weight: Weight, index: tuple, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """One device's block `index` of a weight of global `shape`, with zeros for what no tensor has. `readers` has a
+    function for each tensor, which gives a part of it."""
+    bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
+    sizes = [stop - start for start, stop in bounds]
+    buffer = np.zeros(math.prod(sizes) * dtype.itemsize + 64, np.uint8)
+    aligned = -buffer.ctypes.data % 64  # on CPUs jax takes an array on such a boundary as it is, and copies nothing
+    block = buffer[aligned : aligned + buffer.size - 64].view(dtype).reshape(sizes)
+    axis, stacked = weight.split or 0, bool(weight.experts)
+    first, last = bounds[axis + stacked]
+    shard, shards = first // (last - first), shape[axis + stacked] // (last - first)
+    for e, matrix in zip(range(*bounds[0]), block, strict=True) if stacked else [(0, block)]:
+        along, filled = np.moveaxis(matrix, axis, 0), 0
+        for part in weight.parts:
+            place = filled
+            for name, rows in part.row_slices(shard, shards):
+                where = (*[e] * (stacked and weight.is_packed()), *[slice(None)] * axis, rows)
+                values = np.moveaxis(readers[name.format(e) + weight.suffix](*where), axis, 0)
+                along[place : place + len(values)][tuple(map(slice, values.shape))] = values
+                place += len(values)
+            filled += part.rows_per_device(shards)
+    return block
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Converting
+
+
+def convert(source: Path, output: Path, dtype: str, quantize: str | None = None) -> None:
+    """Writes the checkpoint `source` to `output`, matrices as `quantize` says, and all else in `dtype`."""
+    checkpoint = open_checkpoint(source, extra_layer=True)
+    if (ours := checkpoint.raw_config.get("quantization_config")) in OURS.values():
+        raise InputError(f"{source}: is converted already, to {ours['quant_method']}; convert the original checkpoint")
+    shards = planned_shards(checkpoint, dtype, quantize)
+    config = checkpoint.raw_config | {"dtype": dtype, "quantization_config": OURS.get(quantize)}
+    for name in ["torch_dtype"] if quantize else ["torch_dtype", "quantization_config"]:
+        config.pop(name, None)
+    metadata = {"format": "pt", "source": fingerprint(checkpoint)}
+    written = [(*output, file) for file, shard in shards.items() for *_, outputs in shard for output in outputs]
+    total, weight_map = sum(size for *_, size, _ in written), {name: file for name, *_, file in written}
+    index = {"metadata": {"total_size": total, "left_out": checkpoint.left_out}, "weight_map": weight_map}
+    with claimed(output, source, next(iter(shards))), progress_bar(total=total, desc="converting", unit="B") as bar:
+        for file, shard in shards.items():
+            write_shard(output / file, metadata, shard, checkpoint.tensors, bar)
+        found = [file for pattern in COPIED for file in sorted(source.glob(pattern)) if file.is_file()]
+        files = {file.relative_to(source): file.read_bytes() for file in found}
+        files[INDEX] = json.dumps(index, indent=2).encode()
+        files["config.json"] = json.dumps(config, indent=2).encode()  # last: without it nothing loads
+        for name, content in files.items():
+            with whole_file(output / name) as f:
+                f.write(content)
+    say_left_out(checkpoint)
+
+
+def planned_shards(checkpoint: Checkpoint, dtype: str, quantize: str | None) -> dict[str, list]:
+    """The files to write, by name. Each is a list with, for every tensor, its name, the function that turns some rows
+    of it into those of its outputs, and (name, safetensors' dtype, shape, bytes) of each output."""
+    kinds = {np.dtype(dtype): kind for kind, dtype in NUMPY.items()}
+    weights = jax.tree.leaves(in_format(weights_of(checkpoint.config), quantize))
+    declared = {name: weight for weight in weights for name in weight.tensors()}
+    shards, shard_bytes = [[]], 0
+    for name, tensor in checkpoint.tensors.items():
+        weight = declared[name]
+        if quantize and weight.is_matrix():
+            form = WRITERS[weight.format]
+            outputs, rounded = form.outputs(name, tensor.shape), form.rounded
+        else:
+            kept = DTYPES[weight.dtype or dtype]
+            outputs, rounded = [(name, kinds[kept], tensor.shape)], lambda rows, kept=kept: [rows.astype(kept)]
+        outputs = [(*output, math.prod(output[2]) * np.dtype(NUMPY[output[1]]).itemsize) for output in outputs]
+        nbytes = sum(size for *_, size in outputs)
+        if shards[-1] and shard_bytes + nbytes > SHARD_BYTES:
+            shards, shard_bytes = [*shards, []], 0
+        shards[-1].append((name, rounded, outputs))
+        shard_bytes += nbytes
+    return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
+
+
+def say_left_out(checkpoint: Checkpoint) -> None:
+    """Says what is left out on purpose."""
+    for reason, count in Counter(checkpoint.left_out.values()).items():
+        say(f"left out {count} tensors of the checkpoint: {reason}")
+    if '"input_activations": {' in json.dumps(checkpoint.raw_config):
+        say("left out: rounding of activations, which stay in the dtype of the model")
+
+
+@contextlib.contextmanager
+def claimed(output: Path, source: Path, first: str):
+    """Creates the output folder and locks it. If it is not empty, it must hold the `first` shard, whole or in part: the
+    start of a conversion to go on with."""
+    if os.path.realpath(output) == os.path.realpath(source):
+        raise InputError(f"{output}: is the source; choose another --output")
+    output.mkdir(parents=True, exist_ok=True)
+    lock = os.open(output, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        names = os.listdir(output)
+        is_ours = first in names or (f"{first}.part" in names and "config.json" not in names)  # which comes last
+        if names and not is_ours:
+            raise InputError(f"{output}: is not empty (it has {names[0]}); choose another --output")
+        yield
+    except BlockingIOError as error:
+        raise InputError(f"{output}: another conversion is writing here; wait for it or choose another") from error
+    except OSError as error:  # if the disk is full, it names no file
+        remedy = "once that is mended, this command goes on where it was"
+        raise InputError(f"{error.filename or output}: {error.strerror}; {remedy}") from error
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path):
+    """Opens a file to write. It gets its name when all of it is on disk."""
+    part = path.with_name(path.name + ".part")
+    part.parent.mkdir(exist_ok=True)
+    with open(part, "wb") as f:
+        yield f
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, path)
+
+
+def write_shard(path: Path, metadata: dict[str, str], groups: list, tensors: dict[str, Stored], bar: tqdm) -> None:
+    """One safetensors file, in pieces of rows: its size and header are known before its contents. If it is there
+    already, its header must be this one.
+
+    safetensors' own writer takes whole tensors in memory. As that writer does, this puts wide dtypes first, which
+    aligns all of them.
+    """
+    header, end = {"__metadata__": metadata}, 0
+    outputs = [output for *_, of_tensor in groups for output in of_tensor]
+    for name, kind, shape, size in sorted(outputs, key=lambda output: -np.dtype(NUMPY[output[1]]).itemsize):
+        shape = swapped(shape) if name in tensors and tensors[name].is_transposed else shape
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    if path.exists():
+        with open(path, "rb") as f:
+            if f.read(len(head)) != head:
+                what = f"{path.name} is of a conversion of another checkpoint or with other options"
+                raise InputError(f"{path.parent}: {what}; choose another --output")
+        if path.stat().st_size == len(head) + end:
+            bar.update(end)
+            return
+    written = {name: len(head) + header[name]["data_offsets"][0] for name in header if name != "__metadata__"}
+    with whole_file(path) as f:
+        f.write(head)
+        for name, rounded, outputs in groups:
+            tensor = tensors[name]
+            for rows in (tensor.read(piece) for piece in pieces(tensor)):
+                with np.errstate(over="ignore", invalid="ignore"):  # reported below
+                    arrays = list(map(np.asarray, rounded(rows)))
+                if not all(np.isfinite(array).all() for array in (rows, *arrays)):
+                    raise InputError(f"{path}: {name} has NaN or values too large for {arrays[0].dtype}")
+                for (part, *_), array in zip(outputs, arrays, strict=True):
+                    f.seek(written[part])
+                    f.write((array.swapaxes(-1, -2) if tensor.is_transposed and part == name else array).tobytes())
+                    written[part] += array.nbytes
+                    bar.update(array.nbytes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def say(text: str) -> None:
+    """A line on standard error, of process 0 alone."""
+    if jax.process_index() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def progress_bar(*items, is_shown=True, **options) -> tqdm:
+    """tqdm's bar on standard error, of process 0 alone. In a log file it is a line, every two seconds or so."""
+    if not sys.stderr.isatty():
+        lines = SimpleNamespace(write=lambda text: text.strip() and print(text.strip(), file=sys.stderr, flush=True))
+        options = {"file": lines, "ncols": 80, "mininterval": 1.5, "miniters": 1, "delay": 1} | options
+    return tqdm(*items, unit_scale=True, disable=not is_shown or jax.process_index() > 0, **options)
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse, with its errors in the one form that all errors have here."""
+
+    def error(self, message: str) -> None:
+        raise InputError(re.sub(r"argument (--\w+): expected .*", r"\g<0>; one with a - first as \1=VALUE", message))
+
+
+def one_line(error: Exception) -> str:
+    """The beginning of an exception's message."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def users_line(error: BaseException) -> str | None:
+    """The line for an error that the user can mend, None for another one."""
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return f"out of memory ({one_line(error)}); give more devices, fewer prompts or tokens, or --quantize int8"
+    if isinstance(error, (InputError, OSError)):  # an OSError names the file
+        return "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))
+    return None
+
+
+def find_devices() -> list[jax.Device]:
+    """jax.devices(), or InputError if it has none."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"jax finds no devices ({one_line(error)}); see JAX_PLATFORMS") from error
+
+
+def run(main) -> None:
+    """Calls main(). What the user can mend ends with one line on standard error and status 2, an interrupt with 130."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr, flush=True)
+        os._exit(130)  # Python's own exit waits for threads, and jax's for the other processes
+    except Exception as error:
+        line, is_joined = users_line(error), jax.distributed.is_initialized()
+        if is_joined and isinstance(error, jax.errors.JaxRuntimeError):  # a collective fails if a process is gone
+            line = line or one_line(error)
+        if not line and not is_joined:
+            raise
+        print(f"error: {line}" if line else traceback.format_exc(), file=sys.stderr, flush=True)
+        (os._exit if is_joined else sys.exit)(2 if line else 1)  # jax's own exit waits for the other processes
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_path", required=True, help="a Hugging Face checkpoint folder or a hub id")
+    parser.add_argument("--output", required=True, help="the folder to write")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+    parser.add_argument("--quantize", choices=["int8", "int4"], help="matrices in int8 or in 4 bits")
+    args = parser.parse_args()
+    if not args.output:
+        raise InputError("--output is empty")
+    find_devices()
+    convert(find_checkpoint(args.model_path, extra_layer=True), Path(args.output), args.dtype, args.quantize)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,1468 @@
+"""What makes GLM-5 fast on each machine: the appendix of model.py.
+
+Each block adds rows to the tables of model.py. FAST says what takes the place of a function on a machine, PRODUCTS what
+multiplies a format there, and FORMATS what --quantize may name. generate.py imports this file if it is there. Without
+it everything runs, but slower, and without int4.
+
+The compiler moves nothing across an optimization_barrier. A Pallas kernel is the program of a TPU core, which fetches
+blocks of its arguments (a BlockSpec says which) into the core's fast memory, VMEM.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, P
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
+from model import (
+    FAST,
+    FORMATS,
+    MASKED,
+    MODEL_AXES,
+    PRODUCTS,
+    Blocks,
+    Config,
+    Format,
+    Int8,
+    LayerCache,
+    Mask,
+    Plain,
+    Weight,
+    attend_to_stored,
+    begin_softmax,
+    ceil_div,
+    einsum,
+    finish_softmax,
+    fold,
+    format_of_arrays,
+    kernel_cost,
+    linear,
+    linear_halves,
+    lowest_chosen,
+    multiply,
+    padded,
+    power_of_two,
+    product,
+    quantize,
+    scores_by_expert,
+    shard_index,
+    softcapped,
+    softmax_state,
+    weighed,
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products on CPUs
+
+
+def plain_cpu_product(x: Array, w: Array) -> Array:
+    """product for CPUs of numbers as they are. One row uses `row_product` if its length allows: XLA's own product of 16
+    bits is ten times slower for one row than for two. Of up to 4 rows, pieces of the weight are turned to float32 and
+    multiplied while they are in the processor's cache: without AVX512-BF16, XLA's product of 16 bits takes 1.5 times as
+    long. Up to 128 rows the weight is the left operand, because XLA repacks the right one."""
+    (B, C), is_16_bit = x.shape, x.dtype != jnp.float32
+    if B == 1 and is_16_bit and (runs := runs_of(C, 24, 8192)):
+        return row_product(x, w, runs)
+    if B <= 4 and is_16_bit and (pieces := pieces_of(w, 2**19, least=2)) > 1:
+        return over_rows(partial(in_float32, x), w, pieces)
+    if w.shape[1] > C:  # see stored_width
+        x = repeat_columns(x, w.shape[1])
+    if B > 128:
+        return product(x, Plain(w))
+    return weights_first(padded(x, w, 2 if is_16_bit else 1), w, jnp.float32)[:B]
+
+
+def int8_cpu_product(x: Array, w: Array) -> Array:
+    """product for CPUs of int8 values, not yet scaled. For a few rows the fast product is that of int8 and int8. Two
+    int8 numbers hold 15 bits of an activation: a coarse one, and a fine one for its rounding error. As rows of one
+    product they cost little and lose next to nothing. From some 50 rows on, pieces of the weight are cast, and
+    multiplied while they are in the processor's cache."""
+    B, C = x.shape
+    if B == 1 and (runs := runs_of(C, 32, 4096)):
+        return row_product(x, w, runs)
+    if B < 50:
+        coarse = quantize(x)
+        fine = quantize(x - coarse.values * coarse.scale[:, None])
+        y = weights_first(jnp.concatenate([coarse.values, fine.values]), w, jnp.int32)
+        return y[:B] * coarse.scale[:, None] + y[B:] * fine.scale[:, None]
+
+    def cast_first(piece):
+        return plain_cpu_product(x, jax.lax.optimization_barrier(piece.astype(x.dtype)))
+
+    return over_rows(cast_first, w, pieces_of(w, 2**21))
+
+
+def runs_of(columns: int, most: int, longest: int) -> int:
+    """How many runs of 32 columns row_product should add up in one loop: at most `most`, and a divisor of all of them.
+    0 if it should not be used, because a row is longer than `longest` columns or would have fewer than 9 runs."""
+    divisors = (n for n in range(most, 8, -1) if columns % (32 * n) == 0)
+    return next(divisors, 0) if columns <= longest else 0
+
+
+def row_product(x: Array, w: Array, runs: int) -> Array:
+    """x [1, C] times w [O, C] of 16 or 8 bits, C a multiple of 32 * runs: float32 [1, O]. It ignores columns that only
+    w has. With bfloat16 it is 1.5 times as fast as two rows of XLA's own product, with int8 twice as fast.
+
+    XLA makes one unrolled loop that multiplies and adds `runs` runs of 32 columns, with the 32 side by side in vector
+    registers. The 32 sums are then multiplied with ones. A large w is taken in pieces, whose sums stay in cache.
+
+    reduce_precision changes no number. It keeps XLA from its library of reductions, which would turn all weights to
+    float32 in memory first. The barriers keep the product with ones out of the loop. Dividing by ones changes no number
+    either: XLA repeats no division in a loop, so it turns x to float32 once, and not for each row of w.
+    """
+    C, lanes = x.shape[1], 32
+    x = x.astype(jnp.float32)
+    if w.dtype == jnp.int8:
+        x = x / jax.lax.optimization_barrier(jnp.ones(x.shape))
+
+    def multiply(w):
+        terms = w[:, :C].reshape(-1, C // (runs * lanes), runs, lanes).astype(jnp.float32) * x.reshape(-1, runs, lanes)
+        sums = jax.lax.reduce(terms, np.float32(0), lambda a, b: jax.lax.reduce_precision(a + b, 8, 23), (2,))
+        sums = jax.lax.optimization_barrier(sums).reshape(-1, lanes)
+        y = jax.lax.optimization_barrier(einsum("rc,bc->rb", sums, jnp.ones((1, lanes)))).reshape(len(w), -1)
+        return sum(y[:, i] for i in range(y.shape[1]))[None]
+
+    return over_rows(multiply, w, pieces_of(w, 2**24))
+
+
+def in_float32(x: Array, w: Array) -> Array:
+    """x [B, C] times w [O, C], or a wider w: float32 [B, O]. The barrier has w in float32 in memory."""
+    w = jax.lax.optimization_barrier(w[:, : x.shape[1]].astype(jnp.float32))
+    return weights_first(x.astype(jnp.float32), w, jnp.float32)
+
+
+def pieces_of(w: Array | Format, size: int, least: int = 1) -> int:
+    """Into how many pieces of equal rows to divide w [O, C]: `least` or more, of at most `size` numbers each. 1 if no
+    number near does."""
+    fewest = max(least, ceil_div(math.prod(w.shape), size))
+    return next((n for n in range(fewest, 4 * fewest) if w.shape[0] % n == 0), 1)
+
+
+def over_rows(multiply, w: Array | Format, pieces: int) -> Array:
+    """multiply(w), float32 [B, O], a piece of w [O, C] at a time."""
+    O, B = w.shape[0], jax.eval_shape(multiply, w).shape[0]
+    rows = O // pieces
+
+    def step(i, y):
+        # The barrier ties w to i: else XLA would turn all of it to float32 before the loop.
+        tied, i = jax.lax.optimization_barrier((w, i))
+        piece = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * rows, rows), tied)
+        return jax.lax.dynamic_update_slice_in_dim(y, multiply(piece), i * rows, axis=1)
+
+    return multiply(w) if pieces == 1 else jax.lax.fori_loop(0, pieces, step, jnp.zeros((B, O), jnp.float32))
+
+
+def repeat_columns(x: Array, width: int) -> Array:
+    """x [B, C] of 16 bits, widened with its own first columns for a weight that is zero there. XLA would fuse a padding
+    of zeros with the elementwise operations before it, which would then take four times as long."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint16)  # XLA would concatenate bfloat16 as float32
+    bits = jnp.concatenate([bits, bits[:, : width - x.shape[1]]], axis=1)
+    return jax.lax.bitcast_convert_type(bits, x.dtype)
+
+
+def weights_first(x: Array, w: Array, dtype: jnp.dtype) -> Array:
+    """x [B, C] times w [O, C] with w as the left operand; a barrier keeps XLA from swapping them: `dtype` [B, O]."""
+    return jax.lax.optimization_barrier(einsum("oc,bc->ob", w, x, dtype)).T
+
+
+PRODUCTS["cpu", Plain] = lambda x, w: plain_cpu_product(x, w.values)
+PRODUCTS["cpu", Int8] = lambda x, w: int8_cpu_product(x, w.values) * w.scale
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products and attention on GPUs
+
+try:
+    from jax.experimental.pallas import triton
+except ImportError:  # Windows has none, and a later jax may have none
+    triton = None
+
+
+def gpu_product(x: Array, w: Format) -> Array:
+    """product for GPUs. Of one row XLA reads the matrix faster if it sees a sum: an H100 reads one of 28,672 x 4,096 at
+    2.98 TB/s, in int8 at 2.84, instead of 2.71 and 2.16."""
+    if len(x) > 1:
+        return product(x, w)
+    values, scale = w.values_and_scale(x.dtype)
+    x = jax.lax.optimization_barrier(w.in_order(padded(x, w)))  # it is not to be computed again for each sum
+    y = jnp.sum(x.astype(jnp.float32) * values.astype(jnp.float32), axis=-1)[None]
+    return y if scale is None else y * scale
+
+
+def gpu_attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -> Array:
+    """attend_to_stored for GPUs."""
+    if suits_triton(q, cache) and mask.chosen is None:
+        return triton_attention(q, cache, starts, places, mask=mask, R=R)
+    return attend_to_stored.plain(q, cache, starts, places, mask, T, R)
+
+
+def suits_triton(q: Array, cache: LayerCache) -> bool:
+    """Whether triton_attention can take these queries and this cache: Triton knows widths that are powers of two."""
+    (*_, T, H), S = q.shape, cache[0].shape[2]
+    fits = H in (16, 32, 64, 128, 256) and all(side.shape[-1] == H for side in cache) and T % 16 == S % 64 == 0
+    return fits and q.dtype.itemsize == 2 and has_triton()
+
+
+def has_triton() -> bool:
+    """Whether the GPU at hand can run what Pallas compiles by Triton: NVIDIA's chips from Ampere on can."""
+    device = jax.devices()[0]  # a CPU, if this is compiled for a GPU that is not at hand
+    major = "9" if device.platform == "cpu" else getattr(device, "compute_capability", "").partition(".")[0]
+    return bool(triton) and major.isdigit() and int(major) >= 8
+
+
+def triton_attention(q, cache, starts, places, mask: Mask, R: int, interpret=False) -> Array:
+    """attend_to_stored as one Pallas kernel for GPUs. Scores stay on the chip (as in Dao et al. 2022,
+    "FlashAttention"), and a tile of queries reads only the blocks of slots that it sees. Args and result as in
+    plain_attention, with queries [B, K, A, T, H]."""
+    (B, K, A, T, H), S = q.shape, cache[0].shape[2]
+    # Within a fifth of the best of six sizes tried on an H100, with three stages; two need less of a chip's memory.
+    tile, block, wraps = math.gcd(T, 64), 64 if H <= 128 else 32, mask.wraps(R * S, T)
+
+    def kernel(q, cache, starts, places, shard, out, log_sum_exp):
+        n, m = pl.program_id(1), pl.program_id(0) * tile
+        b, k, a = n // (K * A), n // A % K, n % A
+        begin, last = starts[b] + m, starts[b] + T - 1
+        at, queries = begin + jnp.arange(tile), q[b, k, a, pl.ds(m, tile), :]
+        first_block = 0 if wraps else mask.first_seen(begin) // (R * block)
+        end = jnp.minimum((last if wraps else begin + tile - 1) // R, S - 1) // block + 1
+
+        def add_block(i, state):
+            total, top, out = state
+            slots = pl.ds(i * block, block)
+            keys, values = jax.tree.map(lambda x: x[(places[b], k, slots, slice(None))[: len(x.shape)]], tuple(cache))
+            (keys, scale), (values, value_scale) = (x.values_and_scale(queries.dtype) for x in (keys, values))
+            scores = einsum("mh,sh->ms", queries, keys)
+            scores = softcapped(scores if scale is None else scores * scale[None], mask.softcap)
+            position = (i * block + jnp.arange(block)) * R + shard[0]
+            if wraps:  # behind the slot of the last token, a ring holds what was stored a round before
+                position += last - last % (R * S)
+                position = jnp.where(position > last, position - R * S, position)
+            scores = jnp.where(mask.is_attended(position[None], at[:, None]), scores, MASKED)
+            highest = jnp.maximum(top, jnp.max(scores, axis=1))
+            p, kept = jnp.exp(scores - highest[:, None]), jnp.exp(top - highest)
+            total = total * kept + jnp.sum(p, axis=1)
+            p = (p if value_scale is None else p * value_scale[None]).astype(values.dtype)
+            return total, highest, out * kept[:, None] + einsum("ms,sw->mw", p, values)
+
+        nothing = jnp.zeros(tile), jnp.full(tile, MASKED), jnp.zeros((tile, H))
+        total, top, sums = jax.lax.fori_loop(first_block, end, add_block, nothing)
+        total = jnp.maximum(total, 1e-30)  # of queries that see nothing
+        out[b, k, a, pl.ds(m, tile), :] = sums / total[:, None]
+        log_sum_exp[b, k, a, pl.ds(m, tile)] = top + jnp.log(total)
+
+    out, log_sum_exp = pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape, q.shape[:-1])],
+        grid=(T // tile, B * K * A),
+        compiler_params=triton.CompilerParams(num_warps=4 if H <= 128 else 8, num_stages=2),
+        interpret=interpret,
+        name="attention",
+    )(q, cache, starts, places, jnp.full(1, shard_index(R)))
+    return jnp.concatenate([out, log_sum_exp[..., None]], axis=-1)
+
+
+PRODUCTS["gpu", Plain] = PRODUCTS["gpu", Int8] = gpu_product
+FAST["attend_to_stored", "gpu"] = gpu_attend_to_stored
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention of many tokens on TPUs
+
+
+def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries=1024, block=None, interpret=False):
+    """attend_to_stored as a Pallas kernel for TPUs.
+
+    The grid is (rows, kv heads, tiles of queries, blocks of keys). A tile is about `queries` of them: some tokens, with
+    all A of each. A block that a tile does not see is neither fetched nor computed, as in decode_kernel. `block` is by
+    default 1,024 slots, or 512 if keys and values are wide, and is cut to a divisor of the slots.
+    """
+    (B, K, A, _, H), (*_, S, split) = q.shape, cache[0].shape
+    W = split if split < H else cache[1].shape[-1]
+    block = math.gcd(S, block or (1024 if sum(side.shape[-1] for side in cache) < 1024 else 512))
+    blocks, tile = Blocks(block, S, R, mask, mask.wraps(R * S, T)), min(T, max(queries // power_of_two(A), 16))
+    tiles = pl.cdiv(T, tile)
+    steps = jnp.minimum(blocks.most_seen(tile), blocks.holding(jnp.max(starts) + tiles * tile - 1) + 1)
+
+    def kernel(starts, places, q, cache, chosen, out, *softmax):
+        start, n = starts[pl.program_id(0)] + pl.program_id(2) * tile, pl.program_id(3)
+        first, last = blocks.seen(start, tile)
+        i, offsets = first + n, jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
+        pl.when(n == 0)(lambda: begin_softmax(*softmax))
+
+        def fold_head(seen):
+            fold(0, pl.ds(pl.program_id(1), 1), q, cache, seen, mask.softcap, *softmax)
+
+        @pl.when(i <= last)
+        def visit():
+            is_whole = blocks.is_whole(i, start, tile)
+
+            def seen():
+                is_attended = mask.is_attended(blocks.positions(i), start + offsets)
+                return is_attended if chosen is None else is_attended & (chosen[0].astype(jnp.int32) != 0)
+
+            pl.when(is_whole)(lambda: fold_head(None))
+            pl.when(~is_whole)(lambda: fold_head(seen()))
+
+        pl.when(n == pl.num_programs(3) - 1)(lambda: finish_softmax(out, *softmax))
+
+    def of_tile(width):
+        return pl.BlockSpec((1, 1, A, tile, width), lambda b, h, t, *_: (b, h, 0, t, 0))
+
+    def read(b, h, t, n, starts, places):
+        first, last = blocks.seen(starts[b] + t * tile, tile)
+        return places[b], h, jnp.minimum(first + n, last)
+
+    def of_chosen(x):
+        return pl.BlockSpec((1, tile, block), lambda b, h, t, *rest: (b, t, read(b, h, t, *rest)[2]))
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((*q.shape[:4], W + 1), jnp.float32),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(B, K, tiles, steps),
+            in_specs=[
+                of_tile(H),
+                jax.tree.map(lambda x: blocks.spec(x, 1, read), cache),
+                jax.tree.map(of_chosen, mask.chosen),
+            ],
+            out_specs=of_tile(W + 1),
+            scratch_shapes=softmax_state(1, A * tile, block, W),
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        cost_estimate=kernel_cost(2 * B * K * A * T * S * (H + W), cache),
+        interpret=interpret,
+        name="ragged_attention",
+    )(starts, places, q, cache, mask.chosen)
+
+
+FAST["attend_to_stored", "tpu"] = prefill_kernel
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Choosing keys on TPUs
+
+
+def index_kernel(q: Array, weights: Array, keys: Format, interpret=False) -> Array:
+    """index_scores as a Pallas kernel for TPUs, which keeps the scores of each head in VMEM. The grid is (rows, tiles
+    of tokens, blocks of keys)."""
+    (B, T, N, width), S = q.shape, keys.shape[1]
+    heads = ceil_div(N, 16) * 16  # whole sublanes
+    tile, block = min(T, 8 * max(1, 128 // heads)), math.gcd(S, 1024)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, heads - N), (0, 0))).reshape(B, T * heads, width)
+    weights = jnp.pad(weights, ((0, 0), (0, 0), (0, heads - N))).reshape(B, T * heads, 1)
+    values, scale = keys.values_and_scale(keys.values.dtype)  # rounded ones as they are
+    scales = () if scale is None else (scale[:, None],)
+
+    def kernel(q, weights, values, *rest):
+        *scale, out = rest
+        scores = jnp.maximum(einsum("qh,sh->qs", q[0], values[0].astype(q.dtype)), 0) * weights[0]
+        total = jnp.sum(scores.reshape(tile, heads, block), axis=1)
+        out[0] = total * scale[0][0] if scale else total
+
+    def of_tokens(columns):
+        return pl.BlockSpec((1, tile * heads, columns), lambda b, t, i: (b, t, 0))
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((B, T, S), jnp.float32),
+        grid=(B, pl.cdiv(T, tile), S // block),
+        in_specs=[
+            of_tokens(width),
+            of_tokens(1),
+            pl.BlockSpec((1, block, width), lambda b, t, i: (b, i, 0)),
+            *(pl.BlockSpec((1, 1, block), lambda b, t, i: (b, 0, i)) for _ in scales),
+        ],
+        out_specs=pl.BlockSpec((1, tile, block), lambda b, t, i: (b, t, i)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
+        cost_estimate=kernel_cost(2 * B * T * heads * S * width, (values, scales)),
+        interpret=interpret,
+        name="index_scores",
+    )(q, weights, values, *scales)
+
+
+def lowest_kernel(scores: Array, positions: Array, k: int, interpret=False) -> tuple[Array, Array]:
+    """lowest_chosen as a Pallas kernel for TPUs, which keeps the scores of some queries in VMEM while it counts."""
+    Q, P, S = scores.shape
+    tile = max(n for n in range(1, 9) if Q % n == 0 and (n == 1 or 4 * n * P * S <= 2**22))
+
+    def kernel(scores, positions, value, position):
+        value[...], position[...] = lowest_chosen.plain(scores[...], positions[...], k)
+
+    of_tile = pl.BlockSpec((tile, 1, 1), lambda i: (i, 0, 0))
+    return pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct((Q, 1, 1), jnp.int32)] * 2,
+        grid=(Q // tile,),
+        in_specs=[pl.BlockSpec((tile, P, S), lambda i: (i, 0, 0)), pl.BlockSpec((P, S), lambda i: (0, 0))],
+        out_specs=[of_tile] * 2,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=60 * 2**20),
+        cost_estimate=kernel_cost(98 * scores.size, scores),
+        interpret=interpret,
+        name="lowest_chosen",
+    )(scores, positions)
+
+
+FAST["index_scores", "tpu"] = index_kernel
+FAST["lowest_chosen", "tpu"] = lowest_kernel
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products on TPUs
+
+
+STREAM_BYTES = 40 * 2**20  # XLA for TPUs does not fetch a weight ahead if a device holds more of it than this
+
+
+def tpu_product(x: Array, w: Format) -> Array:
+    """product for TPUs."""
+    B, x = len(x), padded(x, w)
+    if 4 * x.size > 2**25:  # if x comes of float32 arrays too large for VMEM, XLA would read them for each tile of w
+        x = jax.lax.optimization_barrier(x)
+    if isinstance(w, Plain | Int8) and is_streamed(x, w.values):
+        y = streamed_product(x, w.values)
+        return y * w.scale if isinstance(w, Int8) else y
+    values, scale = w.values_and_scale(x.dtype)
+    y = einsum("bc,oc->bo", w.in_order(padded(x, w, 8)), values)[:B]  # XLA turns fewer rows into slow vector code
+    return y if scale is None else y * scale
+
+
+def is_streamed(x: Array, w: Array) -> bool:
+    """Whether a kernel streams a weight: if it is too large to be fetched ahead and the rows are few."""
+    (B, C), itemsize = x.shape, w.dtype.itemsize
+    # Two buffers each of 128 rows of w and of x. A kernel gets 16 MiB.
+    vmem = 2 * C * (128 * itemsize + B * x.dtype.itemsize)
+    return B <= 64 and C % 128 == 0 and w.size * itemsize >= STREAM_BYTES and vmem <= 12 * 2**20
+
+
+def streamed_product(x: Array, w: Array, block: int | None = None, interpret=False) -> Array:
+    """A product as a Pallas kernel for TPUs: x [B, C] times w [O, C]: float32 [B, O].
+
+    It reads w once, in blocks of whole rows. Each block is contiguous, while XLA's own product of a weight in
+    HBM fetches narrow columns. The next block is fetched while this one is multiplied, which takes less time than
+    fetching, the cast of int8 values included. Rows of the last block beyond O are undefined, and are not stored.
+
+    `block` is the number of rows in a grid step, a multiple of 128, by default as many as make 2 MiB: no more, since
+    nothing overlaps the first block of a product; no fewer, since a step has to outlast its own overhead.
+    """
+    (B, C), O = x.shape, w.shape[0]
+    block = block or max(128, 2**21 // (C * w.dtype.itemsize) // 128 * 128)
+
+    def kernel(x, w, y):
+        y[...] = einsum("bc,oc->bo", x[...], w[...].astype(x.dtype))
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((B, O), jnp.float32),
+        grid=(pl.cdiv(O, block),),
+        in_specs=[pl.BlockSpec((B, C), lambda i: (0, 0)), pl.BlockSpec((block, C), lambda i: (i, 0))],
+        out_specs=pl.BlockSpec((B, block), lambda i: (0, i)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),  # shared by the two cores of a v5p
+        cost_estimate=kernel_cost(2 * B * O * C, w),
+        interpret=interpret,
+        name="streamed_product",
+    )(x, pltpu.with_memory_space_constraint(w, pltpu.HBM))
+
+
+PRODUCTS["tpu", Plain] = PRODUCTS["tpu", Int8] = tpu_product
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gate and up on TPUs
+
+
+def tpu_linear_halves(x: Array, w: Format) -> tuple[Array, Array]:
+    """linear_halves for TPUs. Many rows get a product for each half, since XLA can then do what follows elementwise
+    along with the second. One product would write all of its output to memory."""
+    if math.prod(x.shape[:-1]) < 128:
+        return linear_halves.plain(x, w)
+    middle = w.shape[0] // 2
+    return linear(x, w.rows(0, middle)), linear(x, w.rows(middle, 2 * middle))
+
+
+FAST["linear_halves", "tpu"] = tpu_linear_halves
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Int4
+
+
+class Int4Groups(NamedTuple):
+    """How Int4 is declared: a scale in `dtype` for each `size` numbers of a row, and zero points or none."""
+
+    size: int = 32
+    has_zeros: bool = False
+    dtype: str = "bfloat16"
+    held: type[Int4] | None = None  # what has the numbers on a machine
+
+    bits, kernel_columns = 4, 512  # of Int4Lanes
+
+    def on(self, weight: Weight, mesh: Mesh) -> Int4Groups | type[Format]:
+        """Groups that no device has only a part of; Plain, where 16 numbers are too many for that, and for what is
+        multiplied head by head. On TPUs they are for kernels, which experts without whole lanes have none of."""
+        size = math.gcd(self.size, weight.uncut_columns(mesh), 128)
+        columns = weight.parts[0].rows_per_device(math.prod(mesh.shape[axis] for axis in weight.axes()))
+        has_kernel = mesh.devices.flat[0].platform == "tpu" and not (weight.experts and columns % 128)
+        held = Int4Lanes if has_kernel else Int4
+        return Plain if size < 16 or weight.is_by_head else self._replace(size=size, held=held)
+
+    def width(self, C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
+        """As `held` has it, or a seventh more at most: rows of whole vector registers take CPUs up to a third of the
+        time (960 columns as 1,024), and GPUs have a kernel for them."""
+        whole, least = (ceil_div(C, run) * run for run in (512, self.held.run))
+        return whole if 7 * whole <= 8 * C else least
+
+    def declare(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Int4:
+        values = jax.eval_shape(self.held.packed, jax.ShapeDtypeStruct(shape, jnp.uint8))
+        scale = jax.ShapeDtypeStruct(self.held.ordered((*shape[:-1], shape[-1] // self.size)), jnp.dtype(self.dtype))
+        zero = jax.ShapeDtypeStruct(scale.shape, self.held.zero_dtype) if self.has_zeros else None
+        return self.held(values, scale, zero)
+
+
+@format_of_arrays
+class Int4(Format):
+    """Codes of 4 bits, less their group's zero, times its scale. A group is 16 to 128 numbers of a row.
+
+    `values` uint16 [.., O, 8, L] has 4 codes in a word, the first in the lowest bits. L is C / 32, and a lane has 32
+    neighbours of a row: word j of the 8 has the codes 4 j to 4 j + 3 of each lane. So an instruction can work on the
+    same place of many groups. `scale` is [.., O, C / group], `zero` uint8 too, or None if all zeros are 8.
+    """
+
+    values: Array
+    scale: Array
+    zero: Array | None = None
+
+    bits = 4
+    run, zero_dtype = 32, jnp.uint8  # C is a multiple of `run`
+
+    @property
+    def shape(self):
+        return (*self.values.shape[:-2], 32 * self.values.shape[-1])
+
+    def specs(self, spec):
+        spec = P(*spec, *[None] * (len(self.shape) - len(spec)))
+        return Int4(P(*spec[:-1], None, spec[-1]), spec, None if self.zero is None else spec)
+
+    @staticmethod
+    def ordered(x):
+        """A shape, or an array, of scales [.., O, C / group] as this format has it."""
+        return x
+
+    @staticmethod
+    def ordered_values(x):
+        """An array of values, or a shape without the 8 words of a lane."""
+        return (*x[:-2], x[-1]) if isinstance(x, tuple) else x
+
+    @staticmethod
+    def packed(codes: Array | np.ndarray) -> Array | np.ndarray:
+        """uint8 codes [.., C] as values."""
+        lanes = codes.shape[-1] // 32
+        codes = codes.reshape(*codes.shape[:-1], lanes, 32).swapaxes(-1, -2).reshape(codes.shape)
+        return packed_codes(codes, 4, lanes).reshape(*codes.shape[:-1], 8, lanes)
+
+    def of(self, x):
+        codes, scale = quantize_in_groups(x, self.ordered(self.scale.shape)[-1], self.scale.dtype)
+        return type(self)(self.packed(codes), self.ordered(scale))
+
+    def in_order(self, x):
+        return x.reshape(*x.shape[:-1], -1, 32).swapaxes(-1, -2).reshape(x.shape)
+
+    def of_lanes(self, a: Array) -> Array:
+        """Scales or zeros [.., C / group] as [.., n, L], for each n-th of a lane's words. n is 2 for groups of 16."""
+        group = self.shape[-1] // a.shape[-1]
+        if group >= 32:
+            return jnp.repeat(a, group // 32, axis=-1)[..., None, :]
+        return a.reshape(*a.shape[:-1], -1, 32 // group).swapaxes(-1, -2)
+
+    def numbers(self, dtype: jnp.dtype) -> Array:
+        """The numbers [.., O, 32, L], those of a lane below each other."""
+        scale = self.of_lanes(self.scale)[..., None, None, :].astype(jnp.float32)
+        zero = 8 if self.zero is None else self.of_lanes(self.zero)[..., None, None, :].astype(jnp.int32)
+        words = self.values.reshape(*scale.shape[:-3], -1, 1, scale.shape[-1])
+        numbers = (codes_of(words) - zero).astype(jnp.float32) * scale
+        return numbers.astype(dtype).reshape(*self.shape[:-1], 32, -1)
+
+    def values_and_scale(self, dtype):
+        return self.numbers(dtype).reshape(self.shape), None
+
+
+@format_of_arrays
+class Int4Lanes(Int4):
+    """Int4 as TPUs have it, in runs of 512 columns, which unpack to four vectors of 128 lanes: `values` uint16
+    [.., O, C / 4], where word w of the 128 of a run has its codes w, 128 + w, 256 + w and 384 + w. `scale` and `zero`
+    are [.., C / group, O]."""
+
+    values: Array
+    scale: Array
+    zero: Array | None = None
+
+    run, zero_dtype = 512, jnp.bfloat16
+    kernel_columns = 512
+
+    @property
+    def shape(self):
+        return (*self.values.shape[:-1], 4 * self.values.shape[-1])
+
+    @staticmethod
+    def ordered(x):
+        return (*x[:-2], x[-1], x[-2]) if isinstance(x, tuple) else x.swapaxes(-1, -2)
+
+    @staticmethod
+    def ordered_values(x):
+        return x
+
+    @staticmethod
+    def packed(codes):
+        return packed_codes(codes, 4, 128)
+
+    def specs(self, spec):
+        of_groups = P(*spec[:-2], spec[-1], spec[-2])
+        return type(self)(spec, of_groups, None if self.zero is None else of_groups)
+
+    def rows(self, start, stop):
+        return type(self)(
+            self.values[start:stop], *(x if x is None else x[:, start:stop] for x in (self.scale, self.zero))
+        )
+
+    def in_order(self, x):
+        return x
+
+    def values_and_scale(self, dtype):
+        scale = self.ordered(self.scale)[..., None].astype(jnp.float32)
+        zero = 8 if self.zero is None else self.ordered(self.zero)[..., None]
+        codes = codes_of(self.values.reshape(*self.values.shape[:-1], -1, 1, 128)).reshape(*scale.shape[:-1], -1)
+        return ((codes - zero).astype(jnp.float32) * scale).astype(dtype).reshape(self.shape), None
+
+    @staticmethod
+    def bits_of(words: Array, k: int) -> Array:
+        """The k-th codes of uint32 words of two rows, as the bits of two bfloat16 numbers: a code by its bits alone
+        becomes 128 more."""
+        return words >> 4 * k & 0xF000F | 0x43004300
+
+    def offset(self, n: int, count: int) -> Array | int | None:
+        """By how much the numbers of bits_of are too large in `count` groups from the n-th on: float32 [count, O] of
+        whole numbers, one for all, or None."""
+        return 136 if self.zero is None else 128 + self.zero[n : n + count].astype(jnp.float32)
+
+
+def quantize_in_groups(x: Array, groups: int, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """x [.., C] as uint8 codes from 0 to 15 [.., C], 8 for a zero, and scales [.., groups] in `dtype`. The scale of a
+    group is the one with the least squared error among those that make its largest number one of INT4_LARGEST."""
+    x = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
+    largest = jnp.take_along_axis(x, jnp.argmax(jnp.abs(x), axis=-1, keepdims=True), axis=-1)
+    scales = jnp.stack([(largest / n).astype(dtype) for n in INT4_LARGEST])
+    divisors = jnp.where(scales == 0, 1, scales).astype(jnp.float32)
+    codes = jnp.clip(jnp.round(x / divisors), -8, 7)
+    best = jnp.argmin(jnp.sum((codes * divisors - x) ** 2, axis=-1, keepdims=True), axis=0)[None]
+    codes, scales = (jnp.take_along_axis(a, best, axis=0)[0] for a in (codes, scales))
+    return (codes + 8).astype(jnp.uint8).reshape(*x.shape[:-2], -1), scales[..., 0]
+
+
+INT4_LARGEST = (-8.0, 7.0)  # codes less 8
+
+
+def packed_codes(codes: Array | np.ndarray, n: int, lanes: int) -> Array | np.ndarray:
+    """uint8 codes of 4 bits [.., C] as words [.., C / n] of n of them. They stand in runs of n * lanes codes: word w of
+    a run has its codes w, lanes + w, 2 lanes + w and so on, the first in the lowest bits."""
+    runs = codes.reshape(*codes.shape[:-1], -1, n, lanes).astype(f"uint{4 * n}")
+    return sum(runs[..., k, :] << 4 * k for k in range(n)).reshape(*codes.shape[:-1], -1)
+
+
+def codes_of(words: Array) -> Array:
+    """The four codes of words [.., 1, lanes]: int32 [.., 4, lanes]."""
+    return (words >> 4 * jnp.arange(4, dtype=words.dtype)[:, None] & 15).astype(jnp.int32)
+
+
+FORMATS["int4"] = Int4Groups()
+
+
+def int4_cpu_product(x: Array, w: Int4) -> Array:
+    """product for CPUs in 4 bits. Up to 4 rows are multiplied one by one, in a loop that unpacks. For more rows, pieces
+    of the weight are unpacked while the piece before is multiplied. If the same turn of the loop did both, XLA would
+    fuse the change of shape between them with the unpacking, which then takes five times as long."""
+    x, O = w.in_order(padded(x, w)), w.shape[0]
+    if len(x) <= 4:
+        return jnp.concatenate([int4_row_product(row, w) for row in x])
+    pieces = pieces_of(w, 2**21, least=4)
+    rows = O // pieces
+
+    def unpack(i, w):
+        return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * rows, rows), w).numbers(x.dtype)
+
+    def step(i, state):
+        numbers, y = state
+        tied, i = jax.lax.optimization_barrier((w, i))  # as in over_rows
+        part = plain_cpu_product(x, numbers.reshape(rows, -1))
+        return unpack(i + 1, tied), jax.lax.dynamic_update_slice_in_dim(y, part, i * rows, axis=1)
+
+    return jax.lax.fori_loop(0, pieces, step, (unpack(0, w), jnp.zeros((len(x), O), jnp.float32)))[1]
+
+
+def int4_row_product(x: Array, w: Int4) -> Array:
+    """x [C] in the order of w, times w [O, C]: float32 [1, O]. XLA makes one unrolled loop over the rows of w, with the
+    lanes side by side in vector registers. Nothing is shifted: a code is masked where it stands in its word, and x is
+    divided by that power of two. A lane's sum is scaled once."""
+    lanes = w.values.shape[-1]
+    scale, zero = w.of_lanes(w.scale), None if w.zero is None else w.of_lanes(w.zero)
+    parts = scale.shape[1]
+    if scale.shape[1:] != (1, w.scale.shape[1]):  # XLA would not keep lanes together where it repeats numbers
+        scale, zero = jax.lax.optimization_barrier((scale, zero))
+    x = x.astype(jnp.float32)
+    added = jnp.sum(x.reshape(parts, -1, lanes), axis=1)  # what is taken off for each unit of the zero
+    # XLA repeats no division in a loop. With more dimensions it would have a lane's numbers of x side by side.
+    powers = jax.lax.optimization_barrier(jnp.tile(jnp.repeat(16.0 ** jnp.arange(4), lanes), 8))
+    x, added = jax.lax.optimization_barrier((x / powers, added))
+    x, words = x.reshape(32, lanes), [w.values[:, j].astype(jnp.int32) for j in range(8)]
+
+    def scaled_sum(n):
+        places = range(n * 32 // parts, (n + 1) * 32 // parts)
+        total = sum((words[i // 4] & 15 << i % 4 * 4).astype(jnp.float32) * x[i] for i in places)
+        return (total - added[n] * (8 if zero is None else zero[:, n])) * scale[:, n].astype(jnp.float32)
+
+    sums = jax.lax.optimization_barrier(sum(map(scaled_sum, range(parts))))
+    return einsum("ol,bl->bo", sums, jnp.ones((1, lanes)))
+
+
+def int4_gpu_product(x: Array, w: Int4) -> Array:
+    """product for GPUs in 4 bits. Up to 64 rows are multiplied by a kernel. Without it, up to 8 rows are sums of terms,
+    which XLA computes in one loop that reads and unpacks w once. For more it would not, so some rows of w at a time are
+    unpacked to memory and multiplied."""
+    x, O = padded(x, w), w.shape[0]
+    if len(x) <= 64 and int4_suits_triton(x, w):
+        return triton_int4_product(x, w)
+    if len(x) <= 8:
+        numbers, rows = w.numbers(jnp.float32), x.astype(jnp.float32).reshape(len(x), -1, 32)
+        return jnp.stack([jnp.sum(numbers * row.T, axis=(1, 2)) for row in rows])
+    x = w.in_order(x)
+    size, y = O // pieces_of(w, 2**24), []
+    for first in range(0, O, size):
+        piece, x, y = jax.lax.optimization_barrier((w.rows(first, first + size), x, y))  # no piece before its turn
+        y.append(product(x, Plain(piece.values_and_scale(x.dtype)[0])))
+    return jnp.concatenate(y, axis=1)
+
+
+def int4_suits_triton(x: Array, w: Int4) -> bool:
+    """Whether add_int4_lanes can take these rows and this weight. It has one scale for the 32 numbers of a lane."""
+    O, L = w.values.shape[-3], w.values.shape[-1]
+    return O % 16 == L % 16 == L % w.scale.shape[-1] == 0 and x.dtype == jnp.bfloat16 and has_triton()
+
+
+def triton_int4_product(x: Array, w: Int4, interpret=False) -> Array:
+    """x [B, C], at most 64 rows, times w [O, C], as one Pallas kernel for GPUs: float32 [B, O]. What takes the time are
+    the instructions that unpack a number, and waiting for words: so some programs share the lanes of a row."""
+    (B, _), O, L = x.shape, w.shape[0], w.values.shape[-1]
+    M, rows, lanes = power_of_two(max(B, 16)), math.gcd(O, 64), math.gcd(L, 64)
+    blocks = L // lanes
+    # About 500 programs or more, each with as many blocks as the others.
+    splits = next(n for n in range(1, blocks + 1) if blocks % n == 0 and (n * O // rows >= 500 or n == blocks))
+    x = jnp.pad(x, ((0, M - B), (0, 0))).reshape(M, L, 32).transpose(2, 0, 1)
+
+    def kernel(x, w, y):
+        n, split = pl.program_id(0), pl.program_id(1)
+        of_rows = pl.ds(n * rows, rows)
+
+        def add_block(i, total):
+            at = pl.ds((split * (blocks // splits) + i) * lanes, lanes)
+            return add_int4_lanes(total, x, w, 0, slice(None), of_rows, at)
+
+        y[split, :, of_rows] = jax.lax.fori_loop(0, blocks // splits, add_block, jnp.zeros((M, rows), jnp.float32))
+
+    y = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((splits, M, O), jnp.float32),
+        grid=(O // rows, splits),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name="int4_product",
+    )(x, jax.tree.map(lambda a: a[None], w))
+    return jnp.sum(y, axis=0)[:B]
+
+
+def add_int4_lanes(total, x, w, e, of_tile, of_rows, at) -> Array:
+    """In a kernel for GPUs: float32 total [M, O], plus the product of M rows of x and O rows of w in some lanes.
+
+    x bfloat16 [32, rows, L] has first the first number of each lane, then the second, and so on; w is [E, rows, C].
+    `of_tile` says which rows of x these are, `e` and `of_rows` which of w, and `at` which lanes.
+    """
+    row, group = of_rows.start + jnp.arange(of_rows.size), w.values.shape[-1] // w.scale.shape[-1]
+    groups = e, row[:, None], (at.start + jnp.arange(at.size))[None] // group
+    scale = w.scale[groups].astype(jnp.bfloat16)
+    zero = 8 if w.zero is None else w.zero[groups].astype(jnp.bfloat16)
+
+    def add_words(j, total):
+        words = w.values[e, of_rows, j, at].astype(jnp.int32)
+        for k in range(4):
+            # 128 plus the code: in bfloat16 between 128 and 256 the code is the last bits.
+            number = jax.lax.bitcast_convert_type((words >> 4 * k & 15 | 0x4300).astype(jnp.int16), jnp.bfloat16)
+            total += einsum("mc,oc->mo", x[4 * j + k, of_tile, at], (number - (zero + 128)) * scale)
+        return total
+
+    return jax.lax.fori_loop(0, 8, add_words, total)
+
+
+def lanes_kernel_product(x: Array, w: Int4Lanes) -> Array:
+    """x [B, C], B a multiple of 8, times w [O, C] in a kernel: float32 [B, O]."""
+    (B, C), O = x.shape, w.shape[0]
+    group, total = C // w.scale.shape[0], jnp.zeros((B, O), jnp.float32)
+    add = add_scaled_sums if B * 128 // group <= 256 else add_scaled_numbers
+    for at in range(0, C, 512):
+        words = pltpu.bitcast(w.values[:, at // 4 : at // 4 + 128], jnp.uint32)
+        numbers = [pltpu.bitcast(w.bits_of(words, k), jnp.bfloat16) for k in range(4)]
+        total = add(total, x[:, at : at + 512], numbers, w, at // group, group)
+    return total
+
+
+def add_scaled_sums(total: Array, x: Array, numbers: list[Array], w: Int4Lanes, first: int, group: int) -> Array:
+    """total [B, O] and x [B, 512] times `numbers`, four bfloat16 [O, 128] of w.bits_of, whose groups are those from
+    `first` on. For few rows: to scale each number would take longer than to fetch it. So products come first, and sums
+    are scaled. 128 columns of x are multiplied as a row for each group among them, with zeros in the place of the other
+    groups. What the offset adds to a sum is taken off again."""
+    B, groups = len(x), 128 // group
+    own = jax.lax.broadcasted_iota(jnp.int32, (B, 128), 1) // group
+    for k in range(4):
+        columns = x[:, 128 * k : 128 * k + 128].astype(jnp.float32)
+        alone = jnp.concatenate([jnp.where(own == g, columns, 0) for g in range(groups)])
+        sums = einsum("bc,oc->bo", alone.astype(x.dtype), numbers[k].astype(x.dtype))
+        added = jnp.sum(alone, axis=1, keepdims=True)
+        for g in range(groups):
+            n, of_g = first + k * groups + g, slice(g * B, (g + 1) * B)
+            offset = w.offset(n, 1)
+            of_n = sums[of_g] if offset is None else sums[of_g] - added[of_g] * offset
+            total += of_n * w.scale[n : n + 1].astype(jnp.float32)
+    return total
+
+
+def add_scaled_numbers(total: Array, x: Array, numbers: list[Array], w: Int4Lanes, first: int, group: int) -> Array:
+    """add_scaled_sums for many rows: each number is scaled. A product with ones gives a group's scale to its columns,
+    since a kernel's lanes are slow to spread otherwise."""
+    many = 512 // group
+    is_of_group = [jax.lax.broadcasted_iota(jnp.int32, (many, 512), axis) for axis in (0, 1)]
+    is_of_group = is_of_group[0] == is_of_group[1] // group
+
+    def spread(a):  # [many, O] to [O, 512]
+        return einsum("go,gc->oc", a, is_of_group.astype(a.dtype))
+
+    numbers, offset = jnp.concatenate(numbers, axis=1).astype(jnp.float32), w.offset(first, many)
+    if offset is not None:
+        numbers -= offset if w.zero is None else spread(offset.astype(jnp.bfloat16))
+    return total + einsum("bc,oc->bo", x, (numbers * spread(w.scale[first : first + many])).astype(x.dtype))
+
+
+def lanes_product(x: Array, w: Int4Lanes, block: int | None = None, interpret=False) -> Array:
+    """streamed_product of a weight in 4 bits: x [B, C] times w [O, C]: float32 [B, O]."""
+    (B, C), O = x.shape, w.shape[0]
+    block = block or max(128, 2**21 // (C // 2) // 128 * 128)
+    x = jnp.pad(x, ((0, -B % 8), (0, 0)))
+
+    def kernel(x, w, y):
+        y[...] = lanes_kernel_product(x[...], jax.tree.map(lambda a: a[...], w))
+
+    def rows_of(a):
+        return pl.BlockSpec((block, a.shape[1]), lambda i: (i, 0))
+
+    def columns_of(a):
+        return pl.BlockSpec((a.shape[0], block), lambda i: (0, i))
+
+    y = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((len(x), O), jnp.float32),
+        grid=(pl.cdiv(O, block),),
+        in_specs=[
+            pl.BlockSpec(x.shape, lambda i: (0, 0)),
+            Int4Lanes(rows_of(w.values), columns_of(w.scale), None if w.zero is None else columns_of(w.zero)),
+        ],
+        out_specs=pl.BlockSpec((len(x), block), lambda i: (0, i)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),  # shared by the two cores of a v5p
+        cost_estimate=kernel_cost(2 * B * O * C, w),
+        interpret=interpret,
+        name="lanes_product",
+    )(x, jax.tree.map(lambda a: pltpu.with_memory_space_constraint(a, pltpu.HBM), w))
+    return y[:B]
+
+
+def tpu_lanes_product(x: Array, w: Int4Lanes) -> Array:
+    """product for TPUs in 4 bits."""
+    return lanes_product(padded(x, w), w) if len(x) <= 32 else tpu_product(x, w)
+
+
+PRODUCTS["cpu", Int4] = int4_cpu_product
+PRODUCTS["gpu", Int4] = int4_gpu_product
+PRODUCTS["tpu", Int4] = tpu_product
+PRODUCTS["tpu", Int4Lanes] = tpu_lanes_product
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts on each machine
+
+
+def has_few_pairs(ids: Array, E: int) -> bool:
+    """Whether each pair should read its own expert, at full speed. Many pairs share the experts that they read, and
+    their rows are sorted by expert."""
+    return ids.size < 3 * E
+
+
+def cpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
+    """local_experts for CPUs."""
+    E = w_down.shape[0]
+    mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
+    tile = 1 if has_few_pairs(ids, E) else min(2 * power_of_two(mean), 64)
+    columns = cpu_columns(w_down, w_gate_up.shape[1] // 2, tile)
+    return expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile, columns)
+
+
+def gpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
+    """local_experts for GPUs. On an H100 tiles are faster where there are more pairs than experts."""
+    E = w_down.shape[0]
+    if ids.size > E and tiles_suit(x, w_gate_up) and tiles_suit(x, w_down):
+        return tiled_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
+    if has_few_pairs(ids, E):
+        return gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
+    return expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile=512)
+
+
+def tpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
+    """local_experts for TPUs."""
+    if w_gate_up.shape[1] // 2 % 128:  # the kernel fetches whole lanes
+        return expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile=128)
+    return expert_kernel(padded(x, w_gate_up), ids, scores, w_gate_up, w_down, gate_up_bias, activate)
+
+
+EXPERT_COLUMNS = {}  # of an expert, by format: the first that divides them is what CPUs multiply one row with at a time
+EXPERT_PRODUCTS = {}  # by format: what takes the place of expert_product
+FAST["local_experts", "cpu"], FAST["local_experts", "gpu"] = cpu_experts, gpu_experts
+FAST["local_experts", "tpu"] = tpu_experts
+
+
+def cpu_columns(w_down: Format, F: int, rows: int) -> int:
+    """How many of an expert's F columns CPUs multiply with `rows` rows at a time: as its format says for one row. For
+    more rows they are whole groups of the format, of which 8 MB in bfloat16 stay in a processor's caches."""
+    if rows == 1:
+        return next((n for n in EXPERT_COLUMNS.get(type(w_down), (2048,)) if F % n == 0), F)
+    group = math.lcm(*(w_down.shape[2] // a.shape[-1] for a in jax.tree.leaves(w_down) if a.ndim > 2))
+    fewest = ceil_div(w_down.shape[1] * F, 2**22)
+    return next((F // n for n in range(fewest, 4 * fewest) if F % (n * group) == 0), F)
+
+
+def expert_loop(
+    x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile: int, columns: int | None = None
+) -> Array:
+    """For CPUs, and GPUs with many rows: a loop over visits, and over pieces of their experts, of so many columns, or
+    of all. A visit is an expert and at most `tile` of the tokens that chose it, whose rows lie together since pairs are
+    sorted by expert. Up to `tile` tokens are not sorted: all of them are multiplied with every expert that one of them
+    chose."""
+    (B, k), (E, D, _), F, x = ids.shape, w_down.shape, w_gate_up.shape[1] // 2, padded(x, w_gate_up)
+    columns, is_sorted = columns or F, tile < B
+    counts = jnp.sum(ids.ravel() == jnp.arange(E)[:, None], axis=1)  # the pairs of each expert
+    visits = ceil_div(counts, tile) if is_sorted else (counts > 0).astype(jnp.int32)
+    ends, steps = jnp.cumsum(visits), jnp.arange(min(E, B * k) + B * k // tile)  # steps: as many as there can be
+    expert = jnp.sum(ends <= steps[:, None], axis=1)  # of each visit
+    first = jnp.zeros_like(steps)  # its first row
+    if is_sorted:
+        first = (jnp.cumsum(counts) - counts)[expert] + (steps - (ends - visits)[expert]) * tile
+        order = jnp.argsort(ids.ravel())
+        # The last visit of an expert may go beyond its pairs: these have other experts, or none.
+        x = x[jnp.pad(order // k, (0, tile))]
+        ids = jnp.pad(ids.ravel()[order], (0, tile), constant_values=E)[:, None]
+        scores = jnp.pad(scores.ravel()[order], (0, tile))[:, None]
+    tile = min(tile, B)
+
+    def step(i, out):
+        # The barrier ties the weights to i: otherwise XLA for CPUs would convert all experts before the loop.
+        weights, i = jax.lax.optimization_barrier(((w_gate_up, w_down, gate_up_bias), i))
+        visit, column = i // (F // columns), i % (F // columns) * columns
+        e, begin = expert[visit], first[visit]
+
+        def part(w, axis, start):  # of the expert e, `columns` of an axis; all of it, if it has zeros beside F
+            def cut(a):
+                starts, sizes = [e] + [0] * (a.ndim - 1), [1, *a.shape[1:]]
+                if axis == 1 or (a.ndim > 2 and columns < F):  # a scale [E, O] has no columns
+                    n = w.shape[axis] // a.shape[axis]  # columns to a number of this array
+                    starts[axis], sizes[axis] = start // n, columns // n
+                # As integers: XLA for CPUs would turn all of a bfloat16 array to float32 to cut a piece of it.
+                bits = jax.lax.bitcast_convert_type(a, jnp.uint16) if a.dtype == jnp.bfloat16 else a
+                piece = jax.lax.dynamic_slice(bits, starts, sizes)[0]
+                return jax.lax.bitcast_convert_type(piece, a.dtype)
+
+            return jax.tree.map(cut, w)
+
+        def of_visit(a):
+            return jax.lax.dynamic_slice_in_dim(a, begin, tile)
+
+        score = jnp.sum(jnp.where(of_visit(ids) == e, of_visit(scores), 0), axis=1, keepdims=True)
+        gate, up = (multiply(of_visit(x), part(weights[0], 1, start + column)) for start in (0, F))
+        if gate_up_bias is not None:
+            gate, up = (y + part(weights[2], 1, start + column) for y, start in ((gate, 0), (up, F)))
+        h = activate(gate, up, score).astype(x.dtype)
+        y = of_visit(out) + multiply(h, part(weights[1], -1, column))
+        return jax.lax.dynamic_update_slice_in_dim(out, y, begin, axis=0)
+
+    out = jax.lax.fori_loop(0, ends[-1] * (F // columns), step, jnp.zeros((len(x), D), jnp.float32))
+    if not is_sorted:
+        return out
+    return jnp.sum(out[jnp.argsort(order)].reshape(B, k, D), axis=1)  # zeros for experts on other devices
+
+
+def expert_product(x: Array, w: Format, expert: Array) -> Array:
+    """x [pairs, C], each row times the matrix of its expert, int32 [pairs]: float32 [pairs, O], for GPUs. In this form
+    XLA fuses the choice of the expert into the product: nothing is copied."""
+    if own := EXPERT_PRODUCTS.get(type(w)):
+        return own(x, w, expert)
+    values, scale = w.values_and_scale(jnp.float32)
+    x = w.in_order(padded(x, w)).astype(jnp.float32)
+    y = jnp.sum(x[:, None] * values[expert].astype(jnp.float32), axis=-1)
+    return y if scale is None else y * scale[expert]
+
+
+def gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
+    """For GPUs and a few pairs, each of which reads its expert. (A pair whose expert is on another device reads the
+    last one here, times 0.)"""
+    (B, k), E = ids.shape, w_down.shape[0]
+    expert = jnp.minimum(ids.ravel(), E - 1)
+    gate_up = expert_product(jnp.repeat(x, k, axis=0), w_gate_up, expert)
+    gate, up = jnp.split(gate_up if gate_up_bias is None else gate_up + gate_up_bias[expert], 2, axis=-1)
+    h = activate(gate, up, jnp.where(ids < E, scores, 0).reshape(-1, 1)).astype(x.dtype)
+    # The barrier: one sum over columns and pairs would give a GPU too few rows to work on.
+    of_pairs = jax.lax.optimization_barrier(expert_product(h, w_down, expert))
+    return jnp.sum(of_pairs.reshape(B, k, -1), axis=1)
+
+
+def tiled_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, interpret=False) -> Array:
+    """For GPUs and many pairs, which are sorted by expert. A tile is some rows of one expert, which has as many tiles
+    as its pairs need; rows that it has beyond them count nothing. Two kernels multiply the tiles."""
+    (B, k), E, pairs = ids.shape, w_down.shape[0], ids.ravel()
+    tile = min(power_of_two(max(pairs.size // (E * jax.lax.axis_size("ep")), 16)), 64)
+    counts = jnp.sum(pairs == jnp.arange(E)[:, None], axis=1, dtype=jnp.int32)
+    tiles, first_pair = ceil_div(counts, tile), jnp.cumsum(counts) - counts
+    ends, most = jnp.cumsum(tiles), min(E, pairs.size) + pairs.size // tile
+    expert = jnp.minimum(jnp.sum(ends <= jnp.arange(most)[:, None], axis=1, dtype=jnp.int32), E - 1)
+    order = jnp.argsort(pairs)
+    rank = (jnp.arange(most) - (ends - tiles)[expert])[:, None] * tile + jnp.arange(tile)  # among its expert's pairs
+    pair = order[jnp.minimum(first_pair[expert][:, None] + rank, pairs.size - 1).ravel()]  # of each row of the tiles
+    score = jnp.where((rank < counts[expert][:, None]).ravel(), scores.ravel()[pair], 0)
+    visits = expert, ends[-1:]
+    h = tile_products(x[pair // k], w_gate_up, *visits, (activate, score, gate_up_bias), interpret)
+    y = tile_products(h, w_down, *visits, interpret=interpret)
+    own = jnp.minimum(pairs, E - 1)
+    row = jnp.minimum((ends - tiles)[own] * tile + jnp.argsort(order) - first_pair[own], len(y) - 1)
+    return jnp.sum(jnp.where((pairs < E)[:, None], y[row], 0).reshape(B, k, -1), axis=1)
+
+
+def tiles_suit(x: Array, w: Format) -> bool:
+    """Whether tile_products can take these rows and this weight."""
+    if type(w) not in TILES or x.dtype != jnp.bfloat16:
+        return False
+    parts, _, _ = TILES[type(w)]
+    fits = w.shape[1] // 2 % 16 == w.shape[2] // parts % 16 == 0
+    return fits and has_triton() and (type(w) is not Int4 or int4_suits_triton(x, w))
+
+
+def tile_products(x: Array, w: Format, expert: Array, count: Array, gated=None, interpret=False) -> Array:
+    """One Pallas kernel for GPUs: tiles, x bfloat16 [rows, C], times the matrices of their experts, w [E, O, C]:
+    float32 [rows, O]. With `gated`, which are activate, the scores [rows] and biases [E, O] or None, what activate
+    makes of gate and up: [rows, O / 2] in the dtype of x.
+
+    Args: expert int32 [tiles]; count int32 [1], how many of the tiles are multiplied. Of the others nothing is written.
+    """
+    activate, *added = gated or (None,)
+    parts, run, add_block = TILES[type(w)]
+    x = padded(x, w).reshape(len(x), -1, parts, run).transpose(2, 0, 1, 3).reshape(parts, len(x), -1)
+    halves = 2 if activate else 1
+    tile, columns = x.shape[1] // len(expert), w.shape[1] // halves
+    rows, size = math.gcd(columns, 64), math.gcd(x.shape[2], 64)
+
+    def kernel(x, w, expert, count, added, out):
+        n, t = pl.program_id(0), pl.program_id(1)
+
+        @pl.when(t < count[0])
+        def multiply_tile():
+            e, of_tile = expert[t], pl.ds(t * tile, tile)
+            of_rows = [pl.ds(half * columns + n * rows, rows) for half in range(halves)]
+
+            def add(i, sums):
+                at = pl.ds(i * size, size)
+                return [add_block(total, x, w, e, of_tile, of, at) for total, of in zip(sums, of_rows, strict=True)]
+
+            sums = jax.lax.fori_loop(0, x.shape[2] // size, add, [jnp.zeros((tile, rows), jnp.float32)] * halves)
+            if activate:
+                score, bias = added
+                if bias is not None:
+                    sums = [total + bias[e, of][None] for total, of in zip(sums, of_rows, strict=True)]
+                sums = [activate(*sums, score[of_tile][:, None])]
+            out[of_tile, of_rows[0]] = sums[0].astype(out.dtype)
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((x.shape[1], columns), x.dtype if activate else jnp.float32),
+        grid=(columns // rows, len(expert)),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name="tile_products",
+    )(x, w, expert, count, added)
+
+
+def add_tile_block(total, x, w, e, of_tile, of_rows, at) -> Array:
+    """In tile_products: total plus the product of the rows `of_tile` of x, and the rows `of_rows` of expert e, in the
+    columns `at`."""
+    values, scale = jax.tree.map(lambda a: a[(e, of_rows, at)[: len(a.shape)]], w).values_and_scale(jnp.bfloat16)
+    y = einsum("mc,oc->mo", x[0, of_tile, at], values)
+    return total + (y if scale is None else y * scale)
+
+
+# By format: into how many parts the columns of x are dealt, how many neighbours at a time go to one part, and what adds
+# the product of a block of columns.
+TILES = {Plain: (1, 1, add_tile_block), Int8: (1, 1, add_tile_block), Int4: (32, 1, add_int4_lanes)}
+GROUP_BYTES = 48 * 2**20  # of VMEM, for the rows of a group of tokens and their sums
+
+
+def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile: int = 128, interpret=False) -> Array:
+    """One Pallas kernel for TPUs: it fetches the experts that tokens chose, and no others.
+
+    It first lists its visits, in less time than XLA's launches would take. Then it goes through them, 128 of an
+    expert's columns at a time, or 512 in 4 bits and maybe fewer in the end. It fetches the next piece of gate, up and
+    down while it multiplies this one. The hidden columns never leave the chip, and the sums stay in VMEM until the end.
+    A device without work fetches nothing.
+
+    Up to `tile` tokens are all multiplied with every expert that one of them chose, so a visit is an expert. Of more
+    tokens, a visit is an expert and at most `tile` of those that chose it: the kernel copies their rows together, and
+    adds each result to the sum of its token. The pairs are sorted before, by expert. The grid is groups of tokens, as
+    many as VMEM holds.
+    """
+    (B, width), (E, D, _), k = x.shape, w_down.shape, ids.shape[1]
+    F, columns, is_sorted = w_gate_up.shape[1] // 2, w_down.kernel_columns, tile < B
+    pieces = ceil_div(F, columns)
+    fitting, fewest = GROUP_BYTES // (width * (x.dtype.itemsize + 4)), 8 if isinstance(w_down, Int4Lanes) else 1
+    group = min(power_of_two(B), power_of_two(fitting + 1) // 2) if is_sorted else max(B, fewest)
+    groups, pairs = ceil_div(B, group), group * k
+    visits = min(E, pairs) + pairs // tile * is_sorted
+    dtype, missing = x.dtype, ((0, groups * group - B), (0, 0))
+    x, ids, scores = jnp.pad(x, missing), jnp.pad(ids, missing, constant_values=E), jnp.pad(scores, missing)
+    scores, ids = scores_by_expert(ids, scores, E), ids.reshape(groups, pairs)
+    listed, tokens = ids, jnp.zeros(1, jnp.int32)
+    if is_sorted:
+        counts = jnp.sum(ids.reshape(groups, group, k, 1) == jnp.arange(E), axis=(1, 2), dtype=jnp.int32)
+        listed = jnp.pad(jnp.cumsum(counts, axis=1), ((0, 0), (1, 0)))
+        x, tokens = packed(x), (jnp.argsort(ids, axis=1) // k).astype(jnp.int32).ravel()
+
+    def kernel(listed, tokens, x, scores, weights, out, seen, active, first, rows, picked, y, buffers, arrived):
+        # listed has the experts of the pairs or, if they are sorted, where each expert's pairs begin; tokens the token
+        # of each sorted pair. rows, picked and y are a visit's rows, scores and results.
+        def begin_of(e):
+            return listed[pl.program_id(0) * (E + 1) + e]
+
+        count = list_tiles(begin_of, E, tile, active, first) if is_sorted else list_chosen(listed, seen, active)
+        steps = count * pieces
+
+        def for_piece(i, action):
+            e, f, slot = active[jax.lax.div(i, pieces)], jax.lax.rem(i, pieces), jax.lax.rem(i, 2)
+            for_copies(action, e, f, slot, weights, buffers, arrived, F, columns)
+
+        def start(i):
+            pl.when(i < steps)(lambda: for_piece(i, lambda copy: copy.start()))
+
+        def for_rows(visit, action):
+            """action(row of the visit, row of its token), for each pair of the visit."""
+            begin, end = first[visit], begin_of(active[visit] + 1)
+
+            def of_row(n, _):
+                action(pl.ds(n, 1), pl.ds(tokens[pl.program_id(0) * pairs + begin + n], 1))
+
+            jax.lax.fori_loop(0, jnp.minimum(end - begin, tile), of_row, None)
+
+        def collect(row, token):
+            rows[row], picked[row] = x[token], scores[token]
+
+        def add_to_token(row, token):
+            out[token] += y[row]
+
+        def add(i, _):
+            start(i + 1)
+            visit, f, slot = jax.lax.div(i, pieces), jax.lax.rem(i, pieces), jax.lax.rem(i, 2)
+            if is_sorted:
+
+                @pl.when(f == 0)
+                def begin():
+                    for_rows(visit, collect)
+                    y[...] = jnp.zeros(y.shape, jnp.float32)
+
+            for_piece(i, lambda copy: copy.wait())
+
+            h, score = (unpacked(rows[...], dtype)[:, :width], picked) if is_sorted else (x[...], scores)
+            is_e = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1) == active[visit]
+            score = jnp.sum(jnp.where(is_e, score[...], 0), axis=1, keepdims=True)
+            gate, up = (piece_product(h, slot, *w) for w in buffers[:2])
+            h = activate(gate, up, score)
+            if F % columns:  # beyond an expert's last rows are those of the piece before
+                h = jnp.where(jax.lax.broadcasted_iota(jnp.int32, h.shape, 1) < F - f * columns, h, 0)
+            total = y if is_sorted else out
+            total[...] += piece_product(h.astype(dtype), slot, buffers[2])
+            if is_sorted:
+                pl.when(f == pieces - 1)(lambda: for_rows(visit, add_to_token))
+
+        start(0)
+        out[...] = jnp.zeros(out.shape, jnp.float32)
+        jax.lax.fori_loop(0, steps, add, None)
+
+    def of_group(width):
+        return pl.BlockSpec((group, width), lambda g, *_: (g, 0), pipeline_mode=pl.Buffered(1))
+
+    # How many experts are read if the router prefers none.
+    reads = groups * E * (1 - (1 - 1 / (E * jax.lax.axis_size("ep"))) ** min(pairs, B * k))
+    nbytes = int(reads / E * sum(w.size * w.dtype.itemsize for w in jax.tree.leaves((w_gate_up, w_down))))
+    flops = 6 * D * F * (B * k // jax.lax.axis_size("ep") if is_sorted else int(B * reads))
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    gate_up = [w_gate_up] if gate_up_bias is None else [w_gate_up, Plain(gate_up_bias)]
+    # Otherwise XLA moves all weights to VMEM if they fit, chosen or not.
+    weights = jax.tree.map(lambda w: pltpu.with_memory_space_constraint(w, pltpu.HBM), [*gate_up, w_down])
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((groups * group, D), jnp.float32),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(groups,),
+            in_specs=[of_group(x.shape[1]), of_group(E), jax.tree.map(lambda _: in_hbm, weights)],
+            out_specs=of_group(D),
+            scratch_shapes=[
+                *(pltpu.SMEM((n + 1,), jnp.int32) for n in (E, visits, visits)),  # seen, active, first
+                pltpu.VMEM((tile, x.shape[1]), x.dtype),
+                *(pltpu.VMEM((tile, width), jnp.float32) for width in (E, D)),
+                (*[[two_slots(w, 0, columns) for w in gate_up]] * 2, two_slots(w_down, 1, columns)),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=60 * 2**20),
+        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0),
+        interpret=interpret,
+        name="experts",
+    )(listed.ravel(), tokens, x, scores, weights)[:B]
+
+
+def list_chosen(ids, seen, active) -> Array:
+    """Lists each expert of `ids` once in `active`, and returns how many there are. seen[e] is 1 once e is listed; the
+    last of `seen`, for what is elsewhere, is 1 from the start."""
+    E = seen.shape[0] - 1
+
+    def clear(e, _):
+        seen[e] = 0
+
+    def enter(i, count):
+        e = ids[i]
+        active[count] = e  # the next one takes this place if this is in the list already
+        count += 1 - seen[e]
+        seen[e] = 1
+        return count
+
+    jax.lax.fori_loop(0, E, clear, None)
+    seen[E] = 1
+    return jax.lax.fori_loop(0, ids.shape[0], enter, 0)
+
+
+def list_tiles(begin_of, E: int, tile: int, active, first) -> Array:
+    """Lists all sorted pairs, at most `tile` of one expert at a time: their expert in `active`, their beginning in
+    `first`. Returns how often. Those of expert e begin at begin_of(e)."""
+
+    def enter_pairs(e, count):
+        begin, end = begin_of(e), begin_of(e + 1)
+
+        def enter_tile(i, count):
+            active[count], first[count] = e, begin + i * tile
+            return count + 1
+
+        return jax.lax.fori_loop(0, pl.cdiv(end - begin, tile), enter_tile, count)
+
+    return jax.lax.fori_loop(0, E, enter_pairs, 0)
+
+
+def for_copies(action, e: Array, f: Array, slot: Array, weights, buffers, arrived, F: int, columns: int) -> None:
+    """action(copy) for all of piece f of expert e, which has F columns, into a slot of the buffers: rows of gate and
+    up, maybe with biases, and columns of down. An expert's last piece may have fewer rows."""
+    unit, last = math.gcd(F, columns), ceil_div(F, columns) - 1
+
+    def copy(w, buffers, axis, i, n, count):
+        places = places_of(w, e, axis, i, n, count)
+        for a, buffer, place in zip(jax.tree.leaves(w), jax.tree.leaves(buffers), places, strict=True):
+            target = buffer.at[slot, *(pl.ds(0, n) for n in piece_shape(a, place))]
+            action(pltpu.make_async_copy(a.at[place], target, arrived.at[slot]))
+
+    def copy_all(rows):
+        *gate_up, down = weights
+        for of_half, first in zip(buffers, (0, F // unit), strict=False):
+            for w, buffer in zip(gate_up, of_half, strict=True):
+                copy(w, buffer, 0, first + f * (columns // unit), unit, rows // unit)
+        copy(down, buffers[2], 1, f, columns, 1)
+
+    if F % columns:
+        pl.when(f < last)(lambda: copy_all(columns))
+        pl.when(f == last)(lambda: copy_all(F % columns))
+    else:
+        copy_all(columns)
+
+
+def piece_shape(a: Array, place: tuple) -> list[int]:
+    """The shape of a[place], without the expert."""
+    sizes = [n if part == slice(None) else getattr(part, "size", 1) for part, n in zip(place, a.shape, strict=True)]
+    return sizes[a.ndim == 3 :]
+
+
+def two_slots(w: Format, axis: int, columns: int) -> object:
+    """Memory for two pieces of a matrix, or of biases."""
+    arrays, tree = jax.tree.flatten(w)
+    places = places_of(w, 0, axis, 0, columns)
+    return tree.unflatten(pltpu.VMEM((2, *piece_shape(a, at)), a.dtype) for a, at in zip(arrays, places, strict=True))
+
+
+def piece_product(x: Array, slot: Array, w: Format, *bias: Plain) -> Array:
+    """x [B, C] times the piece in a slot of the buffers of a matrix, and maybe of biases."""
+    w = jax.tree.map(lambda buffer: buffer[slot], w)
+    return sum((one.values[slot] for one in bias), kernel_product(x, w))
+
+
+def kernel_product(x: Array, w: Format) -> Array:
+    """x [B, C] times a piece w [O, C] of a matrix in a kernel for TPUs: float32 [B, O]."""
+    if isinstance(w, Int4Lanes):
+        return lanes_kernel_product(x, w)
+    values, scale = w.values_and_scale(x.dtype)
+    y = einsum("bc,oc->bo", x, values)
+    return y if scale is None else y * scale
+
+
+def places_of(w: Format, e: Array, axis: int, i: int | Array, n: int, count: int = 1) -> list[tuple]:
+    """Where `count` times n rows (axis 0) or columns (1) of expert e are in each array of w, from row i * n on."""
+
+    def part(size):
+        return pl.ds(pl.multiple_of(i * size, size), count * size)
+
+    arrays = jax.tree.leaves(w)
+    if isinstance(w, Int4Lanes):
+        group = w.shape[-1] // w.scale.shape[-2]
+        of_groups = (slice(None), part(n)) if axis == 0 else (part(n // group), slice(None))
+        of_words = (part(n), slice(None)) if axis == 0 else (slice(None), part(n // 4))
+        return [(e, *of_words), *[(e, *of_groups)] * (len(arrays) - 1)]
+    index = (part(n), slice(None)) if axis == 0 else (slice(None), part(n))
+    return [(e if a.ndim == 3 else pl.ds(e, 1), *index)[: a.ndim] for a in arrays]
+
+
+def packed(x: Array) -> Array:
+    """x [B, D] of 16 bits as uint32 [B, D / 2], one half over the other: a kernel cannot copy a row of 16 bits. D is
+    first rounded up, so that a half is whole lanes."""
+    if x.dtype == jnp.float32:
+        return x
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % 256)))
+    low, high = (jax.lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32) for half in jnp.split(x, 2, axis=1))
+    return low | high << 16
+
+
+def unpacked(x: Array, dtype: jnp.dtype) -> Array:
+    """The inverse of packed, but for the rounding up."""
+    if dtype == jnp.float32:
+        return x
+    halves = (x & 0xFFFF, x >> 16)
+    return jnp.concatenate([jax.lax.bitcast_convert_type(half.astype(jnp.uint16), dtype) for half in halves], axis=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Routing on TPUs
+
+
+def routing_kernel(scores, choice, best: int, config: Config, interpret=False) -> tuple[Array, Array]:
+    """chosen_experts as one Pallas kernel for TPUs: k times it takes the highest choice, and strikes it out. XLA's
+    dozen small ones would take longer than to read the experts."""
+    (B, E), k = scores.shape, config.num_experts_per_tok
+    groups, size = config.n_group, E // config.n_group
+
+    def highest(x, lanes):  # x [B, n]: the highest and, of equal ones, the first lane that has it, [B, 1] each
+        value = jnp.max(x, axis=1, keepdims=True)
+        return value, jnp.min(jnp.where(x == value, lanes, x.shape[1]), axis=1, keepdims=True)
+
+    def kernel(scores, choice, ids, weights):
+        lanes = jax.lax.broadcasted_iota(jnp.int32, (tile, E), 1)
+        columns = jax.lax.broadcasted_iota(jnp.int32, (tile, k), 1)
+        left = choice[...]
+        if config.topk_group < groups:
+            group_of = jax.lax.div(lanes, size)
+            group_lanes = jax.lax.broadcasted_iota(jnp.int32, (tile, groups), 1)
+            totals = jnp.zeros((tile, groups), jnp.float32)
+            for group in range(groups):
+                rest, total = jnp.where(group_of == group, left, MASKED), 0.0
+                for _ in range(best):
+                    value, lane = highest(rest, lanes)
+                    rest, total = jnp.where(lanes == lane, MASKED, rest), total + value
+                totals = jnp.where(group_lanes == group, total, totals)
+            is_eligible = lanes < 0
+            for _ in range(config.topk_group):
+                _, group = highest(totals, group_lanes)
+                totals = jnp.where(group_lanes == group, MASKED, totals)
+                is_eligible |= group_of == group
+            left = jnp.where(is_eligible, left, MASKED)
+        chosen, found = jnp.zeros((tile, k), jnp.int32), jnp.zeros((tile, k), jnp.float32)
+        for n in range(k):
+            _, lane = highest(left, lanes)
+            left = jnp.where(lanes == lane, 2 * MASKED, left)  # below those that are not eligible
+            score = jnp.sum(jnp.where(lanes == lane, scores[...], 0), axis=1, keepdims=True)
+            chosen, found = jnp.where(columns == n, lane, chosen), jnp.where(columns == n, score, found)
+        ids[...] = chosen
+        weights[...] = weighed(found, config)
+
+    tile = min(B, 128)
+    return pl.pallas_call(
+        kernel,
+        out_shape=(jax.ShapeDtypeStruct((B, k), jnp.int32), jax.ShapeDtypeStruct((B, k), jnp.float32)),
+        grid=(pl.cdiv(B, tile),),
+        in_specs=[pl.BlockSpec((tile, E), lambda i: (i, 0))] * 2,
+        out_specs=[pl.BlockSpec((tile, k), lambda i: (i, 0))] * 2,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        cost_estimate=kernel_cost(8 * k * B * E, (scores, choice)),
+        interpret=interpret,
+        name="routing",
+    )(scores, choice)
+
+
+FAST["chosen_experts", "tpu"] = routing_kernel
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exchange on TPUs
+
+
+def exchange_kernel(x: Array, R: int, interpret: bool | pltpu.InterpretParams = False) -> Array:
+    """exchange for TPUs: a block has some kilobytes, and launching XLA's all-to-all takes longer than moving them. Each
+    device writes into the memory of the others, once all R have entered. A device leaves when it has a block from each,
+    so all have passed the barrier by then: no signal of the next exchange is mistaken for one of this one, and no block
+    of the next arrives too early."""
+    receivers = R // x.shape[0]  # devices that receive the same block
+
+    def kernel(x, y, semaphores):
+        device, r = jax.lax.axis_index(MODEL_AXES), shard_index(R)
+        group = [{MODEL_AXES: device - r + n} for n in range(R)]  # itself among them
+        barrier = pltpu.get_barrier_semaphore()
+        for other in group:
+            pl.semaphore_signal(barrier, device_id=other)
+        pl.semaphore_wait(barrier, R)
+        sent, received = semaphores.at[0], semaphores.at[1]
+        copies = [
+            pltpu.make_async_remote_copy(x.at[n // receivers], y.at[r], sent, received, group[n]) for n in range(R)
+        ]
+        for copy in copies:
+            copy.start()
+        for copy in copies:
+            copy.wait()
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((R, *x.shape[1:]), x.dtype),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        scratch_shapes=[pltpu.SemaphoreType.DMA((2,))],
+        compiler_params=pltpu.CompilerParams(collective_id=0),
+        interpret=interpret,
+        name="exchange",
+    )(x)
+
+
+FAST["exchange", "tpu"] = exchange_kernel

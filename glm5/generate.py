@@ -1,0 +1,837 @@
+"""From prompts to tokens: each row of a batch decodes until it ends, and the next prompt takes its place.
+
+    for tokens in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):
+        ...
+
+`step` is the program of the devices: model.py's `forward` of some tokens of every row, the choice of the next ones, and
+what becomes of guesses. `generate` is the host's loop, which starts steps before it has read the results of those
+before them: Places knows which prompt has which place, Engine runs the steps. The file is the same in every folder;
+model.py explains the letters of shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import model
+import numpy as np
+from jax import Array, NamedSharding, P
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from model import CACHE_SPEC, FEW, MODEL_AXES, Config, Format, InputError, LayerCache, ceil_div
+
+try:
+    import fast  # fills the model's tables
+except ModuleNotFoundError as error:  # everything runs without it
+    if error.name != "fast":
+        raise
+    fast = None
+
+
+class Rows(NamedTuple):
+    """The state of a batch, on the devices: a place for each row, which another prompt takes when a row has ended.
+
+        history  [ prompt ........... answer ........ | guesses ... | ........ ]
+                 0               filled         lengths                  limits
+                   in the cache    known, not yet computed
+
+    `history` int32 [B, the largest limit or more] holds a row's tokens: the prompt, the answer, and guesses of what
+    follows. `filled` int32 [B] says how many of them are in the cache, `lengths` int32 [B] how many are known: at least
+    one more. A row ends with `limits` int32 [B] tokens. `seeds` uint32 [B, 2] has its number, whatever its place, and
+    the seed of the run.
+    """
+
+    history: Array
+    filled: Array
+    lengths: Array
+    limits: Array
+    seeds: Array
+
+
+def refill(rows: Rows, is_new: Array, new: Rows) -> Rows:
+    """`rows` with those of `new` at the places where `is_new`, bool [B], says so."""
+    return jax.tree.map(lambda x, old: jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), x, old), new, rows)
+
+
+def accept(rows: Rows, chosen: Array, stop_tokens: tuple[int, ...], T: int) -> Rows:
+    """The rows after a step that computed T tokens of each, from `filled` on.
+
+    `chosen` int32 [B, 1 + verified] has the tokens that follow the last known one, and then each of the guesses behind
+    it. Guesses are accepted as long as they equal the tokens that were chosen in their place, and the token after the
+    last of them is known too. A row that still reads its prompt only advances by T. One at its limit stands still, and
+    a stop token sets the limit. Nothing is ever taken back: what the cache holds beyond `filled` is overwritten before
+    a token could see it.
+    """
+    history, filled, lengths, limits, seeds = rows
+    verified = chosen.shape[1] - 1
+    is_stop = jnp.isin(chosen, np.array(stop_tokens, np.int32))
+    guesses = jnp.take_along_axis(history, lengths[:, None] + jnp.arange(verified), axis=1, mode="clip")
+    goes_on = (chosen[:, :verified] == guesses) & ~is_stop[:, :verified]
+    accepted = jnp.sum(jnp.cumprod(goes_on, axis=1), axis=1, dtype=jnp.int32)
+    filled = jnp.minimum(jnp.minimum(filled + T, lengths + accepted), limits - 1)
+    has_new = filled >= lengths  # else the row reads its prompt, or stands still
+    of_last = jnp.clip(filled - lengths, 0, verified)[:, None]
+    last, ends = (jnp.take_along_axis(x, of_last, axis=1) for x in (chosen, is_stop))
+    is_last = (jnp.arange(history.shape[1]) == filled[:, None]) & has_new[:, None]
+    return Rows(
+        history=jnp.where(is_last, last, history),
+        filled=filled,
+        lengths=jnp.maximum(lengths, filled + 1),
+        limits=jnp.where(ends[:, 0] & has_new, filled + 1, limits),
+        seeds=seeds,
+    )
+
+
+def look_up(rows: Rows, cache: list[LayerCache], drafts: int, *_) -> tuple[Array, list[LayerCache]]:
+    """Puts guesses into `history`, behind the tokens that are known: the `drafts` tokens that followed the latest
+    earlier occurrence of the last three, or else of the last two (Saxena 2023, "prompt lookup decoding"). If fewer
+    followed, they are repeated. Without an occurrence the guesses are arbitrary tokens. Returns history and cache."""
+    history, at, last = rows.history, jnp.arange(rows.history.shape[1]), rows.lengths[:, None] - 1
+
+    def agrees(back):  # of each token: is the one `back` places before it as the one `back` places before the last?
+        token = jnp.take_along_axis(history, last - back, axis=1, mode="clip")
+        return (jnp.roll(history, back, axis=1) == token) & (at >= back)
+
+    found = jnp.where(agrees(0) & agrees(1) & (at < last), at + 1 + len(at) * agrees(2), 0)
+    first = jnp.max(found, axis=1, keepdims=True) % len(at)
+    guesses = jnp.take_along_axis(history, first + jnp.arange(drafts) % (last + 1 - first), axis=1)
+    for i in range(drafts):
+        history = jnp.where(at == last + 1 + i, guesses[:, i : i + 1], history)
+    return history, cache
+
+
+# Sources of drafts, called at the end of a step. A model with an extra layer has one more.
+DRAFTS = {"lookup": look_up} | getattr(model, "DRAFTS", {})
+STATIC = "T", "draft", "drafts", "config", "mesh", "sampling", "stop_tokens"
+
+
+# XLA for CPUs uses half of a vector register of AVX-512 unless it is told. Other compilers do not look at it.
+COMPILER_OPTIONS = {"xla_cpu_prefer_vector_width": 512}
+
+
+@partial(jax.jit, static_argnames=STATIC, donate_argnames=("cache", "rows"), compiler_options=COMPILER_OPTIONS)
+def step(
+    weights: dict,
+    cache: list[LayerCache],
+    rows: Rows,
+    places: Array | None = None,
+    *,
+    T: int,
+    draft: str | None = None,
+    drafts: int = 0,
+    config: Config,
+    mesh: Mesh,
+    sampling: Sampling,
+    stop_tokens: tuple[int, ...] = (),
+):
+    """Takes T tokens of every row, from the first that the cache lacks: a piece of prompts or, with T up to FEW, a step
+    of decoding.
+
+    Such a step takes all rows. It chooses a token after the last one that is known, and after each of T - 1 drafts: the
+    guesses that stand behind it in `history`; see `accept` (Leviathan et al. 2023, "speculative decoding"; greedy or
+    sampled, the tokens are those of steps of one).
+
+    A longer T, a multiple of the devices that share a row's cache, verifies nothing. It is for the rows at `places`
+    int32 [b], counted on each device of dp; a place that stands there twice is computed twice. By default it takes all
+    rows, too.
+
+    At the end `draft`, a name in DRAFTS, puts `drafts` guesses behind what is known, for the next step.
+
+    Returns the cache and the rows, both donated. Of the rows taken, on every device: `lengths` int32 [b], and the
+    chosen tokens int32 [b, T], one of a longer T, and their log-probabilities, float32. As many are new as `lengths`
+    has grown.
+    """
+
+    verified = T - 1 if T <= FEW else 0
+
+    def body(weights, cache, rows, places):
+        taken = rows if places is None else jax.tree.map(lambda x: x[places], rows)
+        positions = taken.filled[:, None] + jnp.arange(T)
+        tokens = jnp.take_along_axis(taken.history, positions, axis=1, mode="clip")
+        R = model.cache_sharers(config, model.model_shards(mesh))
+        known = jnp.clip(jnp.minimum(taken.lengths, taken.limits - 1) - taken.filled, 0, T)
+        span = model.Span(positions, places, known, len(rows.filled), R)
+        x, cache = model.forward(weights, tokens, span, cache, config)
+        newest = taken.lengths[:, None] - 1 + jnp.arange(1 + verified)
+        last_x = x if T == 1 else jnp.take_along_axis(x, jnp.clip(newest - positions[:, :1], 0, T - 1)[:, :, None], 1)
+        logits = model.output_logits(weights, last_x.reshape(-1, x.shape[-1]), config)
+        seeds = jnp.repeat(taken.seeds, 1 + verified, axis=0)
+        choose = partial(next_token, sampling=sampling)
+        chosen, logprobs = (y.reshape(newest.shape) for y in choose(logits, newest.reshape(-1), seeds))
+        taken = accept(taken, chosen, stop_tokens, T)
+        if draft:
+            history, cache = DRAFTS[draft](taken, cache, drafts, weights, x, span, config, choose)
+            taken = taken._replace(history=history)
+        rows = taken if places is None else jax.tree.map(lambda x, new: x.at[places].set(new), rows, taken)
+        # Every host needs the tokens of all rows, to see which rows have ended.
+        result = jax.lax.all_gather((taken.lengths, chosen, logprobs), "dp", tiled=True)
+        return cache, rows, result
+
+    of_rows = Rows(*[P("dp")] * len(Rows._fields))
+    program = model.sharded(body, mesh, weights, config, (CACHE_SPEC, of_rows, P("dp")), (CACHE_SPEC, of_rows, P()))
+    return program(weights, cache, rows, places)
+
+
+class Copies(NamedTuple):
+    """What happens to the places of a batch between two steps.
+
+    Where `keeps`, bool [batch, 2], one of two copies of the layers that forget becomes what they have now. Then places
+    get the first `tokens`, int32 [batch], of other ones, one after the other: of `sources`, int32 [batch], counted on
+    each device of dp. Where `returns`, bool [batch, 2], the layers that forget get what that copy has: if there are
+    tokens, the source's, else their own.
+    """
+
+    keeps: Array
+    returns: Array
+    sources: Array
+    tokens: Array
+
+
+@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache", "saved"))
+def copy(cache: list, saved: list[dict], copies: Copies, *, config: Config, mesh: Mesh) -> tuple[list, list[dict]]:
+    """The cache, and one or two copies of its layers that forget, by their index, after `copies`. Both are donated."""
+    R = model.cache_sharers(config, model.model_shards(mesh))
+
+    def body(cache, saved, copies):
+        keeps, returns, sources, tokens = copies
+        places = jnp.flatnonzero(tokens, size=len(tokens))
+        count = jnp.count_nonzero(tokens) if len(tokens) > 1 else 0  # a place alone has no other
+
+        def share(i, saved):
+            source = jnp.where(returns[places[i]].any(), sources[places[i]], places[i])
+            return jax.tree.map(lambda x: x.at[places[i]].set(x[source]), saved)
+
+        saved = [refill(one, keeps[:, k], {i: cache[i] for i in one}) for k, one in enumerate(saved)]
+        saved = jax.lax.fori_loop(0, count, share, saved)
+        for k, one in enumerate(saved):
+            cache = [refill(layer, returns[:, k], one[i]) if i in one else layer for i, layer in enumerate(cache)]
+        with_slots = {i: layer for i, layer in enumerate(cache) if isinstance(layer[0], Format)}  # a state has none
+        arrays, tree = jax.tree.flatten(with_slots)
+        rows = arrays[0].shape[0]
+        groups = len(sources) // rows  # of devices, which have different rows
+        group = jax.lax.div(model.shard_index(R), R // groups) if groups > 1 else 0
+
+        def copy_row(i, arrays):
+            place = places[i]
+            for S in sorted({x.shape[2] for x in arrays}):
+                size = math.gcd(S, 128)
+
+                def copied(x, i):
+                    at = (0, i * size, 0)[: x.ndim - 1]
+                    block = jax.lax.dynamic_slice(x, (sources[place] % rows, *at), (1, x.shape[1], size, *x.shape[3:]))
+                    return jax.lax.dynamic_update_slice(x, block, (place % rows, *at))
+
+                def copy_block(i, arrays):
+                    return [copied(x, i) if x.shape[2] == S else x for x in arrays]
+
+                # No device has a token in a slot that is higher than its position. In a ring, it may be in any.
+                blocks = jnp.minimum(ceil_div(tokens[place], size), S // size) * (place // rows == group)
+                arrays = jax.lax.fori_loop(0, blocks, copy_block, arrays)
+            return arrays
+
+        with_slots = tree.unflatten(jax.lax.fori_loop(0, count, copy_row, arrays))
+        return [with_slots.get(i, layer) for i, layer in enumerate(cache)], saved
+
+    specs = CACHE_SPEC, CACHE_SPEC, P("dp")
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[:2], check_vma=False)(cache, saved, copies)
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen. `temperature` 0 takes the most probable one.
+
+    Otherwise the logits are divided by `temperature`, the `top_k` largest are kept (0: all), then of these the most
+    probable ones until their probabilities add up to `top_p` (Holtzman et al. 2020).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling) -> tuple[Array, Array]:
+    """The next tokens int32 [B] and their log-probabilities float32 [B], the same on all devices that share the rows.
+
+    The log-probability is that of the unmodified softmax. Sampling uses no random key twice: each position of each row
+    has its own.
+
+    Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seeds uint32 [B, 2], the
+    number of each row and the seed of the run.
+    """
+    if sampling.temperature == 0:
+        # Each device has a candidate: its largest logit, that token, and the sum of exp(logit - largest).
+        largest, V = jnp.max(logits, axis=-1), logits.shape[1]
+        local = jnp.min(jnp.where(logits == largest[:, None], jnp.arange(V), V - 1), axis=-1)  # an argmax
+        ids = local + jax.lax.axis_index(MODEL_AXES) * V
+        total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
+        # One collective for all three; float32 holds every id below 2**24 exactly.
+        candidates = jnp.stack([largest, total, ids.astype(jnp.float32)])
+        largest, total, ids = jax.lax.all_gather(candidates, MODEL_AXES, axis=1)  # [X, B] each
+        winner = jnp.argmax(largest, axis=0)[None]
+        logprobs = -jnp.log(jnp.sum(total * jnp.exp(largest - jnp.max(largest, axis=0)), axis=0))
+        return jnp.take_along_axis(ids, winner, axis=0)[0].astype(jnp.int32), logprobs
+    logits = jax.lax.all_gather(logits, MODEL_AXES, axis=1, tiled=True)
+    keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")  # a key of this generator is two numbers
+    keys = jax.vmap(jax.random.fold_in)(keys, positions)
+    kept = keep_probable(logits / sampling.temperature, sampling.top_k, sampling.top_p)
+    tokens = jax.vmap(jax.random.categorical)(keys, kept)
+    return tokens, jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)[:, 0]
+
+
+def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
+    """Logits [B, V] with -inf for all that `top_k` and then `top_p` leave out; the most probable token stays."""
+    if not top_k and top_p == 1:
+        return logits
+    V = logits.shape[-1]
+    descending = jax.lax.top_k(logits, min(top_k or V, V))[0]
+    smallest = descending[:, -1:]
+    if top_p < 1:
+        probabilities = jax.nn.softmax(descending, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        smallest = jnp.take_along_axis(descending, jnp.sum(before < top_p, axis=-1, keepdims=True) - 1, axis=-1)
+    return jnp.where(logits < smallest, -jnp.inf, logits)
+
+
+PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
+REPEATING = 0.75  # on CPUs "lookup" drafts if this share of the rows ends in four tokens that it had before
+FEWEST_COPIED = 128  # tokens: to read fewer takes less time than a program for their copy takes to compile (a guess)
+OPENING = 8  # tokens at the end of a prompt, by which a template begins the answer: the next turn may lack them
+LOOKAHEAD = 2  # steps started beyond the one whose tokens the host reads
+BATCH = 256  # rows of a device: by data sheets, beyond 240 (TPU v5e) or 295 (H100) computing outlasts reading bfloat16
+MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
+
+
+class Token(NamedTuple):
+    """A generated token of prompt `row`, with `finish_reason` "stop" or "length" if it is the row's last."""
+
+    row: int
+    id: int
+    logprob: float
+    finish_reason: str | None
+
+
+class Step(NamedTuple):
+    """A step that was started: how many tokens of prompts it reads, its places, int [b], and the rows there."""
+
+    prompt_tokens: int
+    places: np.ndarray
+    rows: np.ndarray
+
+
+@dataclasses.dataclass
+class Places:
+    """What the host knows of a batch, whatever the device does: which prompt has which place, the steps that were
+    started, the tokens that were read.
+
+    `rows` is the state after all steps that were started. The device is ahead of it where drafts were accepted, and
+    behind it where it met a stop token that was not read yet. A free place stands still at its limit. Of each place,
+    `numbers` has its row, -1 if it is free; `prompt_lengths` that of the prompt; `known` how many tokens were read,
+    with the prompt; `stored` how many slots were written at most. Where `sources` has another place, and not -1, a row
+    waits until that one has the `common` tokens that both begin with, and gets them copied.
+
+    Where `is_new`, the devices do not know of the row yet. What the layers that forget had after the first `saved`
+    tokens, int [batch, 2], is kept; see `stops_of`. A later row returns to it. Where a layer `has_states`, these are
+    the only tokens that another row can have.
+
+    Prompts take `count` of the `batch` places, and those of a device of `dp` stand together; the caches of `together`
+    neighbours are on the same devices, and can be copied. Each layer has room for `held` tokens of a row, 0 if one has
+    states. `past`, the places of an earlier call, has the same batch and slots; its cache is still there.
+    """
+
+    prompts: list[list[int]]
+    count: int
+    batch: int
+    dp: int
+    pieces: list[int]  # the lengths in which prompts are read
+    drafts: int
+    seed: int
+    max_new_tokens: int
+    max_seq_len: int
+    together: int
+    opening: int
+    preamble: int
+    held: float
+    stop_tokens: tuple[int, ...]
+    past: dataclasses.InitVar[Places | None] = None
+
+    def __post_init__(self, past):
+        batch, self.has_states = self.batch, self.held == 0
+        shapes = (batch, self.max_seq_len + 1), (batch,), (batch,), (batch,), (batch, 2)
+        nothing = [np.zeros(shape, np.int32) for shape in shapes]
+        history, filled, self.known, self.stored, self.saved = past.contents() if past else nothing
+        self.rows = Rows(history, filled, *np.ones((2, batch), np.int32), np.zeros((batch, 2), np.uint32))
+        self.numbers, self.sources, self.is_new = *np.full((2, batch), -1), np.zeros(batch, bool)
+        (self.prompt_lengths, self.common), self.stops = np.zeros((2, batch), np.int32), [[]] * batch
+        self.waiting, self.in_flight = deque(range(len(self.prompts))), deque()  # in flight: a Step that was not read
+        self.fill()
+        for tokens in (filled, self.known, self.saved):
+            tokens[self.numbers < 0] = 0  # slots of free places are overwritten
+
+    def contents(self) -> tuple[np.ndarray, ...]:
+        """What the cache has of each place, for a later call."""
+        filled = np.where(self.returns().any(axis=1), 0, self.rows.filled)
+        if self.has_states and self.drafts and self.in_flight:  # how many drafts these steps took in is not known
+            filled[self.numbers >= 0] = 0
+        return self.rows.history, filled, self.known, self.stored, self.saved
+
+    def fill(self) -> None:
+        """Gives the free places to prompts that wait, in their order: to each the one that shares most with it."""
+        rows = self.rows
+        free = np.flatnonzero(self.numbers[: self.count] < 0).tolist()
+        while free and self.waiting:
+            prompt = self.prompts[number := self.waiting.popleft()]
+            p, length = max(free, key=lambda p: self.shared(p, prompt)[0]), len(prompt)
+            free.remove(p)
+            self.is_new[p], self.numbers[p] = True, number
+            rows.filled[p], self.saved[p] = self.shared(p, prompt)
+            if rows.filled[p] in self.saved[p]:  # it returns to what is kept, or begins anew
+                self.stored[p] = rows.filled[p] + self.pieces[0]  # with padding
+            rows.history[p, :length], rows.seeds[p] = prompt, (number, self.seed)
+            self.prompt_lengths[p] = self.known[p] = rows.lengths[p] = length
+            self.sources[p], self.common[p] = self.source(p)
+            self.stops[p] = self.stops_of(p)
+            rows.limits[p] = self.limit(p)
+
+    def limit(self, p: int) -> int:
+        """How many tokens the row of a place may have, until it has come to its next stop."""
+        whole = min(self.prompt_lengths[p] + self.max_new_tokens, self.max_seq_len + 1)
+        return min([n + 1 for n in self.stops[p] if n > self.rows.filled[p]], default=whole)
+
+    def stops_of(self, p: int) -> list[int]:
+        """How many tokens of its prompt a row has read where what its layers forget is kept: the `preamble`, and all
+        but the `opening`. Without these, states are kept where that saves the next prompts the most tokens."""
+        if self.opening:
+            return [n for n in (self.preamble, self.prompt_lengths[p] - self.opening) if n < self.prompt_lengths[p]]
+        if not self.has_states or self.sources[p] >= 0:
+            return []
+        following = itertools.islice(self.waiting, self.count)
+        common = sorted(self.agreeing(p, self.prompts[n], self.prompt_lengths[p] - 1) for n in following)
+        best = max([((len(common) - i) * n, n) for i, n in enumerate(common)], default=(0, 0))[1]
+        return [best] if best >= FEWEST_COPIED else []
+
+    def shared(self, p: int, prompt: list[int]) -> tuple[int, list[int]]:
+        """How many tokens at the beginning of a prompt the cache of a place can keep, and `saved`, 0 in place of tokens
+        with which the prompt does not begin. One token at least is left, to compute what follows."""
+        n = self.agreeing(p, prompt, min(self.known[p] - 1, self.rows.filled[p]))
+        saved = [m if m == self.agreeing(p, prompt, m) else 0 for m in self.saved[p]]
+        return n if n and self.goes_back(p, n) else max(saved), saved
+
+    def goes_back(self, p: int, n: int) -> bool:
+        """Whether a row can go on after the first n tokens of a place. A state does not go back. A ring, with fewer
+        slots than were stored, has forgotten what it needs if too much came after."""
+        if self.has_states:
+            return n == self.rows.filled[p]
+        return self.stored[p] <= self.held or self.stored[p] - n <= model.PREFILL_PIECE
+
+    def agreeing(self, p: int, prompt: list[int], most: int) -> int:
+        """How many tokens at the beginning of a prompt, but for its last one, are those of a place, of its first
+        `most`."""
+        most = max(min(len(prompt) - 1, most), 0)
+        return int(np.argmin(np.append(self.rows.history[p, :most] == prompt[:most], False)))
+
+    def source(self, p: int) -> tuple[int, int]:
+        """The place of another row from which a new one can have the most tokens, and how many; -1 if these are too few
+        to wait for."""
+        prompt, filled, source, most = self.prompts[self.numbers[p]], self.rows.filled, -1, 0
+        first = p // self.together * self.together
+        for q in range(first, first + self.together):
+            if self.numbers[q] >= 0 and q != p:
+                n = self.agreeing(q, prompt, max(self.prompt_lengths[q], self.known[q] - 1))
+                if self.has_states:
+                    ends = [self.rows.limits[q] - 1] if self.is_to_stop()[q] else self.saved[q]
+                    n = max((end for end in ends if end <= n), default=0)
+                if n > most and (n > filled[q] or self.offers(q, n)):
+                    source, most = q, n
+        return (source, most) if most >= filled[p] + FEWEST_COPIED else (-1, 0)
+
+    def is_to_stop(self) -> np.ndarray:
+        """Whether the row of a place is to stop in its prompt for what is kept of it."""
+        return self.rows.limits <= self.prompt_lengths
+
+    def offers(self, q: int, n: int) -> bool:
+        """Whether another row can have the first n tokens of a place that has computed them."""
+        return n in self.saved[q] if self.has_states else self.goes_back(q, n)
+
+    def returns(self) -> np.ndarray:
+        """Whether the row of a place is to go back to what is kept of it, bool [batch, 2]."""
+        return self.is_new[:, None] & (self.rows.filled[:, None] == self.saved) & (self.saved > 0)
+
+    def has_copies(self) -> bool:
+        """Whether there may be something to copy before the row of a place can go on."""
+        return bool(((self.sources >= 0) | self.is_to_stop()).any() or self.returns().any())
+
+    def copies(self) -> Copies:
+        """What is copied now, after the steps that were started. Rows go on behind it, and from where they stopped."""
+        rows, own = self.rows, self.batch // self.dp
+        sources, tokens = np.zeros((2, self.batch), np.int32)
+        stands, returns = self.is_to_stop() & (rows.filled == rows.limits - 1), self.returns()
+        of_preamble = rows.filled == self.preamble
+        keeps = np.stack([stands & ~of_preamble, stands & of_preamble], axis=1)
+        self.saved = np.where(keeps, rows.filled[:, None], self.saved)
+        for p in np.flatnonzero(stands):
+            rows.limits[p] = self.limit(p)
+        for p in np.flatnonzero(self.sources >= 0):
+            q, n = self.sources[p], self.common[p]
+            if rows.filled[q] >= n:
+                self.sources[p] = -1
+                if n > rows.filled[p] and self.offers(q, n):
+                    sources[p], tokens[p] = q % own, n
+                    rows.filled[p], self.stored[p] = n, self.stored[q]
+                    rows.limits[p] = self.limit(p)  # it may be beyond where it was to stop
+                    returns[p] = (self.saved[q] == n) & self.has_states
+                    if self.has_states:
+                        self.saved[p] = self.saved[q] * (self.saved[q] <= n)
+        self.is_new |= stands | returns.any(axis=1) | (tokens > 0)
+        return Copies(keeps, returns, sources, tokens)
+
+    def unread(self) -> np.ndarray:
+        """How many tokens of its prompt no step has taken, for each place, up to where it stops."""
+        return np.maximum(np.minimum(self.prompt_lengths, self.rows.limits - 1) - self.rows.filled, 0)
+
+    def choose(self, verifies: Callable[[], bool]) -> tuple[int, np.ndarray]:
+        """The next step: its T, and the places [dp, b] that it takes, counted on each device of dp. A prompt is read in
+        the longest pieces of which it fills at least half. A step of decoding takes all, with their drafts if it
+        `verifies` them."""
+        left, own = np.where(self.sources < 0, self.unread(), 0), self.batch // self.dp
+        if not left.any():
+            return 1 + self.drafts * verifies(), np.tile(np.arange(own), (self.dp, 1))
+        T = next((T for T in self.pieces if 2 * left.max() > T), self.pieces[-1])
+        reads = (left > (T // 2 if self.pieces[-1] < T else 0)).reshape(self.dp, own)
+        most = min(own, max(1, PREFILL_TOKENS // T))
+        b = most if 2 * reads.sum(axis=1).max() > most else 1  # two programs for each T
+        # A device with fewer rows to read takes some twice, or its first place one step further.
+        return T, np.array([np.resize(np.flatnonzero(row) if row.any() else 0, b) for row in reads])
+
+    def start(self, T: int, taken: np.ndarray) -> None:
+        """Foresees what a step will do to the places that `choose` gave."""
+        rows, own = self.rows, self.batch // self.dp
+        places = (taken + own * np.arange(self.dp)[:, None]).reshape(-1)
+        prompt_tokens = int(np.minimum(self.unread(), T)[np.unique(places)].sum())
+        ahead = (1 + self.drafts) * len(self.in_flight) * (rows.filled >= self.prompt_lengths)  # of the host, at most
+        most = np.minimum(rows.filled + ahead, rows.limits - 1)
+        self.stored[places] = np.maximum(self.stored, most + T)[places]
+        rows.filled[places] = np.minimum(rows.filled + T, np.minimum(rows.lengths, rows.limits - 1))[places]
+        rows.lengths[places] = np.maximum(rows.lengths, rows.filled + 1)[places]
+        self.in_flight.append(Step(prompt_tokens, places, self.numbers[places]))
+
+    def read(self, lengths: np.ndarray, chosen: list[list[int]], logprobs: list[list[float]]) -> list[Token]:
+        """The new tokens of the oldest step in flight, from its results. Places of rows that end with them are free."""
+        rows, new, step = self.rows, [], self.in_flight.popleft()
+        for p, row, length, tokens, values in zip(step.places, step.rows, lengths, chosen, logprobs, strict=True):
+            for token, logprob in zip(tokens, values, strict=True):
+                if not (self.numbers[p] == row >= 0 and self.known[p] < length):  # it has ended, or the drafts failed
+                    break
+                rows.history[p, self.known[p]] = token
+                known = self.known[p] = self.known[p] + 1
+                rows.filled[p], rows.lengths[p] = max(rows.filled[p], known - 1), max(rows.lengths[p], known)
+                reason = "stop" if token in self.stop_tokens else "length" if known == rows.limits[p] else None
+                new.append(Token(int(row), token, logprob, reason))
+                if reason:  # the place stands still on the device too
+                    self.numbers[p], rows.filled[p], rows.lengths[p], rows.limits[p] = -1, known - 1, known, known
+        return new
+
+    def is_busy(self) -> bool:
+        """Whether a row has not ended."""
+        return bool((self.numbers >= 0).any())
+
+    def has_more(self) -> bool:
+        """Whether another step would give a row a token, as far as the host knows."""
+        return bool(((self.rows.lengths < self.rows.limits) | (self.unread() > 0)).any())
+
+    def repeating(self) -> float:
+        """The share of the rows whose last four tokens occur earlier in them."""
+
+        def repeats(p):
+            tokens = np.pad(self.rows.history[p, : self.known[p]], (4, 0), constant_values=-1)
+            fours = np.lib.stride_tricks.sliding_window_view(tokens, 4)
+            return (fours[:-1] == fours[-1]).all(axis=1).any()
+
+        return np.mean([repeats(p) for p in np.flatnonzero(self.numbers >= 0)])
+
+
+class Engine:
+    """The steps of a batch on the devices: its cache, the state of its rows, the programs, the results in flight; and
+    the clock, which counts into `stats` of generate. Of the layers of the cache that forget, `saved` is what is kept.
+    While a program has the cache, there is none here: if it is broken off, the next call begins anew."""
+
+    def __init__(self, weights, cache, saved, programs, places: Places, options, stats: dict, progress):
+        self.weights, self.cache, self.saved, self.programs, self.places = weights, cache, saved, programs, places
+        self.options, self.stats, self.progress = options, stats, progress  # options: the static ones of step
+        self.kind = tuple(options[name] for name in ("draft", "drafts", "sampling", "stop_tokens"))  # of a program
+        stats |= dict.fromkeys(("compile_s", "prefill_s", "decode_s"), 0.0)
+        stats |= dict.fromkeys(("prefill_tokens", "decode_steps", "decode_tokens", "row_steps", "busy_row_steps"), 0)
+        stats |= dict.fromkeys(("drafts", "drafts_accepted"), 0)
+        self.results, self.clock = deque(), time.perf_counter()
+        self.lengths = np.zeros(places.count)  # tokens in the cache, summed over decoding steps
+        copied = np.where(places.sources < 0, 0, places.common - places.rows.filled)
+        self.first_tokens = int((places.prompt_lengths - places.rows.filled - copied).sum())  # of the first prompts
+        self.state, self.by_rows = None, NamedSharding(options["mesh"], P("dp"))
+        self.refill = jax.jit(refill, out_shardings=self.by_rows, donate_argnums=0)
+
+    def on_mesh(self, arrays):
+        """A pytree of arrays, copied, since the host goes on writing in its own."""
+        put = jax.make_array_from_callback
+        return jax.tree.map(lambda x: put(x.shape, self.by_rows, lambda index: x[index].copy()), arrays)
+
+    def tick(self, part: str | None = None) -> None:
+        """Adds the time since the last tick to a part of `stats`."""
+        begin, self.clock = self.clock, time.perf_counter()
+        if part:
+            self.stats[part] += self.clock - begin
+
+    def program(self, T: int, b: int):
+        """The program of steps of T tokens, of b rows on each device of dp."""
+        taken = None if T <= FEW else jax.ShapeDtypeStruct((b * self.places.dp,), np.int32, sharding=self.by_rows)
+        arguments = step, self.weights, self.cache, self.state, taken
+        return self.compiled((T, b, self.kind), "decoding" if T <= FEW else "prefill", *arguments, T=T, **self.options)
+
+    def compiled(self, key: tuple, what: str, function: Callable, *arguments, **static):
+        """A program, which is compiled when it is first needed."""
+        if key not in self.programs:
+            jax.block_until_ready(self.state)
+            in_flight = self.places.in_flight
+            self.tick(("prefill_s" if in_flight[-1].prompt_tokens else "decode_s") if in_flight else None)
+            self.progress(f"compiling {what}", 0, 1)
+            self.programs[key] = function.lower(*arguments, **static).compile()
+            multihost_utils.sync_global_devices("compiled")  # the clock should not count others' compilation
+            self.tick("compile_s")
+        return self.programs[key]
+
+    def start(self, T: int, taken: np.ndarray) -> None:
+        """Starts a step of T tokens for the places `taken` on each device of dp."""
+        program = self.program(T, taken.shape[1])
+        arguments = None if T <= FEW else self.on_mesh(taken.astype(np.int32).reshape(-1))
+        given, self.cache = self.cache, None
+        self.places.start(T, taken)
+        given, self.state, result = program(self.weights, given, self.state, arguments)
+        jax.tree.map(lambda x: x.copy_to_host_async(), result)
+        self.results.append(result)
+        self.cache = given
+
+    def update(self) -> None:
+        """Copies what can be copied before the next step, and tells the devices of new rows."""
+        places = self.places
+        if places.has_copies():
+            nothing = Copies(*np.zeros((2, places.batch, 2), bool), *np.zeros((2, places.batch), np.int32))
+            fixed = {name: self.options[name] for name in ("config", "mesh")}
+            arguments = self.cache, self.saved, self.on_mesh(nothing)
+            program = self.compiled(("copy",), "copies", copy, *arguments, **fixed)
+            given, self.cache = self.cache, None
+            copies = places.copies()
+            if copies.keeps.any() or copies.returns.any() or copies.tokens.any():
+                given, self.saved = program(given, self.saved, self.on_mesh(copies))
+            self.cache = given
+        if places.is_new.any():
+            is_new, rows = self.on_mesh((places.is_new, places.rows))
+            self.state = self.refill(self.state, is_new, rows) if self.state else rows
+            places.is_new[:] = False
+
+    def read(self) -> list[Token]:
+        """The tokens of the oldest step that was started."""
+        places, stats = self.places, self.stats
+        after, chosen, logprobs = map(np.asarray, self.results.popleft())
+        prompt_tokens = places.in_flight[0].prompt_tokens
+        self.tick("prefill_s" if prompt_tokens else "decode_s")
+        new = places.read(after, chosen.tolist(), logprobs.tolist())
+        counts = {"prefill_tokens": prompt_tokens}
+        if not prompt_tokens:
+            busy = len({token.row for token in new})
+            counts = {"decode_steps": 1, "decode_tokens": len(new), "row_steps": places.count, "busy_row_steps": busy}
+            counts |= {"drafts": busy * (chosen.shape[1] - 1), "drafts_accepted": len(new) - busy}
+            self.lengths += after[: places.count] - 1
+        for name, n in counts.items():
+            stats[name] += n
+        self.progress("prefill", min(stats["prefill_tokens"], self.first_tokens), self.first_tokens)
+        return new
+
+    def finish(self) -> None:
+        """Waits for steps in flight: no process may leave while others wait for it in a collective."""
+        jax.block_until_ready(self.cache)
+        stats, config = self.stats, self.options["config"]
+        mean_lengths = list(self.lengths / max(stats["decode_steps"], 1))
+        tokens = 1 + stats["drafts"] / max(stats["busy_row_steps"], 1)
+        stats["step_bytes"] = step_bytes(self.weights, self.cache, mean_lengths, config, tokens)
+
+
+def generate(
+    weights: dict,
+    prompts: list[list[int]],
+    config: Config,
+    mesh: Mesh,
+    *,
+    rows: int | None = None,
+    max_new_tokens: int,
+    max_seq_len: int | None = None,
+    stop_tokens: tuple[int, ...] = (),
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    draft: str | None = None,
+    draft_tokens: int = 3,
+    quantize_cache: str | None = None,
+    kept: dict | None = None,
+    preamble: int = 0,
+    stats: dict | None = None,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> Iterator[list[Token]]:
+    """Decodes the prompts, `rows` of them at a time (by default as many as memory holds), and yields the new tokens of
+    each step. When a row ends, the next prompt takes its place: it is read in pieces, while the other rows keep their
+    caches. The first `next` raises InputError for prompts that check_prompts refuses, and for a cache beyond memory.
+
+    A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
+    `max_seq_len` slots (by default as many as the longest row needs). What a row generates does not depend on the
+    others: sampling uses the seed and the row's number in `prompts`, `Token.row`.
+
+    With `draft`, a name in DRAFTS, steps verify `draft_tokens` guesses of each row, fewer than FEW. The tokens are the
+    same, but for rounding where two are as likely. On CPUs a draft costs nearly as much as a token, so there "lookup"
+    verifies drafts only while most rows repeat what they have.
+
+    A prompt that begins like the row before it in its place is read from where they differ. What it shares with another
+    row is copied from there, so what all prompts begin with is read once on each device of dp. `kept`, a dict that is
+    empty at first, takes the places to the next call: so a conversation reads only what is new. It is right too after a
+    call that was broken off. A state does not go back, a ring has forgotten what is far behind: of these a copy is kept
+    where OPENING tokens of the last prompt are left, and a prompt goes on from there, or from all that its place has
+    seen; and one after the first `preamble` tokens, with which other conversations begin too. Without `kept`, states
+    are kept where that saves the next prompts the most.
+
+    The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
+    reads them LOOKAHEAD steps later.
+
+    `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
+    row_steps (places times steps), busy_row_steps (those that gave a token), drafts (verified in these) and
+    drafts_accepted; at the end step_bytes, of a mean decode step. The time from one result to the next is prefill's if
+    the step behind it read a prompt, else decoding's. No time but the first includes compilation.
+    `progress(stage, done, total)` is called before a compilation, and with the tokens that were read of the first
+    prompts.
+    """
+    check_prompts(prompts, config, max_seq_len, max_new_tokens)
+    if not 0 < draft_tokens < FEW:
+        raise InputError(f"draft_tokens {draft_tokens} is not from 1 to {FEW - 1}")
+    longest, dp, drafts = max(map(len, prompts)), mesh.shape["dp"], draft_tokens if draft else 0
+    max_seq_len, keeps = max_seq_len or longest + max_new_tokens - 1, kept is not None  # the last token needs no slot
+    pieces = model.piece_lengths(max_seq_len if keeps else longest, config, mesh)
+
+    def cache_of(batch):
+        slots, dtype = max(max_seq_len, pieces[0]), weights["norm"].dtype
+        return model.abstract_cache(config, mesh, batch, slots, dtype, quantize_cache, drafts)
+
+    of_one = cache_of(dp)  # a row on each device of dp
+    held, kept = model.tokens_held(of_one, config, model.model_shards(mesh)), kept if keeps else {}
+    repeats = len({tuple(prompt[:FEWEST_COPIED]) for prompt in prompts}) < len(prompts)
+    forgetful = [i for i, n in enumerate(held) if (n < max_seq_len if keeps else n == 0 and repeats)]
+    preamble = preamble if forgetful and keeps and preamble >= FEWEST_COPIED else 0
+    copies = 2 if preamble else 1
+    count = rows_at_once(len(prompts), rows, weights, [of_one, *[of_one[i] for i in forgetful] * copies], mesh)
+    batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
+    wanted = cache_of(batch)
+    wanted = wanted, [{i: wanted[i] for i in forgetful}] * copies
+
+    *caches, past, programs = (kept.pop(name, None) for name in ("cache", "saved", "places", "programs"))
+    shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (wanted, caches)]
+    if shapes[0] != shapes[1] or past.max_seq_len != max_seq_len:  # nothing is kept, or it has outgrown its slots
+        caches, past, programs = model.zeros(wanted), None, {}
+    together = jax.tree.leaves(wanted)[0].shape[0] // dp
+    limits = dict(drafts=drafts, seed=seed, max_new_tokens=max_new_tokens, max_seq_len=max_seq_len)
+    limits |= dict(together=together, held=min(held), opening=OPENING if forgetful and keeps else 0, preamble=preamble)
+    places = Places(prompts, count, batch, dp, pieces, **limits, stop_tokens=stop_tokens, past=past)
+    options = dict(config=config, mesh=mesh, draft=draft, drafts=drafts, sampling=sampling, stop_tokens=stop_tokens)
+    stats = {} if stats is None else stats
+    engine = Engine(weights, *caches, programs, places, options, stats, progress)
+    del caches  # the engine has them, and gives their memory to each step
+
+    def verifies():
+        """Whether the next step verifies drafts. All hosts must decide alike: by the tokens, not by a clock."""
+        return draft != "lookup" or mesh.devices.flat[0].platform != "cpu" or places.repeating() >= REPEATING
+
+    try:
+        engine.update()
+        T, taken = places.choose(verifies)
+        engine.program(T, taken.shape[1]), engine.program(1 + drafts * verifies(), batch // dp)
+        progress("prefill", 0, engine.first_tokens)
+        while places.is_busy():
+            if places.has_more() and len(engine.results) <= LOOKAHEAD:
+                engine.start(*places.choose(verifies))
+            else:
+                yield engine.read()
+                places.fill()
+            engine.update()
+        engine.finish()
+    finally:
+        kept |= {"cache": engine.cache, "saved": engine.saved, "places": places, "programs": programs}
+
+
+def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None, max_new_tokens: int) -> None:
+    """Raises InputError for no new tokens, no prompt, and one that is empty, longer than `max_seq_len` or outside the
+    vocabulary; with its answer, beyond `n_positions` of a model that has learned no more."""
+    positions = getattr(config, "n_positions", math.inf)
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens {max_new_tokens} is not at least 1")
+    if not prompts:
+        raise InputError("there is no prompt")
+    for row, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise InputError(f"prompt {row} is empty: it has no tokens")
+        if max_seq_len and len(prompt) > max_seq_len:
+            raise InputError(f"prompt {row} has {len(prompt)} tokens, more than max_seq_len {max_seq_len}; raise it")
+        needed = len(prompt) + max_new_tokens - 1  # the last token needs none
+        if min(needed, max_seq_len or needed) > positions:
+            what = f"prompt {row} and its answer need {needed} positions, more than n_positions {positions}"
+            raise InputError(f"{what}; shorten it, lower max_new_tokens or give max_seq_len {positions}")
+        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+            raise InputError(f"prompt {row} has a token outside the model's vocabulary of {config.vocab_size}")
+
+
+def rows_at_once(prompts: int, wanted: int | None, weights: dict, cache: list, mesh: Mesh) -> int:
+    """How many rows decode at once: `wanted`, by default as many as fit beside the weights and at most BATCH on a
+    device. `cache` is that of a row on each device of dp, with what is kept of it. Raises InputError if the rows do not
+    fit."""
+    dp, memory = mesh.shape["dp"], memory_of(mesh)
+    used, size = model.stored_bytes(weights), model.stored_bytes(cache)
+    fitting = max(1, int((MEMORY_SHARE * memory - used) // size))
+    rows = min(prompts, wanted or min(fitting, BATCH) * dp)
+    if used + ceil_div(rows, dp) * size > memory:
+        what = f"a cache of {rows} rows, {size / dp / 1e9:.3g} GB each"
+        raise InputError(f"no memory for {what}; lower max_new_tokens, max_seq_len or batch_size")
+    return rows
+
+
+def memory_of(mesh: Mesh) -> float:
+    """Bytes of memory of a mesh's devices, infinite if they do not tell. CPUs share the machine's.
+
+    All processes must call it. All get the same result, from the process with the least.
+    """
+    devices = mesh.local_devices
+    if devices[0].platform == "cpu":
+        local = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        local = sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in devices)
+    least = float(np.min(multihost_utils.process_allgather(np.float32(local))))
+    return least * mesh.size / len(devices)
+
+
+def step_bytes(
+    weights: dict, cache: list[LayerCache], lengths: list[float], config: Config, tokens: float = 1.0
+) -> int:
+    """Bytes that a step of so many tokens a row has to read on all devices: all weights, `lengths` slots of the rows.
+    A tied embedding counts, since it is the head too; another one does not, and of that for each layer the rows of the
+    tokens do. Of experts it counts what a uniform router would choose on average."""
+    tokens *= len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
+
+    def read(weight, array):
+        chosen = 1 - (1 - config.num_experts_per_tok / weight.experts) ** tokens if weight.experts else 1
+        return chosen * model.stored_bytes(array)
+
+    total = sum(jax.tree.leaves(jax.tree.map(read, model.weights_of(config), weights)))
+    if "head" in weights:
+        total -= model.stored_bytes(weights["embedding"])
+    if table := weights.get("per_layer_embedding"):
+        total -= model.stored_bytes(table) * max(0, 1 - tokens / table.shape[0])
+    return int(total + model.cache_bytes_read(cache, lengths, config))

@@ -1,0 +1,921 @@
+"""Prompt in, text out: the same program on a laptop, on one GPU, and on every host of a TPU pod.
+
+    python3 main.py                                         # the demo
+    python3 main.py --model_path PATH --prompt "..." "..."  # a Hugging Face checkpoint folder or hub id
+    python3 main.py --model_path PATH --chat                # a conversation
+    python3 main.py --help                                  # all flags
+
+Results go to standard output, from process 0 alone; progress and statistics go to standard error.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import functools
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would advise against running without torch
+if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # an older name, which jax accepts alone
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")  # of a GPU's memory; jax itself would take 0.75
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # or it is ignored
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's exception would wait until a library returns
+if __name__ == "__main__" and sys.stderr is not None and sys.stderr.isatty():  # in a log file, errors stand alone
+    print("importing jax and transformers ...", file=sys.stderr)
+if __name__ == "__main__" and __package__:  # python3 -m llama3.main
+    sys.path.insert(0, os.path.dirname(__file__))
+
+import convert
+import jax
+import model
+import numpy as np
+from convert import Checkpoint, find_checkpoint, load, one_line, progress_bar, read_json, say, users_line
+from generate import DRAFTS, Sampling, Token, check_prompts, generate
+from jax.experimental import multihost_utils
+from model import InputError, mesh_shape
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast, SentencePieceBackend
+
+DEMO = Path(__file__).resolve().parent / "demo"
+PROMPTS_CHARACTERS = 2**28  # a larger --prompts_file, such as /dev/zero, is refused
+LONG_PROMPT = 2**15  # tokens; a shorter prompt is taken whatever max_position_embeddings says, as in transformers
+CHAT_SLOTS = 4096  # of the cache of a conversation at first
+PATIENCE = 30  # seconds of waiting for other processes, before a line says so
+OWN = (  # what may differ between hosts: where things are, and texts, of which the tokens are compared
+    "model_path", "prompt", "prompt_file", "prompts_file", "system", "template_args", "coordinator", "process_id",
+)  # fmt: skip
+
+# Published peak memory bandwidth of a device in GB/s, by the first words of jax's device_kind. Sources: the data sheets
+# of Google Cloud's TPU versions and of NVIDIA's accelerators.
+PEAK_GB_PER_S = {
+    "TPU v4": 1228, "TPU v5 lite": 819, "TPU v5e": 819, "TPU v5": 2765, "TPU v5p": 2765, "TPU v6 lite": 1640,
+    "TPU v6e": 1640, "TPU7x": 7380,
+    "NVIDIA A100-SXM4-40GB": 1555, "NVIDIA A100-SXM4-80GB": 2039, "NVIDIA A100 80GB PCIe": 1935, "NVIDIA L4": 300,
+    "NVIDIA L40S": 864, "NVIDIA H100 PCIe": 2039, "NVIDIA H100 80GB HBM3": 3352, "NVIDIA H200": 4800,
+    "NVIDIA B200": 8000, "NVIDIA GeForce RTX 4090": 1008,
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def parse_arguments():
+    """The command line, each value checked for its range."""
+    parser = convert.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+
+    def number(kind, low, high):
+        def parse(text):
+            with contextlib.suppress(ValueError):
+                if low <= kind(text) <= high:
+                    return kind(text)
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number ({kind.__name__}) from {low} to {high}")
+
+        return parse
+
+    def json_object(text):
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(json.loads(text), dict):
+                return json.loads(text)
+        raise argparse.ArgumentTypeError(f"{text!r:.100} is not a JSON object")
+
+    count = number(int, 1, 2**30)
+    add("--model_path", help="a Hugging Face checkpoint folder, one that convert.py wrote, or a hub id")
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--prompt", nargs="+", help="prompts, decoded as one batch; - is all of standard input")
+    prompts.add_argument("--prompt_file", help="a file that is one prompt, - for standard input")
+    prompts.add_argument("--prompts_file", help="one prompt a line, - for standard input")
+    prompts.add_argument("--chat", action="store_true", help="a conversation")
+    add("--system", help="a system message before each prompt or conversation")
+    add("--template_args", type=json_object, metavar="JSON", help="what else the chat template takes, an object")
+    add("--raw", action="store_true", help="continue the prompt as it is, no chat template")
+    add("--max_new_tokens", type=count, default=128, help="default 128")
+    add("--max_seq_len", type=count, help="cache slots for a sequence, default what prompts and max_new_tokens need")
+    add("--batch_size", type=count, help="rows that decode at once, default as many as memory holds")
+    add("--draft", choices=list(DRAFTS), help="verify guesses: what followed before, or of an extra layer (mtp)")
+    add("--draft_tokens", type=number(int, 1, model.FEW - 1), default=3, help="guesses a step, default 3")
+    add("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16", help="default bfloat16")
+    add("--quantize", choices=["int8", "int4"], help="weights in int8, or in groups of 4 bits")
+    add("--quantize_cache", choices=["int8"], help="KV cache in int8, one scale for each token and head")
+    add("--dp", type=count, help="split the batch into this many parts, default 1")
+    add("--ep", type=count, help="split experts into this many parts, default 1, on TPUs what tp cannot split")
+    add("--tp", type=count, help="split heads and columns into this many parts, default all devices that are left")
+    add("--temperature", type=number(float, 0, 1e6), default=0.0, help="0, the default, takes the most probable token")
+    add("--top_k", type=number(int, 0, math.inf), default=0, help="sample from the K most probable tokens, 0: from all")
+    add("--top_p", type=number(float, 1e-6, 1), default=1.0, help="sample from the top P probability, default 1")
+    add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of the sampling, default 0")
+    add("--output", choices=["text", "json"], default="text", help="default text")
+    add("--logprobs", action="store_true", help="JSON rows carry the log-probability of every generated token")
+    add("--coordinator", metavar="HOST:PORT", help="several hosts, if the cluster does not tell: process 0's address")
+    add("--num_processes", type=number(int, 1, 2**16), help="how many there are")
+    add("--process_id", type=number(int, 0, 2**16), help="which of them this is, from 0")
+    add("--no_compilation_cache", action="store_true", help="do not keep compiled programs for the next run")
+    add("--profile", metavar="DIR", help="write a jax.profiler trace of the decode loop")
+    args = parser.parse_args()
+    for name, value in vars(args).items():
+        if value == "":
+            raise InputError(f"--{name} is empty")
+    if 0 < args.temperature < 1e-6:
+        raise InputError(f"--temperature {args.temperature} is neither 0 nor at least 1e-6")
+    if args.chat and (args.raw or args.output == "json" or args.logprobs or args.profile):
+        what = "leave out --raw, --output json, --logprobs and --profile"
+        raise InputError(f"--chat prints text by the chat template: {what}")
+    if args.raw and (args.system or args.template_args):
+        raise InputError("--system and --template_args are for the chat template, which --raw leaves out")
+    if args.prompt and "-" in args.prompt and len(args.prompt) > 1:
+        raise InputError("--prompt - stands alone, since it is all of standard input")
+    if args.logprobs and args.output == "text":
+        raise InputError("--logprobs is for JSON rows: add --output json")
+    if 0 < (args.coordinator, args.num_processes, args.process_id).count(None) < 3:
+        raise InputError("--coordinator, --num_processes and --process_id go together")
+    if args.coordinator:
+        port = re.fullmatch(r".+:(\d{1,5})", args.coordinator)
+        if not port or not 0 < int(port[1]) < 2**16:
+            raise InputError(f"--coordinator {args.coordinator!r} is not HOST:PORT")
+        if args.process_id >= args.num_processes:
+            raise InputError(f"--process_id {args.process_id} is not below --num_processes {args.num_processes}")
+    return args
+
+
+def read_prompts(args) -> list[str]:
+    """The prompts of the command line, of a file, or of the demo."""
+    if args.prompt and args.prompt != ["-"]:
+        return args.prompt
+    whole = "-" if args.prompt else args.prompt_file  # the file that is one prompt
+    file = whole or args.prompts_file or DEMO / "prompts.txt"
+    try:
+        newline = "" if whole else None  # None: each kind of line end becomes \n
+        with open(0 if file == "-" else file, encoding="utf-8-sig", newline=newline, closefd=file != "-") as f:
+            text = f.read(PROMPTS_CHARACTERS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file}: cannot be read: {one_line(error)}") from error
+    if len(text) > PROMPTS_CHARACTERS:
+        raise InputError(f"{file}: has more than {PROMPTS_CHARACTERS} characters; split it")
+    prompts = [prompt for prompt in ([text.rstrip("\r\n")] if whole else text.split("\n")) if prompt.strip()]
+    if not prompts:
+        raise InputError(f"{file}: has no prompt")
+    return prompts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens
+
+
+def encode(tokenizer, prompts, raw, history=(), template_args=None, remedy="") -> list[list[int]]:
+    """Token ids of each prompt: as a user's message after those of `history`, by a template that takes `template_args`
+    too, or `raw` as it stands. The template's errors end with the `remedy`.
+
+    As in transformers, a special token that is written out in a message becomes that token.
+    """
+    found = []
+    for row, prompt in enumerate(prompts, 1):
+        messages = [*history, {"role": "user", "content": prompt}]
+        if any("\ud800" <= c <= "\udfff" for m in messages for c in m["content"]):  # Python's stand-ins for other bytes
+            raise InputError(f"prompt {row} cannot be encoded: it, or --system, is not in UTF-8")
+        try:
+            if not raw:
+                options = {"add_generation_prompt": True, "tokenize": False}
+                prompt = tokenizer.apply_chat_template(messages, **options, **(template_args or {}))
+            found.append(tokenizer(prompt, add_special_tokens=raw)["input_ids"])
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # from jinja or the template; a tokenizer's panic is no Exception
+            raise InputError(f"prompt {row} cannot be encoded: {one_line(error)}{'' if raw else remedy}") from error
+    return found
+
+
+def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:
+    """Raises InputError for a prompt longer than both LONG_PROMPT and max_position_embeddings: it would take hours, and
+    the model was not trained for it. Released Gemma 3 does not say: it takes 131,072, transformers' default."""
+    context = (raw_config | (raw_config.get("text_config") or {})).get("max_position_embeddings")
+    for row, prompt in enumerate(prompt_tokens, 1):
+        if isinstance(context, int) and len(prompt) > (most := max(LONG_PROMPT, context)):
+            raise InputError(f"prompt {row} has {len(prompt)} tokens, more than {most}; the model takes {context}")
+
+
+def read_stop_tokens(checkpoint: Checkpoint, tokenizer) -> tuple[int, ...]:
+    """What ends an answer: eos_token_id, one or a list, of generation_config.json, of config.json and of the text model
+    in it, and the tokenizer's own end."""
+    file, config = checkpoint.folder / "generation_config.json", checkpoint.raw_config
+    places = [read_json(file) if file.is_file() else {}, config, config.get("text_config") or {}]
+    given = [place.get("eos_token_id") for place in places]
+    given.append(tokenizer.get_vocab().get(tokenizer.eos_token))
+    stop = [token for value in given for token in (value if isinstance(value, list) else [value]) if token is not None]
+    if not all(type(token) is int and 0 <= token < 2**31 for token in stop):
+        raise InputError(f"{checkpoint.folder}: eos_token_id {stop!r} is neither a token id nor a list of them")
+    return tuple(dict.fromkeys(stop))
+
+
+# What a token begins: reasoning, the answer, or a name, which a line or <|message|> ends. A `turn` begins a name
+# wherever it stands. The last token of each row tells by the chat template which row is in use.
+MARKERS = (
+    {"<think>": "reasoning", "</think>": "answer"},  # Qwen3, DeepSeek, GLM, Kimi
+    {"[THINK]": "reasoning", "[/THINK]": "answer"},  # Magistral
+    {"<|channel>": "turn", "<channel|>": "answer"},  # Gemma 4
+    {"<|start|>": "turn", "<|end|>": "turn", "<|message|>": "message", "<|channel|>": "name"},  # gpt-oss
+)
+
+
+def read_markers(tokenizer) -> dict[int | str, str]:
+    """MARKERS by id, of those that the tokenizer's chat template knows. <think> may be no token, but text: then its
+    names stand here themselves."""
+    template, vocab = str(tokenizer.chat_template), tokenizer.get_vocab()
+    rows = [row for row in MARKERS if [*row][-1] in template]
+    found = {vocab[name]: kind for row in rows for name, kind in row.items() if name in vocab}
+    return found or (dict(MARKERS[0]) if MARKERS[0] in rows else {})
+
+
+# Text is split by these patterns before a tiktoken vocabulary is applied; its file does not hold them. Sources: the
+# tokenizer.py of llama4 in Meta's package llama-models; tokenization_kimi.py of Moonshot's releases, in which a run of
+# Chinese characters stands apart, and no slash follows punctuation. transformers splits as Llama 3 does.
+LLAMA4_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KIMI_PATTERN = r"[\p{Han}]+|" + LLAMA4_PATTERN.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"\n/]", r"\n]")
+TIKTOKEN_PATTERNS = {  # by model_type; Moonlight is a deepseek_v3
+    "llama": None, "llama4": LLAMA4_PATTERN, "llama4_text": LLAMA4_PATTERN, "deepseek_v3": KIMI_PATTERN,
+    "kimi_k2": KIMI_PATTERN, "kimi_k25": KIMI_PATTERN,
+}  # fmt: skip
+
+
+def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast | SentencePieceBackend:
+    """The checkpoint's own tokenizer, of the first of the files below. Code beside it (`auto_map`) is never run."""
+    folder, model_type = checkpoint.folder, checkpoint.raw_config["model_type"]
+    template = folder / "chat_template.json"  # which transformers leaves to its processors
+    names = ("tokenizer.json", "merges.txt", "tiktoken.model", "tokenizer.model", "tekken.json")
+    name = next((name for name in names if (folder / name).is_file()), None)
+    if not name:
+        raise InputError(f"{folder}: no tokenizer.json, tokenizer.model, tiktoken.model or tekken.json; download them")
+    try:
+        if name == "tokenizer.json":
+            tokenizer = json_tokenizer(folder)
+        elif name == "merges.txt":  # transformers' checks of the whole config.json refuse releases that model.py reads
+            config = CONFIG_MAPPING[model_type]() if model_type in CONFIG_MAPPING else PreTrainedConfig()
+            config.tokenizer_class = checkpoint.raw_config.get("tokenizer_class")
+            options = {"mistral_format": False, "trust_remote_code": False}
+            tokenizer = AutoTokenizer.from_pretrained(folder, config=config, **options)
+        elif name == "tekken.json":
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, bos_token="<s>", add_bos_token=True)
+        elif re.match(rb"[A-Za-z0-9+/]+=* \d+\s", (folder / name).read_bytes()):
+            tokenizer = tiktoken_tokenizer(checkpoint)
+        else:
+            tokenizer = SentencePieceTokenizer.from_pretrained(folder)
+        if not tokenizer.chat_template and template.is_file():
+            tokenizer.chat_template = read_json(template)["chat_template"]
+        return tokenizer
+    except InputError:
+        raise
+    except Exception as error:  # a damaged file can raise almost anything
+        what = f"{type(error).__name__}: {one_line(error)}"
+        raise InputError(f"{folder}: the tokenizer cannot be loaded ({what}); download its files again") from error
+
+
+def json_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """tokenizer.json as it stands. transformers reads the template and the names of special tokens, and no more: its
+    class for the model, and tokenizer_config.json, would change what the file does to text."""
+    options = {"clean_up_tokenization_spaces": False, "split_special_tokens": False}
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, tokenizer_object=Tokenizer(models.BPE()), **options)
+    file = tokenizer._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for i, token in sorted(tokenizer.init_kwargs["added_tokens_decoder"].items()):  # a fine-tune's, of other files
+        if file.token_to_id(token.content) is file.id_to_token(i) is None and i == len(tokenizer):
+            file.add_tokens([token])
+    return tokenizer
+
+
+def tiktoken_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
+    """A tokenizer from a tiktoken vocabulary, whose file has neither the special tokens nor the splitting pattern."""
+    folder, model_type = checkpoint.folder, checkpoint.raw_config["model_type"]
+    if model_type not in TIKTOKEN_PATTERNS:
+        raise InputError(f"{folder}: how a {model_type} splits text for tiktoken is not known; give its tokenizer.json")
+    file = folder / "tokenizer_config.json"
+    special = read_json(file).get("added_tokens_decoder") if file.is_file() else None
+    if not special:
+        raise InputError(f"{folder}: tokenizer_config.json has no added_tokens_decoder, the special tokens of tiktoken")
+    if max(map(int, special)) >= checkpoint.config.vocab_size:
+        raise InputError(f"{folder}: added_tokens_decoder of tokenizer_config.json has an id beyond vocab_size")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    if pattern := TIKTOKEN_PATTERNS[model_type]:
+        tokenizer.backend_tokenizer.pre_tokenizer[0] = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return tokenizer
+
+
+class SentencePieceTokenizer(SentencePieceBackend):
+    """A sentencepiece model, run by sentencepiece itself.
+
+    transformers 5.23 would convert it to a tokenizer that merges runs of spaces in another order and, if the model
+    normalizes text, loses accents.
+    """
+
+    def __init__(self, add_bos_token=True, add_eos_token=False, add_prefix_space=None, legacy=True, **settings):
+        from sentencepiece import SentencePieceProcessor  # here, since most checkpoints do without
+
+        sp = SentencePieceProcessor(model_file=settings["vocab_file"])
+        for name, index in {"bos": sp.bos_id(), "eos": sp.eos_id(), "unk": sp.unk_id()}.items():
+            settings.setdefault(f"{name}_token", sp.id_to_piece(index) if index >= 0 else None)
+        added = [name for name, is_added in (("bos", add_bos_token), ("eos", add_eos_token)) if is_added]
+        pattern = "_".join(name for name in added if settings[f"{name}_token"]) or "none"
+        # The model's prefix is a space. If `legacy`, it also follows each special token; else it only begins the text.
+        self.has_prefix = add_prefix_space is not False and sp.encode("a", out_type=str)[0].startswith("▁")
+        legacy = legacy is not False and self.has_prefix
+        super().__init__(legacy=legacy, special_tokens_pattern=pattern, **settings)
+        self.add_tokens([sp.id_to_piece(i) for i in range(len(sp)) if sp.is_control(i)], special_tokens=True)
+
+    def tokenize(self, text, **options):
+        """The pieces of a text, with the prefix that the base class leaves out if the tokenizer is not `legacy`."""
+        if self.legacy or not self.has_prefix or not text:
+            return super().tokenize(text, **options)
+        tokens = super().tokenize("▁" + text.replace("▁", " "), **options)
+        is_before_special = len(tokens) > 1 and tokens[0] == "▁" and tokens[1] in self.added_tokens_encoder
+        return tokens[1:] if is_before_special else tokens
+
+    def _convert_id_to_token(self, index):
+        """The piece of an id. Empty for an id beyond the vocabulary, which a padded output head can yield."""
+        return super()._convert_id_to_token(index) if index < self.vocab_size else ""
+
+    def convert_tokens_to_string(self, tokens):
+        """Text of pieces, bytes among them, and of added tokens, which sentencepiece does not know."""
+        text = ""
+        for is_added, some in itertools.groupby(filter(None, tokens), lambda token: token in self.added_tokens_encoder):
+            text += "".join(some) if is_added else self.sp_model.decode(list(some))
+        return text if self.legacy or not self.has_prefix else text.removeprefix(" ")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What people see
+
+
+@functools.cache
+def say_devices() -> None:
+    """Says what the program runs on, at the first call alone. If there is more in the machine, jax has said why."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        name = jax.config.jax_platforms
+        say(f"{os.cpu_count()} CPU cores{f', as JAX_PLATFORMS={name} says' if name else ': jax found no GPU or TPU'}")
+    else:
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+        say(f"{jax.device_count()} x {device.device_kind}" + (f", {memory / 2**30:.0f} GiB" if memory else ""))
+
+
+class Progress:
+    """Reports on standard error what takes time before the first text: each compilation, and prefill as a bar. Calls
+    `check` each time."""
+
+    def __init__(self, check=lambda: None):
+        self.check, self.is_over = check, False
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        self.check()
+        say_devices()
+        if stage == "prefill":
+            if done == 0:
+                self.bar = progress_bar(total=total, desc="prefill", unit=" tokens", delay=0)
+            self.bar.update(done - self.bar.n)
+            if done == total:
+                self.bar.close()
+                self.is_over = True
+        elif not self.is_over:
+            say(f"{stage} ...")
+
+
+class Part:
+    """Tokens of one kind in an answer, and their text as it comes. New tokens are decoded together with those given out
+    last, on which their spaces may depend; an incomplete character waits for its other tokens."""
+
+    def __init__(self, tokenizer, kind: str):
+        self.tokenizer, self.kind, self.ids = tokenizer, kind, []
+        self.context = self.given = 0  # where those given out last begin and end
+
+    def text(self, first: int = 0, end: int | None = None) -> str:
+        return self.tokenizer.decode(self.ids[first:end])
+
+    def new_text(self, is_whole: bool) -> str:
+        """What was not given out yet; all of it if the part `is_whole`."""
+        if self.given == len(self.ids):
+            return ""
+        before, text = self.text(self.context, self.given), self.text(self.context)
+        is_byte = re.fullmatch("<0x..>", self.tokenizer.convert_ids_to_tokens(self.ids[-1]))
+        if not is_whole and (is_byte or text.endswith("\ufffd")):
+            return ""
+        self.context, self.given = self.given, len(self.ids)
+        return text[len(before) :]
+
+
+class Answer:
+    """A row's tokens, and its parts one after another: reasoning, answer, or the name of a channel. `markers`, those of
+    read_markers, begin them, also at the end of the prompt; `hidden` tokens have no text."""
+
+    def __init__(self, tokenizer, markers: dict, hidden: set[int], heading: str, prompt_tokens: list[int]):
+        self.tokenizer, self.markers, self.hidden, self.heading = tokenizer, markers, hidden, heading
+        self.tokens, self.steps, self.finish_reason = [], 0, None  # steps: in which the row got tokens
+        self.parts, self.printed = [Part(tokenizer, "answer")], None  # printed: the part that was printed last
+        self.is_begun = tokenizer.decode(prompt_tokens[-8:]).rstrip().endswith("<think>")
+        end = [i for i in prompt_tokens[-8:] if tokenizer.decode([i]).strip()]
+        if end and end[-1] in markers:  # the prompt begins a part, and may name it
+            names = [n for n, i in enumerate(end) if markers.get(i) in ("turn", "name")]
+            for i in end[max(names, default=-1) :]:
+                self.step(i)
+            del self.parts[:-1]
+
+    def add(self, token: Token) -> None:
+        self.tokens.append(token)
+        self.finish_reason = token.finish_reason
+        if token.finish_reason != "stop":  # a stop token has no text, whether the tokenizer calls it special or not
+            self.step(token.id)
+
+    def step(self, i: int) -> None:
+        """A token begins a part, or has text in the last one, or none."""
+        part, begun = self.parts[-1], self.markers.get(i)
+        is_within = begun and part.kind != "name" and begun != "turn" and (part.kind, begun) != ("reasoning", "answer")
+        # An answer about these words has them as words, once it has others, or was begun by </think>.
+        is_word = is_within and (part.text().strip() or (begun == part.kind and len(self.parts) > 1))
+        if begun and not is_word:
+            if begun == "message":  # channels are analysis, commentary and final
+                begun = "answer" if part.text().startswith("final") else "reasoning"
+            self.parts.append(Part(self.tokenizer, "name" if begun == "turn" else begun))
+        elif is_word or (i not in self.hidden and self.tokenizer.convert_ids_to_tokens(i)):
+            part.ids.append(i)
+            if part.kind == "name" and "\n" in part.text():
+                self.parts.append(Part(self.tokenizer, "reasoning"))
+
+    def new_text(self) -> str:
+        """What was not given out yet, the reasoning under a heading."""
+        new, self.heading = self.heading, ""
+        for part in self.parts:
+            text = part.new_text(part is not self.parts[-1] or self.finish_reason is not None)
+            if self.markers and part is not self.printed:
+                text = text.lstrip("\n")
+            if text and part.kind != "name":
+                if part is not self.printed:
+                    is_other = part.kind != (self.printed.kind if self.printed else "answer")
+                    new += "\n" * bool(self.printed and (is_other or part.kind == "reasoning"))
+                    new += f"[{part.kind}]\n" * is_other
+                new, self.printed = new + text, part
+        return new + "\n" * bool(self.finish_reason)
+
+    def text(self, kind: str = "answer") -> str:
+        """The whole answer, or the reasoning."""
+        texts = [part.text() for part in self.parts if part.kind == kind]
+        if "<think>" in self.markers:  # all is one part
+            text = self.parts[0].text()
+            thought, _, said = text.lstrip().removeprefix("<think>").partition("</think>")
+            is_thought = self.is_begun or text.lstrip().startswith("<think>")
+            texts = [thought if kind == "reasoning" else said] if is_thought else [text] * (kind == "answer")
+        if kind == "reasoning":
+            return "\n".join(text.strip("\n") for text in texts)
+        return "".join(texts).lstrip("\n") if self.markers else texts[0]
+
+    def message(self) -> dict | None:
+        """The answer as a message for the chat template, None if there is none. A template that knows of no
+        reasoning_content takes thoughts out of the text itself."""
+        said, reasoning = self.text(), self.text("reasoning")
+        template = str(self.tokenizer.chat_template)
+        if not said.strip():
+            return None
+        if "</think>" in template and "reasoning_content" not in template:
+            ids = [token.id for token in self.tokens if token.finish_reason != "stop"]
+            said = self.tokenizer.decode([i for i in ids if i in self.markers or i not in self.hidden])
+        thoughts = dict.fromkeys(("reasoning_content", "thinking"), reasoning) if self.markers else {}
+        return {"role": "assistant", "content": said} | thoughts
+
+
+class Results:
+    """Collects generated tokens and prints the rows in order: text as it comes, JSON when a row is finished."""
+
+    def __init__(self, args, tokenizer, prompts, prompt_tokens, markers):
+        self.args, self.prompts, self.prompt_tokens = args, prompts, prompt_tokens
+        special = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+        hidden = {*tokenizer.all_special_ids, *special}  # named in tokenizer_config.json, or flagged in the file
+        headings = [f"> {prompt}\n" if len(prompts) > 1 else "" for prompt in prompts]
+        self.answers = [Answer(tokenizer, markers, hidden, *row) for row in zip(headings, prompt_tokens)]
+        self.current = 0  # the first row that is not printed whole
+
+    def add(self, tokens: list[Token]) -> None:
+        """Takes the tokens of one step and prints what can be printed."""
+        for token in tokens:
+            if not math.isfinite(token.logprob):
+                raise InputError("the model's numbers are not finite: damaged weights, or try --dtype float32")
+            self.answers[token.row].add(token)
+        for row in {token.row for token in tokens}:
+            self.answers[row].steps += 1
+        while self.current < len(self.answers) and self.print_row(self.current):
+            self.current += 1
+
+    def print_row(self, row: int) -> str | None:
+        """Prints what is new of a row. Returns its finish_reason."""
+        answer = self.answers[row]
+        if self.args.output == "text":
+            write(answer.new_text())
+        elif answer.finish_reason:
+            write(json.dumps(self.json_row(row, answer)) + "\n")
+        return answer.finish_reason
+
+    def json_row(self, row: int, answer: Answer) -> dict:
+        reasoning = {"reasoning": answer.text("reasoning")} if answer.markers else {}
+        line = {"prompt": self.prompts[row], "text": answer.text(), **reasoning}
+        line |= {"prompt_tokens": self.prompt_tokens[row], "tokens": [token.id for token in answer.tokens]}
+        if self.args.logprobs:
+            line["logprobs"] = [token.logprob for token in answer.tokens]
+        if self.args.draft:  # the first token is prefill's
+            line["tokens_per_step"] = (len(answer.tokens) - 1) / (answer.steps - 1) if answer.steps > 1 else None
+        return line | {"finish_reason": answer.finish_reason}
+
+    def break_off(self) -> None:
+        """Prints the finished rows that were waiting for an unfinished one."""
+        if self.args.output == "text":
+            write("\n")
+        for row in range(self.current + 1, len(self.answers)):
+            if self.answers[row].finish_reason:
+                self.print_row(row)
+
+    def note_cut(self) -> None:
+        """Says on standard error which answers were cut, and by which flag."""
+        cut = [len(answer.tokens) for answer in self.answers if answer.finish_reason == "length"]
+        by_tokens = cut.count(self.args.max_new_tokens)
+        for flag, count in {"max_new_tokens": by_tokens, "max_seq_len": len(cut) - by_tokens}.items():
+            what = f"{count} of {len(self.answers)} answers" if len(self.answers) > 1 else "the answer"
+            if count:
+                say(f"note: {what} ended at --{flag} {getattr(self.args, flag)}")
+
+
+def write(text: str) -> None:
+    """To standard output at once."""
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or closing it would fail once more
+        raise OSError(f"standard output cannot be written: {one_line(error)}") from error
+
+
+def published(figures: dict[str, float], device_kind: str) -> float | None:
+    """The figure of the longest name that begins `device_kind`; None if there is none, or for a part of a GPU."""
+    kinds = [kind for kind in figures if re.match(rf"{kind}\b(?!.* MIG )", device_kind)]
+    return figures[max(kinds, key=len)] if kinds else None
+
+
+def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
+    """The line of statistics; null where nothing was decoded or a peak is unknown.
+
+    No rate includes compilation. (With --quantize, `load_s` includes compiling the rounding, 0.1 s a shape.)
+    """
+
+    def ratio(part, whole):
+        return measured[part] / measured[whole] if measured[whole] else None
+
+    device, steps_per_s = mesh.devices.flat[0], ratio("decode_steps", "decode_s") or None
+    bandwidth = steps_per_s and measured["step_bytes"] * steps_per_s / 1e9
+    peak = published(PEAK_GB_PER_S, device.device_kind)
+    peak_bytes = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices())
+    if not peak_bytes:  # on CPUs, that of the process; getrusage gives KiB, on macOS bytes
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {
+        "model_type": raw_config["model_type"],
+        "devices": mesh.size,
+        "platform": device.platform,
+        "mesh": dict(mesh.shape),
+        "load_s": load_s,
+        "compile_s": measured["compile_s"],
+        "prefill_s": measured["prefill_s"],
+        "prefill_tokens_per_s": ratio("prefill_tokens", "prefill_s"),
+        "decode_steps_per_s": steps_per_s,
+        "decode_tokens_per_s": steps_per_s and ratio("decode_tokens", "decode_s"),
+        "rows_busy": ratio("busy_row_steps", "row_steps"),
+        "tokens_per_step": ratio("decode_tokens", "busy_row_steps"),
+        "drafts_accepted": ratio("drafts_accepted", "drafts"),
+        "step_bytes": measured["step_bytes"],
+        "bandwidth_gb_per_s": bandwidth,
+        "bandwidth_utilization": bandwidth and peak and bandwidth / (peak * mesh.size),
+        "peak_memory_gb": peak_bytes / 1e9,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several hosts
+#
+# Each host runs one process of this program, which drives that host's devices. jax.distributed joins the processes, and
+# if one is missing, is killed or hangs, ends the others with messages of its own.
+
+
+def is_lone_tpu_host() -> bool:
+    """Whether a TPU host is alone: the variables of GKE, Kaggle and Colab name one host; or there are none, and no
+    metadata server of Google Cloud, which all hosts of a pod have. jax would take Kaggle's `local` for the name of
+    another host, and wait a minute for each answer of the server."""
+    given = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
+    if "TPU_PROCESS_ADDRESSES_PATH" in os.environ or "MEGASCALE_COORDINATOR_ADDRESS" in os.environ:
+        return False
+    if given or "TPU_SKIP_MDS_QUERY" in os.environ:
+        return "," not in (given or "")
+    host, _, port = os.environ.get("GCE_METADATA_IP", "metadata.google.internal").partition(":")
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port or 80)), timeout=6):
+        return False
+    return True
+
+
+def join_hosts(args) -> None:
+    """Joins the processes of this run: those that the flags name, or that jax finds in a TPU pod, Slurm or Open MPI."""
+    jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, and do nothing with it
+    # For Slurm, a job step counts: sbatch and salloc set SLURM_NTASKS, too, but start one process.
+    counts = [os.environ.get(name, "1") for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")]
+    is_launched = args.coordinator or counts != ["1", "1"]
+    has_tpu = os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")
+    if not is_launched and (not has_tpu or is_lone_tpu_host()):
+        return
+    # Under Slurm and Open MPI, jax gives each process one GPU. A process that is alone on its host gets all of them.
+    local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    devices = [] if local.partition("(")[0] == "1" else None  # no restriction; Slurm writes 1(x2) for two hosts of one
+    # jax gives up after 300 s, but its last try to connect can wait forever: what is left of its time may round to 0
+    # ms, which means no limit.
+    faulthandler.dump_traceback_later(360, exit=True, file=2)
+    try:
+        with patience(f"all {args.num_processes} processes" if args.num_processes else "all hosts"):
+            for tries_left in (2, 1, 0):
+                try:
+                    jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, devices)
+                    break
+                except OSError:  # a lost connection to the metadata server of a TPU, which jax does not try again
+                    if not tries_left:
+                        raise
+                    time.sleep(1)
+    except Exception as error:  # each way of finding the hosts fails with exceptions of its own
+        if isinstance(error, ValueError) and not is_launched:  # jax knows no cluster: a TPU host that is alone
+            return
+        remedy = "see --coordinator, --num_processes and --process_id"
+        raise InputError(f"jax does not find the other hosts ({one_line(error)}): {remedy}") from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@contextlib.contextmanager
+def patience(who: str):
+    """Says every PATIENCE seconds for whom it waits and how long, so that nobody believes it hangs."""
+    is_over, begin = threading.Event(), time.monotonic()
+
+    def remind():
+        while not is_over.wait(PATIENCE):
+            print(f"waiting for {who}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+
+    threading.Thread(target=remind, daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The program
+
+
+def enable_compilation_cache() -> None:
+    """Keeps up to 4 GiB of compiled programs for the next run, in the user's cache folder. If that cannot be written,
+    jax says so and goes on. Where JAX_COMPILATION_CACHE_DIR is set, jax's own variables decide. Several processes need
+    it, a folder of all hosts: process 0 alone writes, and GPUs that compile would wait for one that reads."""
+    if not jax.config.jax_compilation_cache_dir and jax.process_count() == 1:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "open-llms-in-jax")
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", 4 * 2**30)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+class Inputs(NamedTuple):
+    """Everything that is read before the weights are loaded."""
+
+    checkpoint: Checkpoint
+    tokenizer: PreTrainedTokenizerFast | SentencePieceBackend
+    system: list[dict]  # what stands before each prompt or conversation
+    prompts: list[str]
+    prompt_tokens: list[list[int]]
+    stop_tokens: tuple[int, ...]
+    markers: dict[int | str, str]
+    mesh: jax.sharding.Mesh
+
+
+def read_inputs(args) -> Inputs:
+    """Reads and checks everything but the weights, so that mistakes are reported before the long wait."""
+    folder = find_checkpoint(args.model_path or str(DEMO), extra_layer=args.draft == "mtp")
+    prompts = ["Hello", "?"] if args.chat else read_prompts(args)  # of a chat, to try its template
+    checkpoint = convert.open_checkpoint(folder, extra_layer=args.draft == "mtp")
+    config = checkpoint.config
+    if args.draft == "mtp" and not config.uses_extra_layer:
+        raise InputError(f"{folder}: no layer of multi-token prediction for --draft mtp; try --draft lookup")
+    tokenizer = read_tokenizer(checkpoint)
+    if args.chat and not tokenizer.chat_template:
+        raise InputError(f"{folder}: --chat needs a chat template, and its tokenizer has none")
+    is_raw = args.raw or not tokenizer.chat_template
+    if is_raw and (args.system or args.template_args):
+        raise InputError(f"{folder}: its tokenizer has no chat template for --system or --template_args")
+    remedy = "" if args.chat or args.system or args.template_args else "; --raw leaves the template out"
+    system = [{"role": "system", "content": args.system}] if args.system else []
+    prompt_tokens = encode(tokenizer, prompts, is_raw, system, args.template_args, remedy)
+    for row, ids in enumerate(prompt_tokens, 1):
+        if is_raw and ids[:2] == [tokenizer.bos_token_id] * 2:
+            del ids[0]
+            say(f"note: prompt {row} begins with {tokenizer.bos_token}, and gets no other")
+    check_prompts(prompt_tokens, config, args.max_seq_len, args.max_new_tokens)
+    check_context(prompt_tokens, checkpoint.raw_config)
+    weights = model.in_format(checkpoint.weights, args.quantize)
+    mesh = model.make_mesh(*mesh_shape(weights, jax.devices(), args.dp, args.ep, args.tp))
+    if args.profile:
+        Path(args.profile, "plugins", "profile").mkdir(parents=True, exist_ok=True)  # as jax does, but at the end
+    stop_tokens, markers = read_stop_tokens(checkpoint, tokenizer), {} if is_raw else read_markers(tokenizer)
+    return Inputs(checkpoint, tokenizer, system, prompts, prompt_tokens, stop_tokens, markers, mesh)
+
+
+def read_together(args) -> Inputs:
+    """read_inputs(args), of all processes, which all call this. If it raises an error that the user can mend in one of
+    them, or one has another version of jax, other flags, prompts or checkpoint, all raise the same InputError."""
+    if jax.process_count() == 1:
+        return read_inputs(args)
+    inputs, line, facts = None, None, {"jax": jax.__version__}
+    try:
+        inputs = read_inputs(args)
+        facts |= {f"--{name}": value for name, value in vars(args).items() if name not in OWN}
+        facts["another checkpoint, SHA-256"] = convert.fingerprint(inputs.checkpoint)
+        facts["other prompts, SHA-256"] = hashlib.sha256(json.dumps(inputs.prompt_tokens).encode()).hexdigest()
+    except Exception as error:
+        if not (line := users_line(error)):
+            raise
+    name = f"process {jax.process_index()} ({socket.gethostname()}, pid {os.getpid()})"
+    text = json.dumps({"name": name, "error": line, "facts": facts})
+    sent = np.frombuffer(text.encode().ljust(2**16), np.uint8)  # as long as the others': JSON allows spaces
+    with patience(f"all {jax.process_count()} processes"):
+        said = [json.loads(bytes(row)) for row in multihost_utils.process_allgather(sent)]
+    wanted = said[0]["facts"]
+    for one in said:
+        if one["error"]:
+            raise InputError(f"{one['name']}: {one['error']}")
+        for fact, value in one["facts"].items():
+            if value != wanted[fact]:
+                raise InputError(f"{one['name']} has {fact} {value}, process 0 has {wanted[fact]}: give all the same")
+    return inputs
+
+
+def main() -> None:
+    """Loads the checkpoint, decodes the prompts, prints results and statistics. All processes do the same."""
+    args = parse_arguments()
+    if sys.stdout is None or (args.chat and sys.stdin is None):
+        raise InputError(f"standard {'output' if sys.stdout is None else 'input'} is closed")
+    join_hosts(args)
+    convert.find_devices()
+    if args.no_compilation_cache:  # JAX_COMPILATION_CACHE_DIR may name one
+        jax.config.update("jax_enable_compilation_cache", False)
+    else:
+        enable_compilation_cache()
+    processes = jax.process_count()
+    if processes > 1:  # process 0 alone prints results; what libraries print goes to standard error
+        results = os.dup(1) if jax.process_index() == 0 else os.open(os.devnull, os.O_WRONLY)
+        sys.stdout = os.fdopen(results, "w", encoding="utf-8", errors="backslashreplace")
+        os.dup2(2, 1)
+        if args.chat:
+            raise InputError(f"--chat needs one process alone, and there are {processes}")
+        say(f"{jax.device_count()} devices of {processes} processes")
+    inputs = read_together(args)
+    if sum(file.stat().st_size for file in inputs.checkpoint.folder.glob("*.safetensors")) > 1e8:  # it takes a while
+        say_devices()
+    begin = time.perf_counter()
+    weights = jax.block_until_ready(load(inputs.checkpoint, inputs.mesh, args.dtype, args.quantize))
+    load_s = time.perf_counter() - begin
+    if not inputs.tokenizer.chat_template and not args.raw:
+        say("note: this tokenizer has no chat template; the prompts are continued as they are")
+    options = {"max_new_tokens": args.max_new_tokens, "rows": args.batch_size, "seed": args.seed}
+    options |= {"quantize_cache": args.quantize_cache, "stop_tokens": inputs.stop_tokens, "progress": Progress()}
+    options |= {"draft": args.draft, "draft_tokens": args.draft_tokens}
+    options["sampling"] = Sampling(args.temperature, args.top_k, args.top_p)
+    generation = functools.partial(generate, weights, config=inputs.checkpoint.config, mesh=inputs.mesh, **options)
+    measured = chat(args, inputs, generation) if args.chat else answer(args, inputs, generation)
+    if not measured:
+        return
+    stats = statistics(inputs.checkpoint.raw_config, inputs.mesh, load_s, measured)
+    if args.output == "json":
+        write(json.dumps({"stats": stats}) + "\n")
+    else:
+        rounded = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in stats.items()}
+        say(f"stats: {json.dumps(rounded)}")
+
+
+@contextlib.contextmanager
+def interrupts_noted():
+    """Within it Ctrl-C raises nothing, since jax turns an exception amid its own callbacks into another. What is
+    yielded raises KeyboardInterrupt if there was one."""
+    noted, before = [], signal.getsignal(signal.SIGINT)
+
+    def check():
+        if noted:
+            raise KeyboardInterrupt
+
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: noted.append(True))
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def answer(args, inputs: Inputs, generation) -> dict:
+    """Decodes the prompts and prints the results. Returns what was measured."""
+    measured = {}
+    results = Results(args, inputs.tokenizer, inputs.prompts, inputs.prompt_tokens, inputs.markers)
+    steps = generation(inputs.prompt_tokens, max_seq_len=args.max_seq_len, stats=measured)
+    results.add(next(steps))  # the first token is prefill's, what follows is the decode loop
+    shows_rows = args.output == "json" and not sys.stdout.isatty()  # they appear when they are finished
+    bar = progress_bar(is_shown=shows_rows, total=len(results.answers), desc="decoding", unit=" rows")
+    try:
+        profiler = jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext()
+        with interrupts_noted() as check, profiler:
+            for tokens in steps:
+                results.add(tokens)
+                bar.update(sum(token.finish_reason is not None for token in tokens))
+                check()
+    except KeyboardInterrupt:
+        results.break_off()
+        raise
+    bar.close()
+    results.note_cut()
+    return measured
+
+
+def read_line(prompt: str) -> str:
+    """input(prompt). The first Ctrl-C within it raises KeyboardInterrupt, and later ones do nothing: one that comes as
+    the first is handled would end the chat."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        return input(prompt)
+
+    def interrupt(*_):
+        signal.signal(signal.SIGINT, lambda *_: None)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    line = input(prompt)
+    signal.signal(signal.SIGINT, lambda *_: None)
+    return line
+
+
+def chat(args, inputs: Inputs, generation) -> dict:
+    """A conversation: each line of input is a message, and the model answers it in the light of all before it. Returns
+    what was measured of the last answer.
+
+    A thought without an answer is forgotten, with its question. The cache is kept, and a message is read from where its
+    conversation differs from what is there. A conversation that outgrows CHAT_SLOTS is read again, into twice as many:
+    programs are compiled for a number of slots.
+    """
+    # Any line end, a file's mark of its encoding; what is not in UTF-8 is refused by encode.
+    sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401, input() then edits lines of any length
+    say("chat: /reset starts anew, Ctrl-C stops an answer, /exit or end of file ends")
+    history, measured, kept, results, end = inputs.system, {}, {}, None, ""
+    is_shown = sys.stdin.isatty() and sys.stdout.isatty()
+    # How many tokens every conversation begins with.
+    preamble = next((i for i, pair in enumerate(zip(*inputs.prompt_tokens)) if len({*pair}) > 1), 0)
+    while True:
+        try:
+            write(end)
+            end = ""
+            if results and (message := results.answers[0].message()):
+                history = [*history, {"role": "user", "content": results.prompts[0]}, message]
+            results = None
+            text = read_line("> " if is_shown else "")
+            if text.strip() == "/exit":
+                return measured
+            if text.strip() in ("", "/reset"):
+                history = inputs.system if text.strip() else history
+                continue
+            prompt_tokens = encode(inputs.tokenizer, [text], False, history, args.template_args)
+            check_context(prompt_tokens, inputs.checkpoint.raw_config)
+            results = Results(args, inputs.tokenizer, [text], prompt_tokens, inputs.markers)
+            slots = max(CHAT_SLOTS, model.power_of_two(len(prompt_tokens[0]) + args.max_new_tokens - 1))
+            slots, of_turn = min(slots, args.max_seq_len or slots), {}
+            with interrupts_noted() as check:
+                of_chat = {"max_seq_len": slots, "kept": kept, "preamble": preamble}
+                for tokens in generation(prompt_tokens, **of_chat, stats=of_turn, progress=Progress(check)):
+                    results.add(tokens)
+                    check()
+            measured = of_turn
+            results.note_cut()
+        except KeyboardInterrupt:
+            end = "\n"
+        except EOFError:
+            write("\n" if is_shown else "")
+            return measured
+        except InputError as error:
+            results = None
+            say(f"error: {users_line(error)}; /reset forgets the conversation")
+
+
+if __name__ == "__main__":
+    if sys.stdout is not None:  # closed by the shell
+        sys.stdout.reconfigure(errors="backslashreplace")  # whatever the terminal's encoding, an answer appears
+    convert.run(main)

@@ -1,0 +1,2244 @@
+"""GLM-5 inference in JAX: the whole model in one file.
+
+It covers `GlmMoeDsaForCausalLM` of transformers: GLM-5, 5.1 and 5.2. Their layer of multi-token prediction is loaded to
+draft tokens alone. The file has two parts. "The model" is what makes this a GLM-5: its configuration, its weights, its
+layers. "Running it" is the rest in plain JAX: sharding, attention over the cache, int8. The latter consists of blocks:
+each is the same text in every model that has it. The file needs only jax and numpy. generate.py decodes with it, and
+fast.py, the appendix, makes it fast on each machine.
+
+Differs from deepseek in: `Config`, `weights_of` and `route`, whose router has sigmoids and a bias in every model;
+`attention` and `forward`, since layers share what an indexer has chosen. Differs from llama3 in: `attention` and the
+cache, which are latent; `indexer`, with the block "Choosing keys"; `feed_forward`, which has experts in most layers,
+with `mlp`, `route`, `weighed` and `activation`; and `predict`, with the block "Multi-token prediction".
+
+    config = Config.from_dict(json.loads(Path("config.json").read_text()))
+    mesh = make_mesh(tp=jax.device_count())
+    weights = ...  # the pytree that abstract_weights(config, mesh, dtype) describes; convert.load reads one
+    for tokens in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):  # of generate.py
+        ...
+
+Latent attention (DeepSeek-AI 2024, "DeepSeek-V2"). The cache holds two vectors for each token, which all heads share:
+a latent c and a rotary key r. The key of a head is (k_b c, r), and its value is v_b c, where k_b and v_b are the head's
+own matrices. Long pieces compute these keys and values. Few tokens do not: q . (k_b c) = (q k_b) . c, so it multiplies
+the query by k_b, attends to the latents themselves, and multiplies their weighted sum by v_b.
+
+Some words of JAX. A pytree is nested dicts, lists and tuples of arrays; jax.tree.map applies a function to each array.
+Arrays never change: code that stores something returns a new array. A donated argument gives its memory to the result.
+jit compiles a function once for each set of shapes, and for each value of its static arguments. Inside it, an array is
+traced: it has a shape and a dtype, but no values yet. A ShapeDtypeStruct is an array's shape, dtype and sharding
+without the array. A mesh names the axes of a grid of devices, and a PartitionSpec (P) says which of them splits which
+dimension of an array. Under shard_map, code sees this device's part of each array. A collective acts among the devices
+along the axes that it names: psum adds their arrays (an all-reduce), all_gather stacks them or, with tiled=True,
+concatenates them. axis_index is the place of this device along such axes.
+
+Parallelism. A mesh of devices has three axes. `dp` splits the batch. `ep` splits the experts, and `tp` the intermediate
+dimension of each. Both together split all other matrices but the router: attention by heads, and MLPs by their
+intermediate dimension (Shoeybi et al. 2019, "Megatron-LM"). All device code runs under `jax.shard_map`, and devices
+exchange nothing except in the collectives that the code spells out. A decode step has one `psum` in the embedding and
+two `all_gather` for the next token, and as many for each draft of the extra layer; each layer has two psums, in
+`summed`, and an all_gather of the outputs of `qkv_a`. In prefill the devices along ep divide the tokens of the residual
+stream (see `divide_tokens`). The cache has no heads to split: each device holds some of its rows and some of their
+tokens. Long pieces collect them in blocks; steps of few tokens exchange queries and outputs (see `exchange`).
+
+Dimension letters, in shapes and einsums. Under shard_map B, N, F, E and V are the sizes on one device.
+
+    B  rows of the batch         D  hidden_size           V  vocab_size
+    T  tokens of a row           N  num_attention_heads   F  intermediate_size, or moe_intermediate_size
+    C  any contracted dimension  Q  q_lora_rank           X  devices that share a layer, ep x tp
+    O  any output dimension      L  kv_lora_rank          R  devices that share a cache
+    E  n_routed_experts          H  qk_nope_head_dim      U  qk_rope_head_dim
+    k  num_experts_per_tok       W  v_head_dim
+    A, M  queries of a kv head are A x M: 1 x all of them for few tokens, query heads x tokens for many
+
+Dtypes. Weights, residual stream and cache are bfloat16 by default; `weights_of`, `cache_layout` and `head_dtype` name
+the exceptions. Matrices that devices split, and the cache, can be int8 with float32 scales; matrices can be in 4 bits
+too (see fast.py). Products accumulate in float32, and `linear` returns float32. The partial sums that devices add with
+a psum are rounded to the residual stream's dtype first, which halves the traffic. Norms, rotary embedding, softmax,
+routing and logits are float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Iterator
+from functools import partial
+from typing import NamedTuple, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, NamedSharding, P
+from jax.experimental import mesh_utils
+from jax.experimental import pallas as pl
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
+
+MODEL_AXES = ("ep", "tp")  # the axes of the mesh whose devices share a layer
+
+
+# =====================================================================================================================
+# The model
+# =====================================================================================================================
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The values of config.json that inference needs, under config.json's own names, and a fact of the checkpoint."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of a layer without experts
+    moe_intermediate_size: int  # of an expert
+    num_hidden_layers: int
+    num_attention_heads: int
+    n_routed_experts: int
+    n_shared_experts: int  # one MLP, this many times as wide as an expert
+    num_experts_per_tok: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int = 2048
+    first_k_dense_replace: int = 3  # layers without experts, if there is no list:
+    mlp_layer_types: tuple[str, ...] = ()  # for each layer "dense" or "sparse", with experts
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 2.5
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    index_topk: int = 2048  # tokens to which another one attends
+    index_n_heads: int = 32
+    index_head_dim: int = 128
+    indexer_types: tuple[str, ...] = ()  # for each layer "full" or "shared", with what the last full one has chosen
+    rope: Rope | None = None  # from_dict sets it
+    has_extra_layer: bool = False  # in the checkpoint, for multi-token prediction
+    uses_extra_layer: bool = False  # to draft tokens: then it is among the weights
+
+    @classmethod
+    def from_dict(cls, config: dict, names: Collection[str] = ()) -> Config:
+        """Reads the dict of a config.json, as transformers 4 or 5 writes it. The names of the checkpoint's tensors tell
+        whether it has an extra layer.
+
+        Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
+        """
+        check_supported(
+            model_type=(config.get("model_type"), ("glm_moe_dsa",)),
+            hidden_act=(config.get("hidden_act", "silu"), ("silu", "swish")),
+            mlp_bias=(config.get("mlp_bias", False), (False,)),
+            moe_layer_freq=(config.get("moe_layer_freq", 1), (1,)),
+            scoring_func=(config.get("scoring_func", "sigmoid"), ("sigmoid",)),
+            topk_method=(config.get("topk_method", "noaux_tc"), ("noaux_tc",)),
+            rope_interleave=(config.get("rope_interleave", True), (True,)),
+            indexer_rope_interleave=(config.get("indexer_rope_interleave", True), (True,)),
+        )
+        given = read_fields(cls, config)
+        given["rope"] = read_rope(config, "qk_rope_head_dim", given["qk_rope_head_dim"], interleaved=True)
+        layers = given["num_hidden_layers"]
+        dense = min(given.get("first_k_dense_replace", 3), layers)
+        default = ["dense"] * dense + ["sparse"] * (layers - dense)
+        given["mlp_layer_types"] = read_list(config, "mlp_layer_types", ("dense", "sparse"), default, layers)[:layers]
+        given["indexer_types"] = read_indexer_types(config, layers)
+        extra = f"model.layers.{layers}.eh_proj.weight"  # no other layer has this tensor
+        result = cls(**given | {"has_extra_layer": extra in names})
+        check_routing(result, result.n_routed_experts, best=2)
+        return result
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in the place of an MLP."""
+        return layer >= len(self.mlp_layer_types) or self.mlp_layer_types[layer] == "sparse"
+
+    def has_indexer(self, layer: int) -> bool:
+        """Whether a layer chooses itself to which tokens it attends."""
+        return layer >= len(self.indexer_types) or self.indexer_types[layer] == "full"
+
+    @property
+    def index_rope(self) -> Rope:
+        """How the indexer's heads turn: as the others do."""
+        return self.rope
+
+    def layer_caches(self, side, tokens: int) -> list[LayerCache | IndexedCache]:
+        """What each layer keeps of each token, with room for so many of a row; side(width) makes a side. Where all
+        tokens can be attended to, there is nothing to choose."""
+        cache = LayerCache(side(self.kv_lora_rank), side(self.qk_rope_head_dim))
+        indexed, chooses = IndexedCache(*cache, side(self.index_head_dim)), self.index_topk < tokens
+        layers = range(self.num_hidden_layers + self.uses_extra_layer)
+        return [indexed if chooses and self.has_indexer(i) else cache for i in layers]
+
+
+def read_indexer_types(config: dict, layers: int) -> tuple[str, ...]:
+    """For each layer "full" or "shared", from any form in which config.json may say it: a list, a pattern with letters
+    F and S, or how often a layer is full."""
+    kinds, name = {"F": "full", "S": "shared"}, "indexer_types"
+    given = {key: config[key] for key in ("index_topk_freq", "index_skip_topk_offset") if config.get(key) is not None}
+    for key, value in given.items():
+        if type(value) is not int or not 0 <= value < 2**16:
+            raise InputError(f"config.json: {key} cannot be {value!r:.40}")
+    freq, offset = given.get("index_topk_freq", 1), given.get("index_skip_topk_offset", 2)
+    default = [kinds["S" if max(i - offset + 1, 0) % max(freq, 1) else "F"] for i in range(layers)]
+    if config.get(name) is None and (pattern := config.get("index_topk_pattern")) is not None:
+        name = "index_topk_pattern"
+        config = {name: [kinds.get(letter, letter) for letter in pattern] if isinstance(pattern, str) else pattern}
+    found = read_list(config, name, tuple(kinds.values()), default, layers)[:layers]
+    if found[0] == "shared":
+        raise InputError(f"config.json: {name} has no full layer before the first shared one")
+    return found
+
+
+def weights_of(config: Config) -> dict:
+    """A pytree of Weight: which tensors of the checkpoint make each array, its shape, and how devices split it.
+
+    A matrix is [output, input], as in the checkpoint. Split by output, each device computes some of the outputs. Split
+    by input, each device computes a partial sum of all outputs, and a psum adds the sums. `qkv_a` is one product for
+    what all heads share: the compressed query, the latent and the rope key. `gate_up` is one product too: a device
+    holds its gate rows, then its up rows. Experts are split over ep, and each like an MLP over tp. The router, which
+    every device needs, is whole on each. "Declaring weights" explains Part, by_output, by_input, bias and whole;
+    "Experts in plain JAX", of_experts. `k_b` and `v_b` expand a latent to each head's key and value. The norms in a
+    layer are float32, in which they are computed.
+    """
+    D, Q, L, U = config.hidden_size, config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
+    N, H, W, E = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim, config.n_routed_experts
+    float32_vector = partial(whole, dtype="float32")
+
+    def layer(i):
+        attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+
+        def heads(name, width):
+            return Part({f"{attention}.{name}": N * width}, units=N)
+
+        def of_each_head(within):
+            part = PartOfUnits({f"{attention}.kv_b_proj": N * (H + W)}, units=N, within=within)
+            return WeightByHead((part,), 0, L, ".weight")
+
+        qkv_a = Part({f"{attention}.q_a_proj": Q, f"{attention}.kv_a_proj_with_mqa": L + U})
+        weights = {
+            "attention_norm": float32_vector(f"model.layers.{i}.input_layernorm.weight", D),
+            "qkv_a": by_output(D, qkv_a),
+            "kv_norm": float32_vector(f"{attention}.kv_a_layernorm.weight", L),
+            "q_norm": float32_vector(f"{attention}.q_a_layernorm.weight", Q),
+            "q": by_output(Q, heads("q_b_proj", H + U)),
+            "k_b": of_each_head((0, H)),
+            "v_b": of_each_head((H, H + W)),
+            "o": by_input(D, heads("o_proj", W)),
+            "mlp_norm": float32_vector(f"model.layers.{i}.post_attention_layernorm.weight", D),
+        }
+        if config.has_indexer(i):
+            indexer, width = f"{attention}.indexer", config.index_head_dim
+            queries = Part({f"{indexer}.wq_b": config.index_n_heads * width}, units=config.index_n_heads)
+            weights |= {
+                "index_q": by_output(Q, queries),
+                "index_key": whole(f"{indexer}.wk.weight", width, D),
+                "index_key_norm": float32_vector(f"{indexer}.k_norm.weight", width),
+                "index_key_norm_bias": float32_vector(f"{indexer}.k_norm.bias", width),
+                "index_weights": whole(f"{indexer}.weights_proj.weight", config.index_n_heads, D),
+            }
+        if config.attention_bias:
+            weights |= {"qkv_a_bias": bias(qkv_a), "o_bias": whole(f"{attention}.o_proj.bias", D)}
+
+        def mlp_of(module, columns, experts=0):
+            gate, up, down = (Part({f"{module}.{name}": columns}) for name in ("gate_proj", "up_proj", "down_proj"))
+            return of_experts(experts, by_output(D, gate, up)), of_experts(experts, by_input(D, down))
+
+        if config.has_experts(i):
+            F, shared = config.moe_intermediate_size, config.n_shared_experts
+            weights["router"] = whole(f"{mlp}.gate.weight", E, D)
+            weights["router_bias"] = float32_vector(f"{mlp}.gate.e_score_correction_bias", E)
+            weights["shared_gate_up"], weights["shared_down"] = mlp_of(f"{mlp}.shared_experts", shared * F)
+            weights["experts_gate_up"], weights["experts_down"] = mlp_of(f"{mlp}.experts.{{}}", F, E)
+        else:
+            weights["gate_up"], weights["down"] = mlp_of(mlp, config.intermediate_size)
+        return weights
+
+    weights = {
+        "embedding": by_output(D, Part({"model.embed_tokens": config.vocab_size})),
+        "layers": [layer(i) for i in range(config.num_hidden_layers)],
+        "norm": whole("model.norm.weight", D),
+    }
+    if config.uses_extra_layer:
+        extra = f"model.layers.{config.num_hidden_layers}"
+        weights["extra"] = layer(config.num_hidden_layers) | {
+            "embedding_norm": float32_vector(f"{extra}.enorm.weight", D),
+            "hidden_norm": float32_vector(f"{extra}.hnorm.weight", D),
+            "projection": by_output(2 * D, Part({f"{extra}.eh_proj": D})),
+            "norm": whole(f"{extra}.shared_head.norm.weight", D),
+        }
+    if not config.tie_word_embeddings:
+        weights["head"] = by_output(D, Part({"lm_head": config.vocab_size}))
+    return weights
+
+
+def left_out(name: str, config: Config) -> str | None:
+    """Why a tensor of the checkpoint is left out on purpose, or None."""
+    if name.endswith("rotary_emb.inv_freq"):
+        return "computed from config.json"
+    if name == "lm_head.weight" and config.tie_word_embeddings:
+        return "tied to model.embed_tokens.weight"
+    if ".indexer." in name and not config.has_indexer(int(name.split(".")[2])):
+        return "of the indexer of a layer that shares another's choice"
+    if config.has_extra_layer and name.startswith(f"model.layers.{config.num_hidden_layers}."):
+        if not config.uses_extra_layer:
+            return "of the layer of multi-token prediction, which only drafts need"
+        if name.endswith((".embed_tokens.weight", ".shared_head.head.weight")):
+            return "the same as the model's own"
+    return None
+
+
+@jax.named_scope("attention")  # the name in a profiler's trace
+def attention(x: Array, w: dict, cache: LayerCache | IndexedCache, span: Span, config: Config, choice: Array | None):
+    """The first half of a layer, on the residual stream x, [1, B T, D] or a share (see divide_tokens), at
+    `span.positions`: norm, attention, residual. `choice` says to which tokens the layer before attends, None to all.
+    Returns the new x, the new cache and the choice of this layer.
+
+    cached_attention stores the latents of these tokens, and gives what they read, [B, T, N, W].
+    """
+    B, T = span.positions.shape
+    Q, L, H, U = config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
+    eps = 1e-6  # of the norms of latents and compressed queries, whatever rms_norm_eps is
+
+    h = all_tokens(rms_norm(x, w["attention_norm"], config.rms_norm_eps)).reshape(B, T, -1)
+    # Each device computes some columns and needs all of them; the last ones may be padding.
+    qkv_a = linear(h, w["qkv_a"], w.get("qkv_a_bias")).astype(x.dtype)
+    qkv_a = jax.lax.all_gather(qkv_a, MODEL_AXES, axis=2, tiled=True)
+    compressed, latent, rope_key, _ = jnp.split(qkv_a, [Q, Q + L, Q + L + U], axis=-1)
+    latent = rms_norm(latent, w["kv_norm"], eps)
+    rope_key = rotate(rope_key[:, :, None].astype(jnp.float32), span.positions, config.rope)[:, :, 0]
+    compressed = rms_norm(compressed, w["q_norm"], eps)
+    q, q_rope = jnp.split(linear(compressed, w["q"]).reshape(B, T, -1, H + U) * (H + U) ** -0.5, [H], axis=-1)
+    q, q_rope = q.astype(x.dtype), rotate(q_rope, span.positions, config.rope).astype(x.dtype)
+    new, keys = LayerCache(latent, rope_key.astype(x.dtype)), ()
+    if isinstance(cache, IndexedCache):
+        choice, cache = choose_keys(*indexer(h, compressed, w, span, config), cache, span, config.index_topk)
+        cache, keys = LayerCache(*cache[:2]), cache[2:]
+    out, cache = cached_attention(q, q_rope, new, cache, span, w, partial(mask_of_choice, choice))
+    cache = IndexedCache(*cache, *keys) if keys else cache
+    x = x + summed(linear(out.astype(x.dtype).reshape(B, T, -1), w["o"]), x)
+    if config.attention_bias:
+        x = x + w["o_bias"]  # after the sum; otherwise it is added X times
+    return x, cache, choice
+
+
+@jax.named_scope("indexer")
+def indexer(h: Array, compressed: Array, w: dict, span: Span, config: Config) -> tuple[Array, Array, Array]:
+    """What choose_keys takes of the tokens of `span`: queries [B, T, N, H] of this device's heads, keys [B, T, H] and
+    float32 weights [B, T, N] of all heads. h [B, T, D] is the layer's normed input, `compressed` [B, T, Q] the normed
+    compressed query. The factors N ** -0.5 and H ** -0.5 of the reference change no order."""
+    key = layer_norm(linear(h, w["index_key"]), w["index_key_norm"], w["index_key_norm_bias"], 1e-6)
+    q = linear(compressed, w["index_q"]).reshape(*h.shape[:2], -1, config.index_head_dim)
+    q, key = (rotate(x, span.positions, config.index_rope).astype(h.dtype) for x in (q, key[:, :, None]))
+    return q, key[:, :, 0], linear(h, w["index_weights"])
+
+
+def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
+    """LayerNorm along the last dimension (Ba et al. 2016); float32 inside, x's dtype outside."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * weight.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+@jax.named_scope("mlp")
+def feed_forward(x: Array, w: dict, config: Config) -> Array:
+    """The second half of a layer, on x as above: an MLP, or shared experts and those that the router chooses."""
+    h = all_tokens(rms_norm(x, w["mlp_norm"], config.rms_norm_eps))
+    if "router" in w:
+        tokens = h.reshape(-1, h.shape[-1])
+        ids, scores = route(linear(tokens, w["router"]), w.get("router_bias"), config)
+        routed = experts(tokens, ids, scores, w["experts_gate_up"], w["experts_down"], activation)
+        out = mlp(h, w["shared_gate_up"], w["shared_down"]) + routed.reshape(h.shape)
+    else:
+        out = mlp(h, w["gate_up"], w["down"])
+    return x + summed(out, x)
+
+
+def mlp(x: Array, gate_up: Format, down: Format) -> Array:
+    """This device's part of down(silu(gate(x)) up(x)), for x [.., D]: float32 [.., D], to be summed over ep x tp."""
+    gate, up = linear_halves(x, gate_up)
+    return linear((jax.nn.silu(gate) * up).astype(x.dtype), down)
+
+
+def route(logits: Array, bias: Array, config: Config) -> tuple[Array, Array]:
+    """The experts of each token, int32 [B, k], and the weights of their outputs, float32 [B, k], from the router's
+    float32 logits [B, E]. B counts tokens here, and E all experts.
+
+    The sigmoids plus a bias [E] choose the experts, and the sigmoids alone become the weights, see `weighed`
+    (DeepSeek-AI 2024, "DeepSeek-V3"). If there are groups of experts, the groups whose two best experts add up to the
+    most are eligible.
+    """
+    scores = jax.nn.sigmoid(logits)
+    return chosen_experts(scores, scores + bias, 2, config)
+
+
+def weighed(scores: Array, config: Config) -> Array:
+    """The weights [B, k] of the chosen experts' outputs, from their scores. chosen_experts calls it."""
+    if config.norm_topk_prob:
+        scores = scores / (jnp.sum(scores, axis=1, keepdims=True) + 1e-20)
+    return scores * config.routed_scaling_factor
+
+
+def activation(gate: Array, up: Array, score: Array) -> Array:
+    """silu(gate) * up of an expert, times the score [B, 1] that weighs its output: float32 [B, F]. The next product is
+    linear, so the score can be applied before it. `experts` passes score 0 for a row that did not choose the expert."""
+    return jax.nn.silu(gate) * up * score
+
+
+def forward(weights: dict, tokens: Array, span: Span, cache: list[LayerCache], config: Config):
+    """The layers on tokens [B, T] at `span.positions`: hidden states [B, T, D], not yet normed, and the new cache.
+
+    It is a Python loop, not a jax.lax.scan over stacked weights: the compiler can then fetch the next layer's weights
+    ahead, and copies neither weights nor cache. The inner jit has JAX trace `layer` once for each kind of layer.
+    """
+
+    @jax.jit
+    def layer(x, w, layer_cache, choice):
+        x, layer_cache, choice = attention(x, w, layer_cache, span, config, choice)
+        return feed_forward(x, w, config), layer_cache, choice
+
+    x = divide_tokens(embed(tokens, weights, config))
+    cache, choice = list(cache), None  # the caller's list stays as it is
+    for i, w in enumerate(weights["layers"]):
+        x, cache[i], choice = layer(x, w, cache[i], choice)
+    return all_tokens(x).reshape(*tokens.shape, -1), cache
+
+
+@jax.named_scope("head")
+def output_logits(weights: dict, x: Array, config: Config) -> Array:
+    """The logits of this device's part of the vocabulary, float32 [B, V], for hidden states x [B, D]."""
+    x = rms_norm(x, weights["norm"], config.rms_norm_eps)
+    return mask_padding(linear(x, weights.get("head", weights["embedding"])), config)
+
+
+def predict(weights: dict, x: Array, norm: Array, tokens: Array, span: Span, cache, config: Config):
+    """The extra layer, of multi-token prediction (DeepSeek-AI 2024, "DeepSeek-V3"). It takes the hidden states x
+    [B, T, D] at `span.positions`, the weight of their norm, and the token that follows each, tokens [B, T]. It returns
+    hidden states [B, T, D], not yet normed, from which the output head predicts the token after that one, and its new
+    cache.
+
+    The reference counts each position one higher. Rotary embedding depends on differences alone.
+    """
+    w, eps = weights["extra"], config.rms_norm_eps
+    embedded = rms_norm(embed(tokens, weights, config), w["embedding_norm"], eps)
+    both = jnp.concatenate([embedded, rms_norm(rms_norm(x, norm, eps), w["hidden_norm"], eps)], axis=-1)
+    # Each device computes some columns and needs all of them; the last ones may be padding.
+    x = jax.lax.all_gather(linear(both, w["projection"]).astype(x.dtype), MODEL_AXES, axis=2, tiled=True)
+    x = divide_tokens(x[..., : config.hidden_size])
+    x, cache, _ = attention(x, w, cache, span, config, None)
+    return all_tokens(feed_forward(x, w, config)).reshape(*tokens.shape, -1), cache
+
+
+# =====================================================================================================================
+# Running it
+# =====================================================================================================================
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mesh and sharding
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used. The message is one line that names the thing and the remedy."""
+
+
+def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None) -> Mesh:
+    """A mesh (dp, ep, tp) over `devices`, by default all of them. Those along `ep` and `tp` are next to each other,
+    since they communicate in every layer: in a TPU's torus, elsewhere on one host as far as it goes."""
+    devices = jax.devices() if devices is None else devices
+    if dp * ep * tp != len(devices):
+        needs = f"dp x ep x tp = {dp} x {ep} x {tp} needs {dp * ep * tp} devices, and there are {len(devices)}"
+        raise InputError(f"the mesh {needs}; choose --dp --ep --tp so that their product is that number")
+    if devices[0].platform == "tpu":  # jax.make_mesh splits an axis of the torus on v5e alone
+        grid = mesh_utils.create_device_mesh((dp, ep, tp), devices, allow_split_physical_axes=True)
+    else:  # and it takes each host of GPUs for a slice of its own, which it refuses to join
+        grid = np.array(sorted(devices, key=lambda device: device.process_index)).reshape(dp, ep, tp)
+    return Mesh(grid, ("dp", *MODEL_AXES), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+
+
+def model_shards(mesh: Mesh) -> int:
+    """X, the number of devices that share each layer."""
+    return mesh.shape["ep"] * mesh.shape["tp"]
+
+
+def sharers(groups: int, shards: int) -> int:
+    """R, how many consecutive devices of `shards` share each of these groups, such as kv heads. It divides `shards`."""
+    return max(R for R in range(1, max(shards // groups, 1) + 1) if shards % R == 0)
+
+
+def shard_index(R: int) -> Array | int:
+    """Which of the R consecutive devices that share a cache this device is."""
+    return 0 if R == 1 else jax.lax.rem(jax.lax.axis_index(MODEL_AXES), R)
+
+
+def sharer_groups(R: int) -> list[list[int]]:
+    """The devices of MODEL_AXES in groups of R consecutive ones, for the axis_index_groups of a collective."""
+    return np.arange(jax.lax.axis_size(MODEL_AXES)).reshape(-1, R).tolist()
+
+
+def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, out_specs: object):
+    """`body(weights, ..)` under shard_map. The specs of the weights are those declared: traced arrays have none."""
+    in_specs = (jax.tree.map(Weight.specs, weights_of(config), weights), *in_specs)
+    # check_vma would have each kernel declare which devices' outputs differ.
+    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def zeros(abstract) -> object:
+    """A pytree of zeros in the shapes, dtypes and shardings of `abstract`, made on the devices."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
+
+
+def stored_bytes(tree) -> int:
+    """Bytes of a pytree of arrays or ShapeDtypeStructs on all devices. A copy counts on each device that holds it."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * x.sharding.num_devices for x in leaves)
+
+
+ceil_div, power_of_two = pl.cdiv, pl.next_power_of_2  # both round up: a / b, and n to a power of two
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What differs by machine
+
+
+# fast.py fills these tables. Without it they are empty, and everything runs, but slower.
+FAST = {}  # (name of a function, platform): what takes its place there
+PRODUCTS = {}  # (platform, format): what multiplies there instead of `product`
+
+
+def platform() -> str:
+    """What the devices of the mesh are: "cpu", "tpu" or, whatever else they are, "gpu"."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return "cpu" if device.device_kind == "cpu" else "tpu" if device.device_kind.startswith("TPU") else "gpu"
+
+
+def by_machine(plain):
+    """`plain` or, where FAST has a row for it, what is faster on this machine. (jax.lax.platform_dependent would trace
+    all of them.) `plain` says what is computed, and is right everywhere."""
+
+    @functools.wraps(plain)
+    def chosen(*arguments, **options):
+        return FAST.get((plain.__name__, platform()), plain)(*arguments, **options)
+
+    chosen.plain = plain
+    return chosen
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Number formats
+
+
+class Format:
+    """How a matrix, or a side of the cache, holds its numbers [.., C]: a pytree of arrays. Each format has these
+    methods; what stands here is what most of them do."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the numbers."""
+        return self.values.shape
+
+    @classmethod
+    def on(cls, weight: Weight, mesh: Mesh) -> type[Format]:
+        """The format in which the devices of a mesh hold a weight that is declared in this one."""
+        return cls
+
+    @classmethod
+    def declare(cls, shape: tuple[int, ...], dtype: jnp.dtype) -> Format:
+        """The format of numbers of a shape, with a ShapeDtypeStruct for each array. `dtype` is that of numbers that are
+        not rounded."""
+        raise NotImplementedError
+
+    @classmethod
+    def width(cls, C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
+        """The input dimension C of a device's part of a weight as it is stored, maybe with zeros beside it."""
+        return stored_width(C, weight, jnp.dtype(jnp.int8), mesh)
+
+    def specs(self, spec: P) -> Format:
+        """The format with a PartitionSpec for each array, by that of the numbers."""
+        return jax.tree.map(lambda array: P(*spec[: len(array.shape)]), self)
+
+    def of(self, x: Array) -> Format:
+        """Numbers x [.., C] in this format, with its dtypes."""
+        raise NotImplementedError
+
+    def in_order(self, x: Array) -> Array:
+        """x [.., C] with its columns in the order in which values_and_scale gives those of the format."""
+        return x
+
+    def values_and_scale(self, dtype: jnp.dtype) -> tuple[Array, Array | None]:
+        """The numbers [.., C], rounded ones in `dtype`, and the scale [..] by which they are still to be multiplied,
+        None where there is none."""
+        raise NotImplementedError
+
+    def rows(self, start: int, stop: int) -> Format:
+        """Some rows of a matrix."""
+        return jax.tree.map(lambda array: array[start:stop], self)
+
+    kernel_columns = 128  # of an expert, which a kernel for TPUs takes at a time
+
+
+def format_of_arrays(cls: type) -> type:
+    """A format as a pytree: the dataclass `cls`, whose fields are arrays."""
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False)(cls))
+
+
+@format_of_arrays
+class Plain(Format):
+    """Numbers as they are: `values` [.., C]."""
+
+    values: Array
+
+    bits = 16
+
+    @classmethod
+    def declare(cls, shape, dtype):
+        return cls(jax.ShapeDtypeStruct(shape, dtype))
+
+    @classmethod
+    def width(cls, C, weight, dtype, mesh):
+        return stored_width(C, weight, jnp.dtype(dtype), mesh)
+
+    def of(self, x):
+        return Plain(x.astype(self.values.dtype))
+
+    def values_and_scale(self, dtype):
+        return self.values, None
+
+
+@format_of_arrays
+class Int8(Format):
+    """int8 `values` [.., C] times float32 `scale` [..]: one scale for each vector along the last dimension.
+
+    A weight [.., O, C] has a scale for each output channel, which is applied after the product. The embedding [V, D]
+    has one for each token, a cache [B, K, S, H] one for each token and head, an activation [B, C] one for each row.
+    """
+
+    values: Array
+    scale: Array
+
+    bits = 8
+
+    @classmethod
+    def declare(cls, shape, dtype):
+        return cls(jax.ShapeDtypeStruct(shape, jnp.int8), jax.ShapeDtypeStruct(shape[:-1], jnp.float32))
+
+    def of(self, x):
+        return quantize(x)
+
+    def values_and_scale(self, dtype):
+        return self.values.astype(dtype), self.scale
+
+
+def quantize(x: Array) -> Int8:
+    """Symmetric rounding to int8 along the last dimension: the largest magnitude becomes 127."""
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / 127
+    values = jnp.round(x / jnp.where(scale == 0, 1, scale)[..., None])
+    return Int8(values.astype(jnp.int8), scale)
+
+
+FORMATS = {None: Plain, "int8": Int8}  # by what main.py's --quantize asks for; fast.py adds "int4"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Declaring weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Rows of the checkpoint's tensors that devices split; columns, if the weight is split by input.
+
+    `tensors` maps names to numbers of rows; they are concatenated.
+
+    The rows form `units` of equal size that are never cut, such as heads (0: each row is one). Units form `groups`,
+    such as the query heads of one kv head. A device holds whole groups. If R devices share a group, its units are
+    divided among them; a `replicated` part is copied to each. The last devices may get fewer groups or units, or none,
+    and have zeros for them. The units of a device are rounded up to a multiple of `multiple`, with zeros.
+    """
+
+    tensors: dict[str, int]
+    units: int = 0
+    groups: int = 1
+    replicated: bool = False
+    multiple: int = 1
+
+    def layout(self) -> tuple[int, int]:
+        """The number of units, and the rows of one."""
+        rows = sum(self.tensors.values())
+        return self.units or rows, rows // (self.units or rows)
+
+    def assigned_units(self, shard: int, shards: int) -> tuple[int, int, int]:
+        """The units of device `shard` of `shards`: the first, the one after the last, and how many it has room for."""
+        R, (units, _) = sharers(self.groups, shards), self.layout()
+        size = units // self.groups * ceil_div(self.groups, shards // R)  # units of the groups of a device
+        room = size if self.replicated else ceil_div(size, R * self.multiple) * self.multiple
+        begin = min(shard // R * size, units)
+        end = min(begin + size, units)
+        first = begin if self.replicated else min(begin + shard % R * room, end)
+        return first, min(first + room, end), room
+
+    def rows_per_device(self, shards: int) -> int:
+        """How many rows each of `shards` devices has room for."""
+        return self.assigned_units(0, shards)[2] * self.layout()[1]
+
+    def rows_of(self, first: int, last: int) -> list[range]:
+        """The rows of the units from `first` on, without `last`."""
+        rows = self.layout()[1]
+        return [range(rows * first, rows * last)]
+
+    def row_slices(self, shard: int, shards: int) -> Iterator[tuple[str, slice]]:
+        """The rows of device `shard` of `shards` in order, as slices of tensors by name."""
+        first, last, _ = self.assigned_units(shard, shards)
+        for run in self.rows_of(first, last):
+            start, stop, step = run.start, run.stop, run.step
+            for name, size in self.tensors.items():
+                if max(start, 0) < min(stop, size):
+                    yield name, slice(start % step if start < 0 else start, min(stop, size), step)
+                start, stop = start - size, stop - size
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A weight: its parts, concatenated along the output or the input dimension of a matrix.
+
+    `split` is the dimension that devices split: 0 the output, 1 the input, None: each device holds all of it.
+    `other_dim` is the size of the other dimension of a matrix, None for a vector. `dtype` is a fixed one, also in
+    converted checkpoints. `transposed` says that the checkpoint has the matrix as [input, output]. A matrix is held in
+    what `format.on` gives.
+    """
+
+    parts: tuple[Part, ...]
+    split: int | None
+    other_dim: int | None
+    suffix: str  # of the tensors' names
+    dtype: str | None = None
+    transposed: bool = False
+    format: type[Format] = Plain
+
+    experts, is_by_head = 0, False  # other kinds of weights say otherwise
+
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that split one matrix."""
+        return () if self.split is None else MODEL_AXES
+
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix that devices split, in no dtype of its own: it can be rounded."""
+        return self.split is not None and self.other_dim is not None and self.dtype is None
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        """The shape of one matrix, or vector, with `rows` rows."""
+        if self.other_dim is None:
+            return (rows,)
+        return (self.other_dim, rows) if self.split == 1 else (rows, self.other_dim)
+
+    def stacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of all matrices, or vectors, of the weight, by that of one."""
+        return shape
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of the checkpoint, with their shapes. Input dimensions are last, of transposed ones too."""
+        return {name + self.suffix: self.shape(rows) for part in self.parts for name, rows in part.tensors.items()}
+
+    def columns(self) -> int:
+        """The input dimension of a matrix in the checkpoint."""
+        return sum(self.parts[0].tensors.values()) if self.split == 1 else self.other_dim
+
+    def uncut_columns(self, mesh: Mesh) -> int:
+        """The largest number of columns of a matrix of which no device has only a part: its first column, and how many
+        it has, are multiples of it."""
+        part, shards = self.parts[0], math.prod(mesh.shape[axis] for axis in self.axes())
+        if self.split != 1:
+            return self.other_dim
+        firsts = (part.assigned_units(shard, shards)[0] for shard in range(shards))
+        return math.gcd(*firsts, part.assigned_units(0, shards)[2]) * part.layout()[1]
+
+    def spec(self) -> P:
+        """Which axes of the mesh split its dimensions."""
+        split = [] if self.split is None else [None] * (1 if self.other_dim is None else 2)
+        if split:
+            split[self.split] = self.axes()
+        return P(*split)
+
+    def specs(self, held: Array | Format) -> P | Format:
+        """The PartitionSpec of each array of the weight."""
+        return self.spec() if self.other_dim is None else held.specs(self.spec())
+
+    def abstract(self, mesh: Mesh, dtype: jnp.dtype) -> jax.ShapeDtypeStruct | Format:
+        """The weight on a mesh, a jax.ShapeDtypeStruct with its sharding for each array."""
+        shards = math.prod(mesh.shape[axis] for axis in self.axes())
+        shape = list(self.shape(shards * sum(part.rows_per_device(shards) for part in self.parts)))
+        dtype, format = self.dtype or dtype, self.format.on(self, mesh)
+        if self.is_matrix() and not self.is_by_head:
+            cuts = shards if self.split == 1 else 1
+            shape[1] = cuts * format.width(shape[1] // cuts, self, dtype, mesh)
+        shape = self.stacked(tuple(shape))
+        held = jax.ShapeDtypeStruct(shape, dtype) if self.other_dim is None else format.declare(shape, dtype)
+
+        def array(x, spec):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+        return jax.tree.map(array, held, self.specs(held))
+
+
+def by_output(inputs: int, *parts: Part, **fields) -> Weight:
+    """A matrix [rows of the parts, inputs] split by output. `fields` are Weight's."""
+    return Weight(parts, 0, inputs, ".weight", **fields)
+
+
+def by_input(outputs: int, part: Part, **fields) -> Weight:
+    """A matrix [outputs, rows of the part] split by input."""
+    return Weight((part,), 1, outputs, ".weight", **fields)
+
+
+def bias(*parts: Part, **fields) -> Weight:
+    """A vector split over devices, such as the biases of a matrix that is split by output."""
+    return Weight(parts, 0, None, **{"suffix": ".bias"} | fields)
+
+
+def whole(name: str, *shape: int, **fields) -> Weight:
+    """A vector or a matrix that each device holds whole, and that is never rounded."""
+    other_dim = shape[1] if shape[1:] else None
+    return Weight((Part({name: shape[0]}),), None, other_dim, "", **fields)
+
+
+def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, quantize: str | None = None) -> dict:
+    """Every weight as a jax.ShapeDtypeStruct with its sharding; a matrix as a Format of these, which `quantize`, a name
+    in FORMATS, chooses. Raises InputError if the mesh does not divide the experts.
+
+    Matrices are [output, input], so a row is contiguous. Loading transposes only what is declared `transposed`. If
+    devices cannot share rows evenly, the arrays have rows or columns of zeros, which change nothing.
+    """
+    return jax.tree.map(lambda weight: weight.abstract(mesh, dtype), in_format(weights_of(config), quantize))
+
+
+def in_format(weights: dict, quantize: str | None) -> dict:
+    """A pytree of Weight whose matrices are held as `quantize` says, if devices split them. None changes nothing. In
+    "int4" embeddings, the head, what is multiplied head by head and rows that are no whole groups are in int8. What has
+    as few bits already stays as it is. Raises InputError for "int4" without fast.py."""
+    if quantize not in FORMATS:
+        raise InputError(f"{quantize} needs fast.py beside model.py")
+
+    def asked(path, weight):
+        if not quantize or not weight.is_matrix():
+            return weight
+        format = FORMATS[quantize]
+        if quantize == "int4":
+            is_apart = path[0].key.endswith(("embedding", "head")) or weight.is_by_head
+            format = Int8 if is_apart or weight.columns() % format.size else format
+        return weight if weight.format.bits == format.bits else dataclasses.replace(weight, format=format)
+
+    return jax.tree_util.tree_map_with_path(asked, weights)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Some rows of each unit
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartOfUnits(Part):
+    """Of each unit the rows `within` (start, stop)."""
+
+    within: tuple[int, int]
+
+    def rows_per_device(self, shards):
+        return self.assigned_units(0, shards)[2] * (self.within[1] - self.within[0])
+
+    def rows_of(self, first, last):
+        (start, stop), rows = self.within, self.layout()[1]
+        runs = [range(rows * i + start, rows * i + stop) for i in range(first, last)]
+        if stop - start == 1 < len(runs):  # one slice instead of thousands
+            return [range(runs[0].start, runs[-1].stop, rows)]
+        return runs
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Multi-token prediction
+
+
+def draft_by_extra_layer(
+    rows, cache: list[LayerCache], drafts: int, weights: dict, x, span: Span, config: Config, choose
+) -> tuple[Array, list[LayerCache]]:
+    """Puts guesses into `history` of generate.py's Rows, behind the tokens that are known: those of the extra layer,
+    each from the one before it, as `choose` takes them from logits. Returns history and cache, in which the extra layer
+    is the last.
+
+    It reads what a step has computed, the hidden states x [B, T, D] of the tokens at `span.positions`. What it caches
+    of drafts that failed is overwritten before it is read. Sampled guesses are chosen by the key of their row and
+    position, as the tokens themselves will be: the more alike the two distributions, the more often they are the same.
+    Behind a piece of a prompt there is one guess. Where a row begins like the one before it in its place, the last slot
+    that they share has the state of that row's next token: guesses may be worse for it, tokens are not.
+    """
+    history, w, T = rows.history, weights["extra"], span.positions.shape[1]
+    tokens = jnp.take_along_axis(history, span.positions + 1, axis=1, mode="clip")
+    x, extra = predict(weights, x, weights["norm"], tokens, span, cache[-1], config)
+    newest = jnp.clip(rows.filled[:, None] - 1 - span.positions[:, :1], 0, T - 1)
+    x = jnp.take_along_axis(x, newest[:, :, None], axis=1)
+    count = drafts if T <= FEW else 1
+    for i in range(count):
+        at = rows.lengths[:, None] + i
+        logits = output_logits(weights | {"norm": w["norm"]}, x[:, 0], config)
+        guess = choose(logits, at[:, 0] - 1, rows.seeds)[0][:, None]
+        history = jnp.where(jnp.arange(history.shape[1]) == at, guess, history)
+        if i + 1 < count:
+            x, extra = predict(weights, x, w["norm"], guess, span._replace(positions=at - 1), extra, config)
+    return history, [*cache[:-1], extra]
+
+
+DRAFTS = {"mtp": draft_by_extra_layer}  # which generate.py calls at the end of a step
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rotary embedding
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """How the first `dim` of the `size` numbers of a head turn (Su et al. 2021, "RoFormer"). All fields but the first
+    two are config.json's."""
+
+    size: int
+    interleaved: bool  # the pairs are (x[2i], x[2i + 1]), and not (x[i], x[i + dim / 2])
+    rope_theta: float
+    partial_rotary_factor: float
+
+    scale = 1.0  # the factor of what turns
+    dim = property(lambda self: int(self.size * self.partial_rotary_factor))
+
+    def wavelengths(self) -> np.ndarray:
+        """float32 [dim / 2]: over how many positions each pair turns by 1."""
+        exponents = np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim)
+        return (np.float64(self.rope_theta) ** exponents).astype(np.float32)
+
+    def frequencies(self) -> np.ndarray:
+        """float32 [dim / 2]: the angle by which each pair turns per position. In each class the rounding is that of
+        transformers: at large positions the last digit of a frequency matters."""
+        return 1 / self.wavelengths()
+
+
+ROPES = {"default": Rope}  # of each rope_type that this model can have: the blocks below add theirs
+
+
+def read_rope(config: dict, field: str, size: int, **defaults) -> Rope:
+    """The Rope of a config.json, whose `field` says that heads have `size` numbers. Its parameters stand in
+    `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), or beside the other fields. As in
+    transformers, the table wins, except for original_max_position_embeddings, which defaults to
+    max_position_embeddings. `defaults` are the model's own, of Rope's fields. If partial_rotary_factor is not among
+    them, heads turn whole.
+
+    Raises InputError for a missing or impossible value and, by name, for what is not supported.
+    """
+    table = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values()):
+        raise InputError(f"config.json: the rope parameters must be one table for all layers, not {table!r:.40}")
+    key = "original_max_position_embeddings"
+    places = (  # the later ones win
+        {"rope_theta": 1e4, "partial_rotary_factor": 1, key: config.get("max_position_embeddings")} | defaults,
+        {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")},
+        table,
+        {key: config.get(key), "size": size, "interleaved": defaults.get("interleaved", False)},
+    )
+    given = {name: value for place in places for name, value in place.items() if value is not None}
+    kind = given.get("rope_type", given.get("type", "default"))
+    check_supported(rope_type=(kind, tuple(ROPES)))
+    rope = ROPES[kind](**read_fields(ROPES[kind], given))
+    share = rope.partial_rotary_factor
+    if "partial_rotary_factor" not in defaults and rope.dim != size:
+        check_supported(partial_rotary_factor=(share, (1,)))
+    if rope.dim % 2 or not rope.dim or share > 1:
+        share_of = f"partial_rotary_factor {share} of " if share != 1 else ""
+        raise InputError(f"config.json: {share_of}{field} {size} must be even: rotary embedding turns pairs")
+    return rope
+
+
+def rotate(x: Array, positions: Array, rope: Rope) -> Array:
+    """Turns pairs of the first `dim` numbers of float32 x [B, T, heads, H] by positions [B, T] times frequencies."""
+    return turned(x, *cos_and_sin(positions, rope), rope)
+
+
+def cos_and_sin(positions: Array, rope: Rope) -> tuple[Array, Array]:
+    """Of positions [B, T] times frequencies, times the rope's scale: float32 [B, T, 1, dim / 2] each."""
+    angles = positions[:, :, None, None].astype(jnp.float32) * rope.frequencies()
+    return rope.scale * jnp.cos(angles), rope.scale * jnp.sin(angles)
+
+
+def turned(x: Array, cos: Array, sin: Array, rope: Rope) -> Array:
+    """Turns pairs of x [B, T, heads, H] by their cos_and_sin: rotate, where many layers share these."""
+    x, rest = jnp.split(x, [rope.dim], axis=-1)
+    x1, x2 = (x[..., 0::2], x[..., 1::2]) if rope.interleaved else jnp.split(x, 2, axis=-1)
+    # Pairs are not interleaved again: queries and keys are permuted alike, and their dot products stay the same.
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], axis=-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Norm, embedding, vocabulary
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """x over its root mean square along the last dimension, times weight; float32 inside, x's dtype outside."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+@jax.named_scope("embed")
+def embed(tokens: Array, weights: dict, config: Config) -> Array:
+    """The embeddings of tokens [B, T]: [B, T, D] in the residual stream's dtype."""
+    return rows_of_tokens(tokens, weights["embedding"], config.hidden_size, weights["norm"].dtype)
+
+
+def rows_of_tokens(tokens: Array, table: Format, columns: int, dtype: jnp.dtype) -> Array:
+    """Rows of a vocabulary-sharded table [V, columns] for tokens [B, T]: [B, T, columns]. Each device looks up the
+    tokens that it holds and has zeros for the others; the psum puts them together."""
+    local = tokens - jax.lax.axis_index(MODEL_AXES) * table.shape[0]
+    is_here = (local >= 0) & (local < table.shape[0])
+    # One row more than needed: for a single row, XLA would copy a whole int8 table to another layout.
+    index = jnp.pad(jnp.where(is_here, local, 0), ((0, 1), (0, 0)))
+    x, scale = jax.tree.map(lambda t: t[index][:-1], table).values_and_scale(jnp.float32)
+    x = x if scale is None else x * scale[..., None]
+    x = x[..., :columns]  # see stored_width
+    return jax.lax.psum(jnp.where(is_here[..., None], x, 0).astype(dtype), MODEL_AXES)
+
+
+def mask_padding(logits: Array, config: Config) -> Array:
+    """logits [B, V] of this device's part of the vocabulary, with MASKED for the rows that only pad the table."""
+    ids = jax.lax.axis_index(MODEL_AXES) * logits.shape[1] + jnp.arange(logits.shape[1])
+    return jnp.where(ids < config.vocab_size, logits, MASKED)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products
+
+
+def einsum(subscripts: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) -> Array:
+    """jnp.einsum with sums in `dtype`, and without bf16 or tf32 passes if the operands are float32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=dtype)
+
+
+def linear(x: Array, w: Format, bias: Array | None = None) -> Array:
+    """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
+    y = multiply(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
+
+
+def multiply(x: Array, w: Format) -> Array:
+    """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O]."""
+    return PRODUCTS.get((platform(), type(w)), product)(x, w)
+
+
+def product(x: Array, w: Format) -> Array:
+    """`multiply` for all machines and formats."""
+    values, scale = w.values_and_scale(x.dtype)
+    y = einsum("bc,oc->bo", w.in_order(padded(x, w)), values)
+    return y if scale is None else y * scale
+
+
+def padded(x: Array, w: Format, rows: int = 1) -> Array:
+    """x [B, C] with zeros up to the columns of w, and up to `rows` rows."""
+    return jnp.pad(x, ((0, max(rows - len(x), 0)), (0, w.shape[-1] - x.shape[1])))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gate and up
+
+
+@by_machine
+def linear_halves(x: Array, w: Format) -> tuple[Array, Array]:
+    """The two halves of linear's output."""
+    return tuple(jnp.split(linear(x, w), 2, axis=-1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exchange between devices
+
+
+@by_machine
+def exchange(x: Array, R: int) -> Array:
+    """All-to-all among R consecutive devices of MODEL_AXES. x is [I, ..] with I a divisor of R: each group of R / I
+    consecutive devices receives the same block. Returns [R, ..], a block from each device."""
+    blocks = jnp.repeat(x, R // x.shape[0], axis=0)
+    return jax.lax.all_to_all(blocks, MODEL_AXES, 0, 0, axis_index_groups=sharer_groups(R))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention in plain JAX
+
+
+# The score of a slot that is not attended to, the logit of a token that does not exist. It is finite, so that a block
+# with nothing else gives no NaN: once a real score arrives, what the block added is multiplied by exp(MASKED - m) = 0.
+MASKED = -1e30
+
+CACHE_SPEC = P("dp", MODEL_AXES)  # rows over dp; kv heads, or what devices share of a cache, over ep x tp
+FEW = 8  # tokens of a row that a step takes as decoding does: with all rows, and all queries of a kv head together
+PREFILL_PIECE = 1024  # of a prompt, in one step: each weight that is read serves many; not yet tuned on hardware
+
+
+class Mask(NamedTuple):
+    """Which tokens up to its own one attends to: all, the last `window`, those of its chunk of `chunk` tokens, or those
+    that are `chosen`: an array [B, T, S] with 0 where a new token must not see a slot of this device. And how far from
+    0 scores may be: see softcapped."""
+
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    chosen: Array | None = None
+
+    def first_seen(self, positions: Array) -> Array:
+        """The first position that tokens at `positions` attend to."""
+        if self.chunk:
+            return positions - jnp.fmod(positions, self.chunk)
+        return jnp.maximum(positions - (self.window - 1), 0) if self.window else jnp.zeros_like(positions)
+
+    def is_attended(self, keys: Array, queries: Array) -> Array:
+        """Whether queries at some positions see keys at others, in shapes that broadcast."""
+        seen = keys <= queries
+        return seen & (keys >= self.first_seen(queries)) if self.window or self.chunk else seen
+
+    def wraps(self, slots: int, T: int) -> bool:
+        """Whether a cache is a ring, in which position p of a row is in slot p % slots: it has so many slots that none
+        of T new tokens overwrites one that another of them sees. Else a position beyond the slots is not stored."""
+        span = self.window or self.chunk
+        return bool(span) and slots >= span + T - 1
+
+
+class Span(NamedTuple):
+    """Which tokens a step takes: T neighbours of each of B rows, on each device of dp."""
+
+    positions: Array  # int32 [B, T]
+    places: Array | None  # int32 [B]: their rows in the cache; None: all, in order
+    known: Array | None  # int32 [B]: how many of the T are no guesses and no padding; None: all
+    batch: int  # rows of the cache
+    R: int  # devices that share what the cache has of a row
+
+
+def cache_slots(tokens: int) -> int:
+    """The slots to allocate for `tokens`, so that large blocks divide them: the next multiple of 256 or, beyond 2,048,
+    of an eighth of the next power of two."""
+    unit = max(256, power_of_two(tokens) // 8)
+    return ceil_div(tokens, unit) * unit
+
+
+def softcapped(x: Array, cap: float | None) -> Array:
+    """x within `cap` of 0, by a tanh (Bello et al. 2016), or x as it is."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def attention_scores(q: Array, k: Format, mask: Array, softcap: float | None = None) -> Array:
+    """q [B, K, A, M, H], k [B, K, S, H], mask [.., M, S]: float32 [B, K, A, M, S]. With `softcap` they cannot be added
+    to those of another side of the keys."""
+    keys, scale = k.values_and_scale(q.dtype)
+    scores = einsum("bkamh,bksh->bkams", q.astype(keys.dtype), keys)
+    scores = scores if scale is None else scores * scale[:, :, None, None]
+    return jnp.where(mask, softcapped(scores, softcap), MASKED)
+
+
+def attention_with_sum(scores: Array, v: Format, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """The softmax of scores [B, K, A, M, S] times values v [B, K, S, W], float32 [B, K, A, M, W], and the log-sum-exp
+    of the scores, float32 [B, K, A, M, 1]. `dtype` is for the product with rounded values."""
+    values, scale = v.values_and_scale(dtype)
+    m = jnp.max(scores, axis=-1, keepdims=True)
+    p = jnp.exp(scores - m)
+    l = jnp.sum(p, axis=-1, keepdims=True)
+    p = p / l if scale is None else p / l * scale[:, :, None, None]
+    return einsum("bkams,bksw->bkamw", p.astype(values.dtype), values), m + jnp.log(l)
+
+
+def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Softmax outputs over two sets of keys as one over both: pairs of an output and the log-sum-exp of its scores."""
+    log_sum_exp = jnp.logaddexp(a[1], b[1])
+    return sum(out * jnp.exp(each - log_sum_exp) for out, each in (a, b)), log_sum_exp
+
+
+def joined(out: Array, log_sum_exp: Array, axis: int) -> tuple[Array, Array]:
+    """What `merged` gives for many sets of keys, along `axis`."""
+    m = jnp.max(log_sum_exp, axis, keepdims=True)
+    weights = jnp.exp(log_sum_exp - m)
+    l = jnp.sum(weights, axis)
+    return jnp.sum(weights * out, axis) / l, jnp.squeeze(m, axis) + jnp.log(l)
+
+
+def over_blocks(attend, first: Array, last: Array, shape) -> tuple[Array, Array]:
+    """attend(i), an output of this shape and the log-sum-exp of its scores, merged over the blocks i from `first` to
+    `last`."""
+    nothing = jnp.zeros(shape), jnp.full((*shape[:-1], 1), MASKED)  # adds nothing to what it is merged with
+    return jax.lax.fori_loop(first, last + 1, lambda i, state: merged(state, attend(i)), nothing)
+
+
+def plain_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None, rows=None, tile=None, block=None):
+    """Causal attention of T tokens a row over this device's slots, where they are stored already.
+
+    Queries are [B, K, A, M, H]. Of each M, the first `run` (by default M / T) are of the token at position starts [B],
+    the next ones of the token after it, and so on; after T runs it begins anew. Position p of a row is in slot p // R
+    of device p % R of the R that share its tokens; if the cache is a ring, modulo its slots. The rows are those at
+    `places` [B] of the cache, or all (None).
+
+    The cache is keys [.., K, S, H] and values [.., K, S, W]. Or, if queries are wider than its first side, both sides
+    are keys: the first columns of a query are for the first side, the rest for the second. The first side is the values
+    too.
+
+    Returns float32 [B, K, A, M, W + 1], side by side the output and the log-sum-exp of the scores: MASKED or little
+    more for a query that sees no key, and then its output means nothing.
+
+    It takes tiles of `rows` rows and at most `tile` queries and, for each, the blocks of at most `block` slots that its
+    queries see. By default all is one tile and one block, and there is no loop.
+    """
+    (B, K, A, M, H), (*_, S, width) = q.shape, cache[0].shape
+    W = width if width < H else cache[1].shape[-1]
+    sizes = (rows, B), (tile, M), (block, S)
+    rows, tile, block = (max(n for n in range(1, (most or size) + 1) if size % n == 0) for most, size in sizes)
+    wraps, offsets = mask.wraps(R * S, T), jnp.arange(M) // (run or M // T) % T
+    taken = jnp.arange(B) if places is None else places
+
+    def attend(row, m, i):  # the tile that begins at (row, m), to the i-th block of positions
+        of_rows = partial(jax.lax.dynamic_slice_in_dim, start_index=row, slice_size=rows)
+
+        def some_slots(x):
+            def of_place(place):
+                return jax.lax.dynamic_slice(x, (place, 0, begin, 0)[: x.ndim], (1, K, block, *x.shape[3:]))[0]
+
+            begin = i % (S // block) * block if wraps else i * block
+            if places is None and rows == B:  # the barrier keeps XLA for CPUs from transposing what it copies
+                some = jax.lax.dynamic_slice_in_dim(x, begin, block, axis=2)
+                return x if block == S else jax.lax.optimization_barrier(some)
+            return jax.vmap(of_place)(of_rows(taken))
+
+        queries = jax.lax.dynamic_slice(q, (row, 0, 0, m, 0), (rows, K, A, tile, H))
+        first, second = jax.tree.map(some_slots, tuple(cache))
+        at = of_rows(starts)[:, None] + jax.lax.dynamic_slice_in_dim(offsets, m, tile)
+        keys = (i * block + jnp.arange(block)[None]) * R + shard_index(R)
+        if wraps and block == S:  # behind the slot of the last token, a ring holds what was stored a round before
+            last = of_rows(starts)[:, None] + T - 1
+            keys += last - last % (R * S)
+            keys = jnp.where(keys > last, keys - R * S, keys)
+        seen = mask.is_attended(keys[:, None], at[:, :, None])[:, None, None]
+        if mask.chosen is not None:
+            chosen = jax.lax.dynamic_slice(mask.chosen, (row, 0, i * block), (rows, T, block))
+            seen &= chosen[:, None, None, jax.lax.dynamic_slice_in_dim(offsets, m, tile)] != 0
+        scores = attention_scores(queries[..., :width], first, seen, mask.softcap)
+        if width < H:
+            scores, second = scores + attention_scores(queries[..., width:], second, seen), first
+        return attention_with_sum(scores, second, q.dtype)
+
+    def of_tile(n):
+        row, m = n // (M // tile) * rows, n % (M // tile) * tile
+        if block == S:
+            return jnp.concatenate(attend(row, m, 0), axis=-1)
+        begin = jax.lax.dynamic_slice_in_dim(starts, row, rows)
+        last = jnp.max(begin) + offsets[m + tile - 1]
+        last = last if wraps else jnp.minimum(last, R * S - 1)
+        first = jnp.min(mask.first_seen(begin + offsets[m]))
+        out = over_blocks(partial(attend, row, m), first // (R * block), last // (R * block), (rows, K, A, tile, W))
+        return jnp.concatenate(out, axis=-1)
+
+    if (rows, tile) == (B, M):
+        return of_tile(0)
+    out = jax.lax.map(of_tile, jnp.arange(B // rows * (M // tile)))
+    out = out.reshape(B // rows, M // tile, rows, K, A, tile, -1)
+    return out.transpose(0, 2, 3, 4, 1, 5, 6).reshape(B, K, A, M, -1)
+
+
+def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
+    """New tokens, arrays that are as wide as the cache already, in its format."""
+    return jax.tree.map(lambda side, x: side.of(x), cache, new, is_leaf=lambda side: isinstance(side, Format))
+
+
+def store_few(cache: LayerCache, new: LayerCache, starts, mask: Mask, R: int) -> LayerCache:
+    """`cache` with this device's share of the tokens `new` [B, K, T, ..], at positions starts [B] and after it."""
+    S, T = cache[0].shape[2], new[0].shape[2]
+    positions = starts[:, None] + jnp.arange(T)
+    slots = positions // R % S if mask.wraps(R * S, T) else positions // R
+    if R > 1:  # what another device stores has a slot beyond the last one, and is dropped
+        slots = jnp.where(positions % R == shard_index(R), slots, S)
+    rows = jnp.arange(len(starts))[:, None]
+
+    def store(x, n):
+        return keep_layout(x.at[rows, :, slots].set(n.swapaxes(1, 2), mode="drop"))
+
+    return jax.tree.map(store, cache, as_stored(new, cache))
+
+
+def store_many(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R: int, is_own=None) -> LayerCache:
+    """store_few for T tokens, a multiple of R, of the rows at `places` [B] of the cache, a row at a time.
+
+    Slots that are not new are written again as they are: where a piece ends beyond the last slot and, in a ring, begins
+    again at the first. `is_own` bool [B] says which rows this device holds (None: all).
+    """
+    S, T = cache[0].shape[2], new[0].shape[2]
+    size, wraps = T // R, mask.wraps(R * S, T)
+
+    def store_row(b, cache):
+        first = (shard_index(R) - starts[b]) % R  # this device's first token among the new ones
+        slot = (starts[b] + first) // R
+        slot = slot % S if wraps else slot
+        begin = jnp.minimum(slot, S - size)
+        shift = slot - begin
+
+        def store(x, n):
+            n = n[b].reshape(n.shape[1], size, R, *n.shape[3:])
+            n = jax.lax.dynamic_index_in_dim(n, first, axis=2, keepdims=False)
+            n = jnp.roll(n, shift, axis=1)[None]
+
+            def write(x, begin, is_new):
+                at = (places[b], 0, begin, 0)[: x.ndim]
+                is_new = is_new if is_own is None else is_new & is_own[b]
+                old = jax.lax.dynamic_slice(x, at, n.shape)
+                new = jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 3)), n, old)
+                return jax.lax.dynamic_update_slice(x, new, at)
+
+            is_late = jnp.arange(size) >= shift
+            x = write(x, begin, is_late)
+            return write(x, 0, ~is_late) if wraps else x
+
+        return jax.tree.map(store, cache, new)
+
+    new = as_stored(new, cache)
+    return jax.lax.fori_loop(0, len(starts), store_row, cache)
+
+
+def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask: Mask, T: int, R: int, run=None):
+    """Stores the tokens `new` [B, K, T, ..] and attends to all up to each. Args and result as in plain_attention.
+    Returns the cache too."""
+    if T > FEW:
+        places = jnp.arange(len(q)) if places is None else places
+        cache = store_many(cache, new, starts, places, mask, R)
+        return attend_to_stored(q, cache, starts, places, mask, T, R), cache
+    if platform() == "tpu":
+        return decode_kernel(q, new, cache, starts, mask=mask, T=T, R=R, run=run)
+    cache, slots = store_few(cache, new, starts, mask, R), cache[0].shape[2]
+    block = 512 if platform() == "cpu" and slots > 2048 else slots  # of so many, what no row has filled is not read
+    return plain_attention(q, cache, starts, None, mask, T, R, run, block=block), cache
+
+
+@by_machine
+def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -> Array:
+    """store_and_attend of many tokens, which are in the cache."""
+    sizes = {"rows": 1, "tile": 256, "block": 128 if T <= 128 else 256} if platform() == "cpu" else {"block": 512}
+    return plain_attention(q, cache, starts, places, mask, T, R, **sizes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention over latents in plain JAX
+#
+# More letters: S is the slots of a row on a device, I the groups of rows that R devices divide among them, gcd(B, R).
+# In the block before this one, K counts heads that have keys and values, and G query heads for each.
+
+
+CACHE_SHARERS = 32  # more devices exchange so much that a second copy of the cache costs less
+
+
+class LayerCache(NamedTuple):
+    """What a layer keeps of each token: its latent [B / I, X, S, L], and its key of rotary embedding [B / I, X, S, U].
+
+    The R devices that share a cache divide its rows first, then their tokens. There are I groups of B / I rows, and R /
+    I devices to each, the parts. Device r of R belongs to group r // (R / I) and is part r % (R / I). It holds the
+    tokens at positions p with p % (R / I) == part, in slot p // (R / I). With 3 rows on 8 devices I is 1: each device
+    has every eighth token of all rows. With 4 rows I is 4: two devices have a row, every second token each.
+    """
+
+    latent: Format
+    rope_key: Format
+
+
+def abstract_cache(
+    config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, quantize: str | None = None, drafts=0
+) -> list[LayerCache]:
+    """The cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens and somewhat more, which has room for
+    `drafts`. Dtype and widths are as cache_layout has them, the format is FORMATS[quantize]. Which sides a layer has,
+    says the config's layer_caches(side, tokens), by a function that makes a side of some width."""
+    X, dp = model_shards(mesh), mesh.shape["dp"]
+    I, parts = row_groups(batch // dp, cache_sharers(config, X))
+    slots = ceil_div(cache_slots(max_seq_len), parts)
+    sharding = NamedSharding(mesh, CACHE_SPEC)
+
+    def side(width):
+        padded_width, stored = cache_layout(width, dtype, mesh)
+
+        def of_slots(n):
+            return FORMATS[quantize].declare((batch // I, X, n, padded_width), stored)
+
+        # Whole tiles of the dtype, and of 128 lanes of scales, or a single one of these that is not filled.
+        unit = max(32 // jax.tree.leaves(of_slots(1))[0].dtype.itemsize, min(128, power_of_two(slots)))
+        arrays = of_slots(ceil_div(slots, unit) * unit)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arrays)
+
+    return config.layer_caches(side, max_seq_len)
+
+
+def cache_sharers(config: Config, shards: int) -> int:
+    """R, the number of devices that share a cache: the largest divisor of `shards` that is at most CACHE_SHARERS."""
+    return next(n for n in range(min(shards, CACHE_SHARERS), 0, -1) if shards % n == 0)
+
+
+def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> list[int]:
+    """For how many tokens of a row the cache of each layer has room, until one takes the slot of another: none does."""
+    return [math.inf] * len(cache)
+
+
+def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Config) -> float:
+    """Bytes of the cache that a decode step has to read, on all devices, for rows of these lengths."""
+    rows, devices, slots, _ = cache[0].latent.shape
+    return stored_bytes(cache) * sum(lengths) / (rows * cache_sharers(config, devices) * slots)
+
+
+def row_groups(B: int, R: int) -> tuple[int, int]:
+    """How R devices share a cache of B rows: I groups of rows, and in each so many devices that share tokens."""
+    return math.gcd(B, R), R // math.gcd(B, R)
+
+
+def as_wide(new: LayerCache, cache: LayerCache) -> LayerCache:
+    """New tokens, or queries for them, [.., L] and [.., U], with zeros, which change no score, as wide as the cache."""
+    missing = (side.shape[-1] - x.shape[-1] for x, side in zip(new, cache, strict=True))
+    return LayerCache(*(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n)]) for x, n in zip(new, missing, strict=True)))
+
+
+def cached_attention(
+    q, q_rope, new: LayerCache, cache: LayerCache, span: Span, w: dict, mask_of
+) -> tuple[Array, LayerCache]:
+    """Causal attention of the tokens of `span`, over positions up to theirs: stores their latents, then attends. q
+    [B, T, N, H] and q_rope [B, T, N, U] are scaled already; `new` has the latents [B, T, L] and rotary keys [B, T, U]
+    of these tokens, in q's dtype. mask_of(i) is the Mask of their i-th block of slots, of which few tokens have one.
+    Returns the attention output, float32 [B, T, N, W], and the cache."""
+    starts = span.positions[:, 0]
+    if q.shape[1] > FEW:
+        return expanded_attention(q, q_rope, new, cache, starts, w, Collector(span, cache), mask_of)
+    return absorbed_attention(q, q_rope, new, cache, starts, w, span.R, mask_of(0))
+
+
+class Collector:
+    """How each device gets the tokens of the rows that a piece of prompts is of, from those that share the cache: in
+    blocks of `slots` of a device, `tokens` of a row."""
+
+    def __init__(self, span: Span, cache):
+        T, S = span.positions.shape[1], cache[0].shape[2]
+        places = jnp.arange(span.batch) if span.places is None else span.places
+        self.I, self.parts = I, parts = row_groups(span.batch, span.R)
+        self.is_own = places // (span.batch // I) == jax.lax.div(shard_index(span.R), parts)
+        self.places = places % (span.batch // I)
+        self.slots = math.gcd(S, max(1, power_of_two(max(T, 128)) // parts))  # a kernel takes no fewer keys
+        self.tokens, self.blocks = parts * self.slots, S // self.slots
+        self.last = jnp.minimum(jnp.max(span.positions[:, 0]) + T, parts * S) - 1  # position that one of them sees
+
+    def store(self, cache, new, starts: Array):
+        """`cache` with the tokens `new`, [B, 1, T, ..] each."""
+        return store_many(cache, new, starts, self.places, Mask(), self.parts, self.is_own)
+
+    def block(self, side: Format, i: Array) -> Format:
+        """The i-th block of a side of the cache, in the order of the tokens: [B, tokens, ..]."""
+        return jax.tree.map(partial(self.collected, i=i), side)
+
+    def collected(self, x: Array, i: Array) -> Array:
+        I, parts, width = self.I, self.parts, x.shape[3:]
+        x = jax.lax.dynamic_slice_in_dim(x[:, 0], i * self.slots, self.slots, axis=1)[self.places]
+        if parts > 1:
+            x = jax.lax.all_gather(x, MODEL_AXES, axis=2, axis_index_groups=sharer_groups(parts))
+        if I > 1:  # one group of devices has the row, and the others add zeros
+            groups = np.arange(jax.lax.axis_size(MODEL_AXES)).reshape(-1, I, parts).swapaxes(1, 2).reshape(-1, I)
+            x = jnp.where(self.is_own.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+            x = jax.lax.psum(x, MODEL_AXES, axis_index_groups=groups.tolist())
+        return x.reshape(len(x), self.tokens, *width)
+
+
+def expanded_attention(q, q_rope, new: LayerCache, cache: LayerCache, starts, w: dict, collector: Collector, mask_of):
+    """cached_attention of many tokens. Each block of latents is collected from the devices that share the cache, and
+    expanded to the keys and values of this device's heads."""
+    (B, T, N, _), U, L, tokens = q.shape, q_rope.shape[-1], w["v_b"].shape[1], collector.tokens
+
+    def load(i):  # keys [B, N, tokens, H + U] and values [B, N, tokens, W]
+        latent, rope_key = (scaled(collector.block(x, i), q.dtype) for x in cache)
+        k, v = (linear(latent[..., :L], w[b]).reshape(B, tokens, N, -1).astype(q.dtype) for b in ("k_b", "v_b"))
+        rope_key = jnp.broadcast_to(rope_key[:, :, None, :U], (*k.shape[:3], U))
+        return Plain(jnp.concatenate([k, rope_key], axis=-1).swapaxes(1, 2)), Plain(v.swapaxes(1, 2))
+
+    def attend(i):
+        out = attend_to_stored(queries, load(i), starts - i * tokens, jnp.arange(B), mask_of(i), T, 1)
+        return out[..., :-1], out[..., -1:]
+
+    new = LayerCache(*(x[:, None] for x in as_wide(new, cache)))
+    cache = collector.store(cache, new, starts)
+    queries = jnp.concatenate([q, q_rope], axis=-1).swapaxes(1, 2)[:, :, None]  # [B, K, A, M, H + U]: K = N, A = 1
+    if collector.blocks == 1:
+        out, _ = attend(0)
+    else:
+        shape = *queries.shape[:4], jax.eval_shape(load, 0)[1].shape[-1]
+        out, _ = over_blocks(attend, 0, collector.last // tokens, shape)
+    return out[:, :, 0].swapaxes(1, 2), cache
+
+
+def own_rows(x: Array, R: int) -> Array:
+    """Of x [B, ..], which all devices have, this device's rows of the cache."""
+    I, parts = row_groups(len(x), R)
+    group = jax.lax.div(shard_index(R), parts)
+    return jax.lax.dynamic_slice_in_dim(x, group * (len(x) // I), len(x) // I)
+
+
+def scaled(x: Format, dtype: jnp.dtype) -> Array:
+    """The numbers of x in `dtype`, times their scales."""
+    values, scale = x.values_and_scale(jnp.float32)
+    return (values if scale is None else values * scale[..., None]).astype(dtype)
+
+
+def absorbed_attention(q, q_rope, new: LayerCache, cache: LayerCache, starts, w: dict, R: int, mask: Mask):
+    """cached_attention of few tokens, of all rows. Latents are not expanded (the absorbed form, see the top of the
+    file).
+
+    Each of the R devices that share the cache attends to its rows and tokens with the query heads of all R. They
+    exchange the queries before, and afterwards the outputs with the log-sum-exp of their scores, by which the partial
+    softmaxes of a row merge (as in Dao et al. 2023, "Flash-Decoding"). So no part of the cache is read twice.
+    """
+    (B, T, N, H), L = q.shape, w["v_b"].shape[1]
+    I, parts = row_groups(B, R)
+    # The first product sums over the dimension of k_b's scales, so they go to q; v_b's belong to the output.
+    (w_k, k_scale), (w_v, v_scale) = (by_head(w[name], N, q.dtype) for name in ("k_b", "v_b"))
+
+    scaled = (q if k_scale is None else (q * k_scale).astype(q.dtype)).reshape(B * T, N, H)
+    absorbed = head_product("bnh,nhl->bnl", scaled, w_k).astype(q.dtype).reshape(B, T, N, -1)
+    queries = jnp.concatenate(as_wide([absorbed, q_rope], cache), axis=-1)
+    queries = queries.reshape(I, B // I, T, N, -1)
+    if R > 1:
+        queries = exchange(queries, R)  # to each device those of its rows
+        new, starts = jax.tree.map(partial(own_rows, R=R), (new, starts))
+    queries = queries.swapaxes(0, 1).reshape(B // I, 1, 1, R * T * N, -1)
+    new = LayerCache(*(x[:, None] for x in as_wide(new, cache)))  # one head of keys, K = 1
+    out, cache = store_and_attend(queries, new, cache, starts, None, mask, T, parts, run=N)
+    out = out.reshape(B // I, R, T, N, -1).swapaxes(0, 1)
+    if R > 1:
+        out = exchange(out, R).reshape(I, parts, B // I, T, N, -1)
+        out, _ = joined(out[..., :-1], out[..., -1:], axis=1)
+    out = out.reshape(B * T, N, -1)[..., :L].astype(q.dtype)
+    out = head_product("bnl,nwl->bnw", out, w_v).reshape(B, T, N, -1)
+    return out if v_scale is None else out * v_scale, cache
+
+
+def by_head(w: Format, N: int, dtype: jnp.dtype) -> tuple[Array, Array | None]:
+    """The values [N, .., L] of a weight [N .., L], rounded ones in `dtype`, and their scales [N, ..], None without."""
+    values, scale = w.values_and_scale(dtype)
+    return values.reshape(N, -1, values.shape[-1]), None if scale is None else scale.reshape(N, -1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Choosing keys
+#
+# The indexer of a layer chooses to which tokens another one attends (DeepSeek-AI 2025, "DeepSeek-V3.2"): to the
+# index_topk with the highest scores. It has one key for each token, and heads of its own. A score is the sum over them
+# of weight x relu(query . key), all positive factors left out, since they change no order. What it chooses becomes a
+# Mask for the attention that stands.
+
+
+class IndexedCache(NamedTuple):
+    """A LayerCache, and beside it the indexer's key of each token, [B / I, X, S, index_head_dim]."""
+
+    latent: Format
+    rope_key: Format
+    index_key: Format
+
+
+def choose_keys(q: Array, key: Array, weights: Array, cache: IndexedCache, span: Span, k: int):
+    """Stores the indexer's keys [B, T, H] of the tokens of `span`, and chooses for each of them k keys up to its own,
+    or all if there are no more. q [B, T, N, H] are the queries of this device's heads, float32 weights [B, T, N] those
+    of all heads. Returns what mask_of_choice takes, and the cache."""
+    width = cache.index_key.shape[-1]
+    q, key = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]) for x in (q, key))
+    choose = choose_for_few if q.shape[1] <= FEW else choose_for_many
+    choice, side = choose(q, key, weights, cache.index_key, span, k)
+    return choice, cache._replace(index_key=side)
+
+
+def choose_for_few(q, key, weights, side: Format, span: Span, k: int) -> tuple[Array, Format]:
+    """choose_keys of few tokens, of all rows: float32 [B / I, T, S], 1 where they attend to a slot of this device.
+
+    Each of the R devices that share the cache scores its rows and tokens with the heads of all R, as it attends to
+    them. If more devices share the layer, they add up what their heads give. Then those that share a row collect its
+    scores, and each finds the lowest that is chosen.
+    """
+    (B, T, n, width), R, X, S = q.shape, span.R, jax.lax.axis_size(MODEL_AXES), side.shape[2]
+    I, parts = row_groups(B, R)
+    starts, q = span.positions[:, 0], q.reshape(I, B // I, T, n, width)
+    weights = jnp.pad(weights, ((0, 0), (0, 0), (0, X * n - weights.shape[-1])))  # the last devices may have fewer
+    weights = jax.lax.dynamic_slice_in_dim(weights, jax.lax.axis_index(MODEL_AXES) // R * (R * n), R * n, axis=2)
+    if R > 1:
+        q = exchange(q, R)
+        key, weights, starts = jax.tree.map(partial(own_rows, R=R), (key, weights, starts))
+    q = jnp.moveaxis(q, 0, 2).reshape(B // I, T, R * n, width)
+    (side,) = store_few((side,), (key[:, None],), starts, Mask(), parts)
+    scores = index_scores(q, weights, jax.tree.map(lambda x: x[:, 0], side))
+    if X > R:
+        scores = jax.lax.psum(scores, MODEL_AXES, axis_index_groups=np.arange(X).reshape(-1, R).T.tolist())
+    positions = jnp.arange(S) * parts + jnp.arange(parts)[:, None]
+    own = positions[shard_index(parts)]
+    is_seen = own <= (starts[:, None] + jnp.arange(T))[:, :, None]
+    scores = jnp.where(is_seen, scores, -jnp.inf)
+    of_all = scores[:, :, None]
+    if parts > 1:
+        of_all = jax.lax.all_gather(scores, MODEL_AXES, axis=2, axis_index_groups=sharer_groups(parts))
+    of_all = of_all.reshape(-1, *positions.shape)
+    lowest = (x.reshape(B // I, T, 1) for x in lowest_chosen(of_all, positions, k))
+    return is_chosen(scores, own, *lowest).astype(jnp.float32), side
+
+
+def choose_for_many(q, key, weights, side: Format, span: Span, k: int) -> tuple[Array, Format]:
+    """choose_keys of many tokens: as bits, uint8 [B, T, blocks, tokens / 8], where bit j of byte i is for token
+    j (tokens / 8) + i of a Collector's block.
+
+    The devices divide the tokens that choose: each scores all keys for its own ones, a block at a time.
+    """
+    (B, T, _, _), X = q.shape, jax.lax.axis_size(MODEL_AXES)
+    collector, share = Collector(span, (side,)), ceil_div(T, X)
+    tokens, blocks = collector.tokens, collector.blocks
+    (side,) = collector.store((side,), (key[:, None],), span.positions[:, 0])
+
+    def own_tokens(x):
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(MODEL_AXES) * share, share, axis=1)
+
+    padded = [(0, 0), (0, X * share - T)]
+    q = jax.lax.all_to_all(jnp.pad(q, [*padded, (0, 0), (0, 0)]), MODEL_AXES, 1, 2, tiled=True)
+    q = q[:, :, : weights.shape[-1]]  # the last devices may have heads of zeros
+    weights = own_tokens(jnp.pad(weights, [*padded, (0, 0)]))
+    at = own_tokens(jnp.pad(span.positions, padded))[:, :, None]
+
+    def add_block(i, scores):
+        of_block = index_scores(q, weights, collector.block(side, i))
+        of_block = jnp.where(i * tokens + jnp.arange(tokens) <= at, of_block, -jnp.inf)
+        return jax.lax.dynamic_update_slice_in_dim(scores, of_block[:, :, None], i, axis=2)
+
+    scores = jnp.full((B, share, blocks, tokens), -jnp.inf)
+    scores = jax.lax.fori_loop(0, collector.last // tokens + 1, add_block, scores)
+    positions = jnp.arange(blocks * tokens).reshape(blocks, tokens)
+    scores = scores.reshape(-1, blocks, tokens)
+    chosen = is_chosen(scores, positions, *lowest_chosen(scores, positions, k))
+    eighths = chosen.reshape(B, share, blocks, 8, tokens // 8).astype(jnp.uint8)
+    bits = jnp.sum(eighths << jnp.arange(8, dtype=jnp.uint8)[:, None], axis=3, dtype=jnp.uint8)
+    return jax.lax.all_gather(bits, MODEL_AXES, axis=1, tiled=True)[:, :T], side
+
+
+def mask_of_choice(choice: Array | None, i: Array | int) -> Mask:
+    """The Mask of the i-th block of slots, from what choose_keys returns, or of all if nothing was chosen."""
+    if choice is not None and choice.dtype == jnp.uint8:
+        bits = jax.lax.dynamic_index_in_dim(choice, i, axis=2, keepdims=False)
+        choice = bits[:, :, None] >> jnp.arange(8, dtype=jnp.uint8)[:, None] & 1
+        choice = choice.astype(jnp.int8).reshape(*bits.shape[:2], -1)
+    return Mask(chosen=choice)
+
+
+@by_machine
+def index_scores(q: Array, weights: Array, keys: Format) -> Array:
+    """Sums over heads of weights [B, T, N] times relu(q [B, T, N, H] . keys [B, S, H]): float32 [B, T, S]. It takes
+    some heads at a time, and keeps no scores of all."""
+    (B, T, N, _), S = q.shape, keys.shape[1]
+    values, scale = keys.values_and_scale(q.dtype)
+    q = q.astype(values.dtype)
+    n = max(n for n in range(1, min(N, max(1, 64 // T)) + 1) if N % n == 0)
+
+    def add_heads(i, total):
+        some_q, some_weights = (jax.lax.dynamic_slice_in_dim(x, i * n, n, axis=2) for x in (q, weights))
+        scores = jnp.maximum(einsum("btnh,bsh->btns", some_q, values), 0)
+        return total + jnp.sum(some_weights[..., None] * scores, axis=2)
+
+    total = jax.lax.fori_loop(0, N // n, add_heads, jnp.zeros((B, T, S)))
+    return total if scale is None else total * scale[:, None]
+
+
+@by_machine
+def lowest_chosen(scores: Array, positions: Array, k: int) -> tuple[Array, Array]:
+    """Of scores [Q, P, S] of keys at some positions [P, S] the k-th highest, `ordered`, and the position of its key. Of
+    equal scores that of an earlier key is higher. int32 [Q, 1, 1] each. It finds one bit after another, by counting the
+    keys that are higher."""
+
+    def count(is_counted):
+        return jnp.sum(is_counted.astype(jnp.int32), axis=(1, 2), keepdims=True)
+
+    def largest(lowest, bits, is_possible):
+        def add_bit(i, found):
+            larger = found + jax.lax.shift_left(jnp.int32(1), bits - 1 - i)
+            return jnp.where(is_possible(larger), larger, found)
+
+        return jax.lax.fori_loop(0, bits, add_bit, jnp.full((len(scores), 1, 1), lowest, jnp.int32))
+
+    order = ordered(scores)
+    value = largest(-(2**31), 32, lambda value: count(order >= value) >= k)
+    missing, is_equal = k - count(order > value), order == value
+    bits = positions.size.bit_length()
+    return value, largest(0, bits, lambda position: count(is_equal & (positions < position)) < missing)
+
+
+def ordered(x: Array) -> Array:
+    """float32 numbers as int32 in the same order."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)  # -0 is 0
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def is_chosen(scores: Array, positions: Array, value: Array, position: Array) -> Array:
+    """Whether scores of keys at some positions are as high as lowest_chosen's."""
+    return (ordered(scores) > value) | ((ordered(scores) == value) & (positions <= position))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts in plain JAX
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertWeight(Weight):
+    """Matrices, or vectors, of `experts`, stacked along a first dimension, which ep splits; so only tp splits each one.
+
+    A part's name with `{}` stands for one tensor per expert. A name without it is a packed tensor of all.
+    """
+
+    experts: int = 1
+
+    def axes(self):
+        return super().axes()[1:]
+
+    def is_packed(self) -> bool:
+        """Whether the matrices, or vectors, of all experts are one tensor."""
+        return not any("{}" in name for part in self.parts for name in part.tensors)
+
+    def stacked(self, shape):
+        return (self.experts, *shape)
+
+    def tensors(self):
+        of_one = super().tensors().items()
+        if self.is_packed():
+            return {name: self.stacked(shape) for name, shape in of_one}
+        return {name.format(e): shape for e in range(self.experts) for name, shape in of_one}
+
+    def spec(self):
+        return P(MODEL_AXES[0], *super().spec())
+
+    def abstract(self, mesh, dtype):
+        """As of Weight. Raises InputError if the devices along ep cannot hold as many experts each."""
+        if self.experts % mesh.shape["ep"]:
+            raise InputError(f"ep = {mesh.shape['ep']} does not divide the {self.experts} experts; choose a divisor")
+        return super().abstract(mesh, dtype)
+
+
+def of_experts(experts: int, weight: Weight) -> Weight:
+    """As many such weights, stacked; none: the weight itself. A packed tensor's name has no suffix."""
+    if not experts:
+        return weight
+    fields = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
+    stacked = ExpertWeight(**fields, experts=experts)
+    return dataclasses.replace(stacked, suffix="") if stacked.is_packed() else stacked
+
+
+@jax.named_scope("experts")
+def experts(x, ids, scores, w_gate_up, w_down, activate, biases: tuple[Array, Array] | None = None) -> Array:
+    """What this device's experts, and its columns of them, contribute to the rows that chose them: float32 [B, D], to
+    be summed over ep x tp.
+
+    Args: x [B, D]; ids int32 [B, k], the experts chosen, counted over all devices; scores float32 [B, k]; w_gate_up
+    [E, 2F, D], gate rows before up rows; w_down [E, D, F]; activate(gate, up, score), which gives float32 [B, F] for
+    gate and up [B, F] of one expert and the scores [B, 1] of its rows, 0 for one that did not choose it; biases, if
+    there are any: float32 [E, 2F] of gate and up, and [E, D] of down, the same on the devices of tp.
+
+    B counts tokens here, rows times T. A pair is a token and an expert that it chose. An expert that no token chose is
+    not read.
+    """
+    E = w_down.shape[0]
+    ids = ids - jax.lax.axis_index("ep") * E
+    ids = jnp.where((ids >= 0) & (ids < E), ids, E)  # E: on another device
+    gate_up_bias, down_bias = biases or (None, None)
+    out = local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
+    if biases:
+        by_expert = scores_by_expert(ids, scores, E)
+        # XLA for TPUs turns fewer than 8 rows into slow vector code.
+        by_expert = jnp.pad(by_expert, ((0, max(8 - len(x), 0)), (0, 0)))
+        added = einsum("be,ed->bd", by_expert.astype(down_bias.dtype), down_bias)[: len(x)]
+        out += added / jax.lax.axis_size("tp")  # each of these devices adds a part
+    return out
+
+
+@by_machine
+def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
+    """experts, with ids counted on this device: E is one on another device. Each expert that a token chose is
+    multiplied with all tokens, and those that did not choose it count nothing."""
+    by_expert = scores_by_expert(ids, scores, E := w_down.shape[0])
+
+    def add(e, out):
+        gate_up, down, bias = jax.tree.map(lambda a: a[e], (w_gate_up, w_down, gate_up_bias))
+        y = multiply(x, gate_up)
+        gate, up = jnp.split(y if bias is None else y + bias, 2, axis=-1)
+        return out + multiply(activate(gate, up, by_expert[:, e, None]).astype(x.dtype), down)
+
+    def visit(e, out):
+        return jax.lax.cond(jnp.any(ids == e), add, lambda e, out: out, e, out)
+
+    return jax.lax.fori_loop(0, E, visit, jnp.zeros((len(x), w_down.shape[1]), jnp.float32))
+
+
+def scores_by_expert(ids: Array, scores: Array, E: int) -> Array:
+    """ids, scores [B, k]: float32 [B, E], the score of each token for each expert, 0 if it did not choose it."""
+    return jnp.sum(jnp.where(ids[:, :, None] == jnp.arange(E), scores[:, :, None], 0), axis=1)
+
+
+def divide_tokens(x: Array) -> Array:
+    """This device's share [B T / ep, D] of the residual stream x [B, T, D], so that devices along ep do not all compute
+    the same norms and residuals (as in Korthikanti et al. 2022, "sequence parallelism"). In decoding, or if ep does not
+    divide the tokens, it is all of it, [1, B T, D]. Along tp nothing is divided: XLA for TPUs turns a reduce-scatter
+    among many chips into an all-reduce."""
+    (B, T, D), ep = x.shape, jax.lax.axis_size("ep")
+    if ep == 1 or T <= FEW or B * T % ep:
+        return x.reshape(1, -1, D)
+    share = B * T // ep
+    return jax.lax.dynamic_slice_in_dim(x.reshape(-1, D), jax.lax.axis_index("ep") * share, share)
+
+
+def all_tokens(x: Array) -> Array:
+    """All tokens [B T, D] of a residual stream that is divided, or x [1, B T, D] that is not."""
+    return x if x.ndim == 3 else jax.lax.all_gather(x, "ep", tiled=True)
+
+
+def summed(parts: Array, x: Array) -> Array:
+    """The sums over ep x tp of `parts`, which have all tokens: those of this device's tokens, in the shape and dtype of
+    x, the residual stream to which they are to be added."""
+    parts = parts.astype(x.dtype).reshape(-1, x.shape[-1])
+    if x.ndim == 3:
+        return jax.lax.psum(parts, MODEL_AXES)[None]
+    return jax.lax.psum(jax.lax.psum_scatter(parts, "ep", tiled=True), "tp")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Routing in plain JAX
+
+
+def check_routing(config: Config, experts: int, best: int = 1) -> None:
+    """Raises InputError if a token cannot choose `num_experts_per_tok` of so many experts, in groups of which the
+    `best` experts count."""
+    k, groups, top = config.num_experts_per_tok, config.n_group, config.topk_group
+    if experts % groups or experts < best * groups:
+        raise InputError(
+            f"config.json: n_group {groups} does not divide {experts} experts into groups of {best} or more"
+        )
+    if top > groups:
+        raise InputError(f"config.json: topk_group {top} exceeds n_group {groups}")
+    if k > (eligible := top * (experts // groups)):
+        raise InputError(f"config.json: num_experts_per_tok {k} exceeds the {eligible} experts that a token can choose")
+
+
+@by_machine
+def chosen_experts(scores: Array, choice: Array, best: int, config: Config) -> tuple[Array, Array]:
+    """The k experts whose float32 choice [B, E] is highest, and their scores, [B, k] each. If topk_group is less than
+    n_group, only experts of so many groups are eligible: of the groups whose `best` highest choices add up to the most.
+    """
+    B, E = scores.shape
+    if config.topk_group < config.n_group:
+        in_groups = choice.reshape(B, config.n_group, -1)
+        totals = jnp.sum(jax.lax.top_k(in_groups, best)[0], axis=-1)
+        groups = jax.lax.top_k(totals, config.topk_group)[1]
+        is_eligible = jnp.any(groups[:, :, None] == jnp.arange(config.n_group), axis=1)
+        choice = jnp.where(is_eligible[:, :, None], in_groups, MASKED).reshape(B, E)
+    ids = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
+    return ids, weighed(jnp.take_along_axis(scores, ids, axis=1), config)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading config.json
+
+
+FOLDERS = {  # of the repository that this file is from, and the model_types that each reads
+    "deepseek": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25"),
+    "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text"),
+    "gemma4": ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+    "glm4": ("glm", "glm4"),
+    "glm4_flash": ("glm4_moe_lite",),
+    "glm4_moe": ("glm4_moe",),
+    "glm5": ("glm_moe_dsa",),
+    "gpt2": ("gpt2",),
+    "gpt_oss": ("gpt_oss",),
+    "llama3": ("llama", "mistral"),
+    "llama4": ("llama4", "llama4_text"),
+    "mixtral": ("mixtral",),
+    "qwen3": ("qwen2", "qwen3", "qwen3_moe"),
+    "qwen3_5": ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+}
+COUNTS = {  # where they are not from 1 to 2**31; layers and experts are bounded before lists of that length are made
+    "num_hidden_layers": range(1, 2**16), "n_layer": range(1, 2**16),
+    "first_k_dense_replace": range(2**16), "max_window_layers": range(2**16),
+    "num_kv_shared_layers": range(2**16), "hidden_size_per_layer_input": range(2**16),
+    "num_experts": range(2**12), "num_local_experts": range(1, 2**12), "n_routed_experts": range(1, 2**12),
+}  # fmt: skip
+
+
+def check_supported(**features: tuple[object, tuple]) -> None:
+    """Each feature is a pair (value, supported values). Raises InputError if a value is not among them."""
+    for name, (value, supported) in features.items():
+        if value not in supported:
+            message = f"config.json: {name} {value!r:.40} is not supported, only {', '.join(map(str, supported))}"
+            others = [folder for folder, types in FOLDERS.items() if name == "model_type" and value in types]
+            raise InputError(message + "".join(f"; use the folder {folder}" for folder in others))
+
+
+def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:
+    """Those of `given` that are plain fields of the dataclass `cls`, in their types; null counts as absent.
+
+    Raises InputError for a value that such a field cannot have, and for a missing one that is needed or has no default.
+    """
+    plain = (bool, int, float, str, int | None)
+    kinds = {name: kind for name, kind in get_type_hints(cls, globals()).items() if kind in plain}
+    given = {name: value for name, value in given.items() if name in kinds and value is not None}
+    for name, value in given.items():
+        if not is_valid(value, kinds[name], name):
+            raise InputError(f"config.json: {name} cannot be {value!r:.40}")
+    required = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
+    for name in (*required, *needed):
+        if name not in given:
+            raise InputError(f"config.json: {name} is missing")
+    return {name: float(value) if kinds[name] is float else value for name, value in given.items()}
+
+
+def is_valid(value: object, kind: type, name: str = "") -> bool:
+    """Whether a value of a JSON file can be a field of type `kind`. Numbers are positive and bounded."""
+    if kind in (bool, str):
+        return isinstance(value, kind)
+    if kind is float:
+        return type(value) in (int, float) and 1e-30 < value < 1e30
+    return type(value) is int and value in COUNTS.get(name, range(1, 2**31))  # isinstance would take a bool
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lists in config.json
+
+
+def read_list(config: dict, name: str, allowed: Collection, default: Collection, least: int = 0) -> tuple:
+    """A list of config.json, of `least` entries at least, which are all among `allowed`."""
+    values = config.get(name)
+    if values is None:
+        return tuple(default)
+    kind = type(allowed[0])  # True does not pass for 1
+    if not isinstance(values, list) or any(type(value) is not kind or value not in allowed for value in values):
+        raise InputError(f"config.json: {name} cannot be {values!r:.40}")
+    if len(values) < least:
+        raise InputError(f"config.json: {name} has {len(values)} entries for {least} layers")
+    return tuple(values)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory on each machine
+
+
+def mesh_shape(weights: dict, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None):
+    """dp, ep and tp for a pytree of Weight on these devices. Those not given are 1, except tp, which takes the
+    remaining devices. On TPUs ep leaves each device whole lanes of an expert's columns; it is the smallest with few
+    zeros beside them in pieces of Format.kernel_columns, or else with the fewest."""
+    dp = dp or 1
+    left = len(devices) // dp
+    if not ep and not tp and devices[0].platform == "tpu":
+        experts = [weight for weight in jax.tree.leaves(weights) if weight.experts and weight.split == 1]
+
+        def columns(weight, tp):
+            return weight.parts[0].rows_per_device(tp)
+
+        def suits(weight, ep, tp):
+            return weight.experts % ep == columns(weight, tp) % 128 == 0
+
+        def share(weight, tp):  # of the columns with zeros in those without
+            piece = weight.format.kernel_columns
+            return tp * ceil_div(columns(weight, tp), piece) * piece / weight.columns()
+
+        divisors = [n for n in range(1, left + 1) if left % n == 0]
+        divisors = [n for n in divisors if all(suits(weight, n, left // n) for weight in experts)]
+        ep = min(divisors, key=lambda n: max([1.1, *(share(weight, left // n) for weight in experts)]), default=None)
+    ep = ep or 1
+    return dp, ep, tp or max(1, left // ep)
+
+
+def stored_width(C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
+    """Format.width of numbers in `dtype`.
+
+    On TPUs a matrix that is split by output gets whole lanes of 128 numbers. Otherwise XLA would store it with the
+    output dimension last, and copy it for a kernel in every step. On CPUs 16-bit rows must not lie a multiple of 4,096
+    bytes apart, since such rows map to the same places in the processor's cache, and the product would take up to 1.7
+    times as long. They get 32 numbers more, unless they are experts.
+    """
+    platform = mesh.devices.flat[0].platform
+    if platform == "tpu" and weight.split == 0:
+        return ceil_div(C, 128) * 128
+    return C + 32 if platform == "cpu" and dtype.itemsize == 2 and 2 * C % 4096 == 0 and not weight.experts else C
+
+
+def cache_layout(H: int, dtype: jnp.dtype, mesh: Mesh) -> tuple[int, jnp.dtype]:
+    """The width and the dtype of a cache of width H. On TPUs H is rounded up to the 128 lanes: a narrower array would
+    have its slots innermost in memory, and be copied to another layout for the kernel in every step. Before jax 0.11
+    XLA for CPUs would convert all of a 16-bit cache to float32 and back to update one slot, so it is float32 there."""
+    platform = mesh.devices.flat[0].platform
+    is_converted = platform == "cpu" and jax.__version_info__ < (0, 11)
+    return ceil_div(H, 128) * 128 if platform == "tpu" else H, jnp.float32 if is_converted else dtype
+
+
+SHORT_PIECES = 64, 16  # for what is left of a prompt, or new in a conversation; the shortest only on CPUs
+
+
+def piece_lengths(longest: int, config: Config, mesh: Mesh) -> list[int]:
+    """The lengths of the pieces in which prefill takes prompts of up to `longest` tokens: a long one and, if that is
+    longer than they are, short ones. All are multiples of the devices that share a cache. The long one is a power of
+    two; on CPUs, where padding costs more, a multiple of an eighth of one."""
+    R = cache_sharers(config, model_shards(mesh))
+    tokens = ceil_div(longest, ceil_div(longest, PREFILL_PIECE))
+    unit, short = power_of_two(max(tokens, 16)), SHORT_PIECES[:1]
+    if mesh.devices.flat[0].platform == "cpu":
+        unit, short = max(16, unit // 8), SHORT_PIECES  # a product takes as long for fewer than 16 rows more
+    long = min(ceil_div(ceil_div(tokens, unit) * unit, R) * R, PREFILL_PIECE // R * R)
+    short = [ceil_div(T, R) * R for T in short]
+    return [long, *short] if long > short[0] else [long]
+
+
+def keep_layout(x: Array) -> Array:
+    """x in row-major order: for a single row, XLA for GPUs would copy a whole cache to another layout, twice a step."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products for each head on each machine
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightByHead(Weight):
+    """A matrix with which each head is multiplied on its own."""
+
+    is_by_head = True
+
+    def abstract(self, mesh, dtype):
+        return super().abstract(mesh, head_dtype(dtype, mesh))
+
+
+def head_dtype(dtype: jnp.dtype, mesh: Mesh) -> jnp.dtype:
+    """The dtype of weights that are multiplied head by head: float32 on CPUs, where any other is slow."""
+    return jnp.float32 if mesh.devices.flat[0].platform == "cpu" else dtype
+
+
+def head_product(subscripts: str, x: Array, w: Array) -> Array:
+    """einsum of x [B, N, ..] and w [N, .., ..], int8 cast to x's dtype: float32 [B, N, ..]. On CPUs it is in float32
+    (see head_dtype), on TPUs with at least 8 rows: XLA makes slow vector code of one."""
+    dtype, rows = jnp.float32 if platform() == "cpu" else x.dtype, 8 if platform() == "tpu" else 1
+    of_rows = jnp.pad(x, ((0, max(rows - len(x), 0)), (0, 0), (0, 0)))
+    return einsum(subscripts, of_rows.astype(dtype), w.astype(dtype))[: len(x)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention on TPUs
+#
+# A Pallas kernel is the program of a TPU core, which fetches blocks of its arguments (a BlockSpec says which) into the
+# core's fast memory, VMEM. The kernel here is for few new tokens, and stores them too; fast.py has one for many, which
+# are stored already. Both go over the slots of a row in blocks, and fold one after another into a running softmax, so
+# that scores stay in VMEM (as in Dao et al. 2022, "FlashAttention").
+
+
+def kernel_cost(flops: int, read) -> pl.CostEstimate:
+    """The cost, for the compiler, of a kernel that reads the arrays of the pytree `read`."""
+    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))
+    return pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0)
+
+
+class Blocks(NamedTuple):
+    """The positions of a row in blocks of `size` slots. If the cache is a ring, they lie there modulo its blocks."""
+
+    size: int
+    slots: int  # of the cache
+    R: int  # devices that share the row
+    mask: Mask
+    wraps: bool  # whether the cache is a ring
+
+    # No dividend here is negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
+    def holding(self, position: Array) -> Array:
+        """The block of a position, the last one if it has no slot."""
+        stored = position if self.wraps else jnp.clip(position, 0, self.R * self.slots - 1)
+        return jax.lax.div(stored, self.R * self.size)
+
+    def seen(self, position: Array, tokens: int) -> tuple[Array, Array]:
+        """The first and the last block that so many neighbours see, the first of them at `position`."""
+        last = self.holding(position + tokens - 1)
+        return jnp.minimum(jax.lax.div(self.mask.first_seen(position), self.R * self.size), last), last
+
+    def most_seen(self, tokens: int) -> int:
+        """How many blocks they see at most."""
+        blocks, span = self.slots // self.size, self.mask.window or self.mask.chunk
+        most = (span + tokens - 2) // (self.R * self.size) + 2 if span else blocks
+        return most if self.wraps else min(most, blocks)
+
+    def is_whole(self, i: Array, position: Array, tokens: int) -> Array:
+        """Whether each of them sees all of block i."""
+        is_whole = (i + 1) * self.size * self.R <= position + 1
+        if self.mask.window or self.mask.chunk:
+            is_whole &= i * self.size * self.R >= self.mask.first_seen(position + tokens - 1)
+        return is_whole if self.mask.chosen is None else is_whole & False  # what is chosen is asked of each block
+
+    def positions(self, i: Array) -> Array:
+        """Those of block i on this device, int32 [1, size]."""
+        slots = i * self.size + jax.lax.broadcasted_iota(jnp.int32, (1, self.size), 1)
+        return slots * self.R + shard_index(self.R)
+
+    def spec(self, x: Array, heads: int, at) -> pl.BlockSpec:
+        """Blocks of the numbers [B, K, slots, H], of so many heads, or of the scales [B, K, slots], of all heads.
+        at(..) is the row, the head and the block for a step of the grid."""
+
+        def index(*step):
+            row, head, i = at(*step)
+            i = jax.lax.rem(i, self.slots // self.size) if self.wraps else i
+            return (row, head, i, 0) if x.ndim == 4 else (row, 0, i)
+
+        return pl.BlockSpec((1, heads, self.size, x.shape[3]) if x.ndim == 4 else (1, x.shape[1], self.size), index)
+
+
+def softmax_state(heads: int, queries: int, block: int, width: int) -> list[pltpu.VMEM]:
+    """Memory for a running softmax: of each query, m, the largest score so far; l, the sum of exp(score - m); and acc,
+    the sum of exp(score - m) times values. m and l are as wide as scores are, up to 128 lanes. m repeats one number,
+    and l has sums of some keys each: to add up lanes is slow, and is done once, at the end."""
+    lanes = min(block, 128)
+    return [pltpu.VMEM((heads, queries, columns), jnp.float32) for columns in (lanes, lanes, width)]
+
+
+def begin_softmax(m, l, acc) -> None:
+    m[...] = jnp.full(m.shape, MASKED)
+    l[...] = jnp.zeros(l.shape)
+    acc[...] = jnp.zeros(acc.shape)
+
+
+def fold(h: int, scales, q, cache, seen: Array | None, softcap: float | None, m, l, acc) -> None:
+    """Folds a block of the cache [1, heads, slots, ..], as in plain_attention, into the running softmax of the queries
+    q [1, heads, A, M, H] of head h. `scales` says which of all heads' scales are its; `seen` [M or 1, slots] which keys
+    its queries see (None: all)."""
+
+    def side(x):
+        values, *scale = jax.tree.leaves(x)
+        return values[0, h].astype(q.dtype), scale[0][0, scales] if scale else 1.0
+
+    (first, first_scale), (second, second_scale) = map(side, cache)
+    (A, M, H), split, pieces = q.shape[2:], first.shape[1], first.shape[0] // m.shape[2]
+    queries = q[0, h].reshape(A * M, H)
+    scores = einsum("th,sh->ts", queries[:, :split], first) * first_scale
+    if split < H:
+        scores += einsum("th,sh->ts", queries[:, split:], second) * second_scale
+        second, second_scale = first, first_scale
+    scores = softcapped(scores, softcap)
+    if seen is not None:
+        scores = jnp.where(seen[None], scores.reshape(A, M, -1), MASKED).reshape(scores.shape)
+    new_m = jnp.maximum(m[h], jnp.max(scores, axis=-1, keepdims=True))
+    alpha, p = jnp.exp(m[h] - new_m), jnp.exp(scores - jnp.tile(new_m, (1, pieces)))
+    m[h] = new_m
+    l[h] = l[h] * alpha + sum(jnp.split(p, pieces, axis=1))
+    acc[h] = acc[h] * alpha[:, :1] + einsum("ts,sw->tw", (p * second_scale).astype(q.dtype), second)
+
+
+def finish_softmax(out, m, l, acc) -> None:
+    """Writes the outputs and, beside them, the log-sum-exps of the scores to `out` [1, heads, A, M, W + 1]."""
+    total, W = jnp.sum(l[...], axis=-1, keepdims=True), acc.shape[-1]
+    out[0, :, :, :, :W] = (acc[...] / total).reshape(*out.shape[1:4], W)
+    out[0, :, :, :, W:] = (m[:, :, :1] + jnp.log(total)).reshape(*out.shape[1:4], 1)
+
+
+def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=None, block=None, interpret=False):
+    """store_and_attend of few tokens as a Pallas kernel for TPUs.
+
+    The grid is (rows of the batch, blocks of keys). All kv heads of a block are fetched at once, since one is too few
+    bytes. A block that a row does not see is neither fetched nor computed: its index is mapped to a block that is there
+    already. Only blocks at the edge of what a row sees are masked.
+
+    That the kernel stores the new tokens saves launches and, for the scales, a change of layout. A single slot of a
+    packed dtype cannot be written, so the tile around it is patched in VMEM, before queries attend to it, and written
+    back. If there are several tokens, one more step of the grid writes the second tile that they may reach. The cache
+    goes out in the memory that it came in: a row's tile is written after the block that holds it was read, and other
+    rows never read it.
+
+    `block` is by default the power of two of slots that makes at most half a MiB of keys, or 128. It is cut to a
+    divisor of the slots.
+    """
+    (B, K, A, M, H), (*_, S, split) = q.shape, cache[0].shape
+    W = split if split < H else cache[1].shape[-1]
+    fitting = 2**19 // (K * split * jax.tree.leaves(cache)[0].dtype.itemsize)
+    block = math.gcd(S, block or max(128, power_of_two(fitting + 1) // 2))
+    blocks = Blocks(block, S, R, mask, mask.wraps(R * S, T))
+    tiles = blocks._replace(size=min(block, 128))  # that are written back
+    steps = blocks.most_seen(T) + (T > 1)
+
+    def kernel(starts, q, new, cache, chosen, out, new_cache, *softmax):
+        start, n = starts[pl.program_id(0)], pl.program_id(1)
+        first, last = blocks.seen(start, T)
+        i, first_tile, last_tile = jnp.minimum(first + n, last), tiles.holding(start), tiles.holding(start + T - 1)
+        pl.when(n == 0)(lambda: begin_softmax(*softmax))
+
+        def is_here(tile):
+            return jax.lax.div(tile, block // tiles.size) == i
+
+        def slots_of(tile):
+            offset = 0 if tiles.size == block else pl.multiple_of(tile * tiles.size - i * block, tiles.size)
+            return pl.ds(offset, tiles.size)
+
+        def patch(tile):
+            stored = as_stored(jax.tree.map(lambda x: x[...], new), cache)
+            for x, token in zip(jax.tree.leaves(cache), jax.tree.leaves(stored), strict=True):
+                slots = tile * tiles.size + jax.lax.broadcasted_iota(jnp.int32, (1, K, tiles.size, 1)[: x.ndim], 2)
+                patched = x[:, :, slots_of(tile)]
+                for j in range(T):
+                    is_new = slots * R + shard_index(R) == start + j
+                    patched = jnp.where(is_new, token[:, :, j : j + 1], patched)
+                x[:, :, slots_of(tile)] = patched
+
+        def write_back(tile):
+            for x, y in zip(jax.tree.leaves(cache), jax.tree.leaves(new_cache), strict=True):
+                y[...] = x[:, :, slots_of(tile)]
+
+        def fold_heads(seen):
+            for h in range(K):
+                fold(h, slice(h, h + 1), q, cache, seen, mask.softcap, *softmax)
+
+        @pl.when(first + n <= last)
+        def visit():
+            for tile in (first_tile, last_tile)[:T]:
+                pl.when(is_here(tile))(lambda: patch(tile))
+            pl.when(is_here(first_tile))(lambda: write_back(first_tile))
+            is_whole, offsets = blocks.is_whole(i, start, T), 0
+            if T > 1:
+                offsets = jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, (M, 1), 0), run or M // T)
+                offsets = jnp.fmod(offsets, T)
+
+            def seen():
+                is_attended = mask.is_attended(blocks.positions(i), start + offsets)
+                if chosen is None:
+                    return is_attended
+                of_tokens = (jnp.where(offsets == j, chosen[0, j : j + 1], 0) for j in range(T))
+                return is_attended & (sum(of_tokens) != 0)
+
+            pl.when(is_whole)(lambda: fold_heads(None))
+            pl.when(~is_whole)(lambda: fold_heads(seen()))
+
+        @pl.when(n == steps - 1)
+        def finish():
+            if T > 1:
+                write_back(last_tile)
+            finish_softmax(out, *softmax)
+
+    def of_row(shape):
+        return pl.BlockSpec((1, *shape[1:]), lambda b, *_: (b,) + (0,) * (len(shape) - 1))
+
+    def read(b, n, starts):  # the row, head and block to attend to
+        first, last = blocks.seen(starts[b], T)
+        return b, 0, jnp.minimum(first + n, last)
+
+    def written(b, n, starts):  # the tile of the first new token, at last that of the last one
+        return b, 0, tiles.holding(starts[b] + jnp.where(n == steps - 1, T - 1, 0))
+
+    # Otherwise XLA moves the whole cache to VMEM and back if it fits.
+    cache = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), cache)
+    out_shape = *q.shape[:4], W + 1
+    return pl.pallas_call(
+        kernel,
+        out_shape=(
+            jax.ShapeDtypeStruct(out_shape, jnp.float32),
+            jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), cache),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(B, steps),
+            in_specs=[
+                of_row(q.shape),
+                jax.tree.map(lambda x: of_row(x.shape), new),
+                jax.tree.map(lambda x: blocks.spec(x, K, read), cache),
+                jax.tree.map(lambda x: blocks.spec(x, T, read), mask.chosen),
+            ],
+            out_specs=(of_row(out_shape), jax.tree.map(lambda x: tiles.spec(x, K, written), cache)),
+            scratch_shapes=softmax_state(K, A * M, block, W),
+        ),
+        input_output_aliases={4 + i: 1 + i for i in range(len(jax.tree.leaves(cache)))},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=kernel_cost(2 * B * K * A * M * S * (H + W), cache),
+        interpret=interpret,
+        name="ragged_attention",
+    )(starts, q, new, cache, mask.chosen)
