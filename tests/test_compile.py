@@ -90,6 +90,7 @@ def test_full_size_on_tpus(folder, name, topology, ep, tp, quantize, slots, T):
         ("deepseek", "deepseek-r1", "v5e:8x8", (4, 16), 8, 512, "int8", 4),
         ("deepseek", "moonlight-16b-a3b", "v5e:2x2", (4, 1), 3, 4096, None, 1),
         ("glm4_flash", "glm-4.7-flash", "v5p:1x1x2", (1, 2), 1, 2048, None, 1),
+        ("glm5", "glm-5.2", "v5e:8x8", (4, 16), 8, 1024, "int8", 1),
     ],
 )
 def test_latent_attention_on_tpus(folder, name, topology, ep_tp, batch, slots, quantize, T):

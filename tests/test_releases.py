@@ -71,6 +71,14 @@ def gemma_4(raw: dict) -> dict:
     return nested | {"text_config": text, "vision_config": {"model_type": "gemma4_vision"}, "audio_config": None}
 
 
+def glm_5(raw: dict) -> dict:
+    """As before transformers listed the layers: which of them choose stands in a pattern. The head_dim misleads."""
+    letters = "".join(kind[0].upper() for kind in raw["indexer_types"])
+    kept = {k: v for k, v in raw.items() if k not in ("indexer_types", "layer_types")}
+    kept |= {"index_topk_pattern": letters, "index_topk_freq": 1, "index_skip_topk_offset": 3, "head_dim": 192}
+    return kept | {"num_nextn_predict_layers": 1, "index_share_for_mtp_iteration": True}
+
+
 def llama_4(raw: dict) -> dict:
     """Llama 4's: the text model nested beside a vision tower, a number for a switch, special token ids of images."""
     text = {k: v for k, v in flat(raw).items() if k not in ("architectures", "layer_types", "_name_or_path")}
@@ -97,6 +105,7 @@ FORMS = {
         "glm4_moe",
         lambda raw: flat(raw) | {"rope_scaling": None, "attention_dropout": 0.0, "num_nextn_predict_layers": 1},
     ),
+    "glm-5.2": ("glm5", glm_5),
     "deepseek r1": ("deepseek", lambda raw: deepseek(raw, int)),
     "kimi k2": ("deepseek", lambda raw: deepseek(raw, float) | {"model_type": "kimi_k2"}),
     "qwen3 30b-a3b": ("qwen3", qwen3),

@@ -309,7 +309,7 @@ HARD = [
 HARD += ["don 't , . ! ? n't 've", "<s>[x] hi</s>", "<s> <s>a </s> b<unk>", "a<s", "<0x0A>▁Ġ", "x" * 300]
 MODEL_TYPES = [
     "gpt2", "llama", "mistral", "llama4_text", "gemma2", "gemma3_text", "gemma4_text", "mixtral", "glm4", "glm4_moe",
-    "glm4_moe_lite", "qwen2", "qwen3", "qwen3_5_text", "gpt_oss", "deepseek_v2", "deepseek_v3",
+    "glm4_moe_lite", "glm_moe_dsa", "qwen2", "qwen3", "qwen3_5_text", "gpt_oss", "deepseek_v2", "deepseek_v3",
 ]  # fmt: skip
 CLASSES = [None, "Qwen2Tokenizer", "LlamaTokenizer", "GemmaTokenizerFast", "PreTrainedTokenizerFast", "OwnTokenizer"]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}\n{% endfor %}"

@@ -43,6 +43,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
@@ -319,6 +321,37 @@ def build_glm4_moe(**token_ids):
     return set_router_biases(Glm4MoeForCausalLM(config))
 
 
+def build_glm5(**token_ids):
+    """Return an untrained model of the GLM-5.2 architecture, whose second layer attends to what the first has chosen.
+    Training leaves the indexers as they are."""
+    config = GlmMoeDsaConfig(
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        q_lora_rank=64,
+        kv_lora_rank=48,
+        qk_nope_head_dim=24,
+        qk_rope_head_dim=8,
+        v_head_dim=32,
+        index_topk=128,
+        index_n_heads=16,  # with few, many keys have a score of 0, and which of them are chosen is anybody's guess
+        index_head_dim=32,
+        indexer_types=["full", "shared", "full"],
+        intermediate_size=256,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        moe_intermediate_size=64,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        routed_scaling_factor=1.5,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        **token_ids,
+    )
+    return set_router_biases(GlmMoeDsaForCausalLM(config))
+
+
 def build_qwen3(**token_ids):
     """Return an untrained Qwen3 model, whose first layer has no experts."""
     config = Qwen3MoeConfig(
@@ -569,6 +602,23 @@ FAMILIES = {
         pad="<|endoftext|>",
         conversation_end="<|user|>",
         has_extra_layer=True,
+    ),
+    "glm5": Family(
+        build_model=build_glm5,
+        special_tokens=[
+            "<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>",
+            "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
+        ],
+        prefix=["[gMASK]", "<sop>"],
+        stops=["<|endoftext|>", "<|user|>", "<|observation|>"],  # as in glm4
+        chat_template="[gMASK]<sop>"
+        "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
+        template_words=[],
+        bos=None,
+        eos="<|endoftext|>",
+        pad="<|endoftext|>",
+        conversation_end="<|user|>",
     ),
     "qwen3": Family(
         build_model=build_qwen3,
