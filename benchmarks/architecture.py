@@ -29,13 +29,13 @@ def with_experts(product: str) -> list:
     return ["mlp_norm", [shared, ["router", "experts_gate_up", product, "experts_down"]], "sum of both", PSUM, ADD]
 
 
-OF_LATENTS = ["attention_norm", "qkv_a", "all_gather over ep x tp", "q_norm, kv_norm; rope on the shared key", "q"]
-OF_LATENTS += ["rope on the last part of each query"]
+LATENT_QKV = ["attention_norm", "qkv_a", "all_gather over ep x tp", "q_norm, kv_norm; rope on the shared key", "q"]
+LATENT_QKV += ["rope on the last part of each query"]
 INDEXER = [[["index_key", "index_key_norm", "rope"], ["index_q", "rope", "index_weights"]]]
 INDEXER += ["scores of earlier keys; exchange over ep x tp", "the index_topk best"]
-AND_OUT = ["exchange of queries over ep x tp (decoding)", "attention over latents, with k_b and v_b"]
-AND_OUT += ["exchange of outputs over ep x tp (decoding)", "o", PSUM, ADD, *with_experts("silu(gate) * up * score")]
-LATENT = [*OF_LATENTS, *AND_OUT]
+LATENT_OUT = ["exchange of queries over ep x tp (decoding)", "attention over latents, with k_b and v_b"]
+LATENT_OUT += ["exchange of outputs over ep x tp (decoding)", "o", PSUM, ADD, *with_experts("silu(gate) * up * score")]
+LATENT = [*LATENT_QKV, *LATENT_OUT]
 GLM4 = over_heads("+ qkv_bias; rope on a part of q and k", "post_attention_norm")
 GLM4_MOE = over_heads("+ qkv_bias; rope on half of each head of q and k") + with_experts("silu(gate) * up * score")
 EXPERTS = ["mlp_norm", "router", "experts_gate_up", "silu(gate) * up * score", "experts_down", PSUM, ADD]
@@ -63,7 +63,7 @@ DRAWN = {  # folder: the released size, the layer, its steps
     "deepseek": ("deepseek-r1", 3, LATENT),
     "glm4_flash": ("glm-4.7-flash", 1, LATENT),
     "glm4_moe": ("glm-4.5-air", 1, GLM4_MOE),
-    "glm5": ("glm-5.2", 6, [*OF_LATENTS, *INDEXER, *AND_OUT]),
+    "glm5": ("glm-5.2", 6, [*LATENT_QKV, *INDEXER, *LATENT_OUT]),
     "qwen3": ("qwen3-30b-a3b", 0, [*over_heads("q_norm, k_norm on each head; rope"), *EXPERTS]),
     "qwen3_5": ("qwen3.5-35b-a3b", 0, [*DELTA_NET, "mlp_norm", SHARED, "sum of both", PSUM, ADD]),
     "gpt_oss": ("gpt-oss-20b", 0, GPT_OSS),

@@ -102,8 +102,8 @@ class Config:
     qk_rope_head_dim: int
     v_head_dim: int
     q_lora_rank: int = 2048
-    first_k_dense_replace: int = 3  # layers without experts, if there is no list:
-    mlp_layer_types: tuple[str, ...] = ()  # for each layer "dense" or "sparse", with experts
+    first_k_dense_replace: int = 3  # so many first layers have no experts, unless mlp_layer_types says it
+    mlp_layer_types: tuple[str, ...] = ()  # for each layer "dense" or "sparse": with experts
     n_group: int = 1
     topk_group: int = 1
     norm_topk_prob: bool = True
@@ -114,7 +114,7 @@ class Config:
     index_topk: int = 2048  # tokens to which another one attends
     index_n_heads: int = 32
     index_head_dim: int = 128
-    indexer_types: tuple[str, ...] = ()  # for each layer "full" or "shared", with what the last full one has chosen
+    indexer_types: tuple[str, ...] = ()  # for each layer "full" or "shared": it takes what the last full one chose
     rope: Rope | None = None  # from_dict sets it
     has_extra_layer: bool = False  # in the checkpoint, for multi-token prediction
     uses_extra_layer: bool = False  # to draft tokens: then it is among the weights

@@ -706,7 +706,7 @@ class Inputs(NamedTuple):
 def read_inputs(args) -> Inputs:
     """Reads and checks everything but the weights, so that mistakes are reported before the long wait."""
     folder = find_checkpoint(args.model_path or str(DEMO), extra_layer=args.draft == "mtp")
-    prompts = ["Hello", "?"] if args.chat else read_prompts(args)  # of a chat, to try its template
+    prompts = ["Hello", "?"] if args.chat else read_prompts(args)  # two of a chat show what its template begins with
     checkpoint = convert.open_checkpoint(folder, extra_layer=args.draft == "mtp")
     config = checkpoint.config
     if args.draft == "mtp" and not config.uses_extra_layer:

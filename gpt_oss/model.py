@@ -1331,8 +1331,9 @@ def cache_sharers(config: Config, shards: int) -> int:
 def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> list[int]:
     """For how many tokens of a row the cache of each layer has room, until one takes the slot of another. Where all are
     seen, none does: those beyond the slots are not stored."""
-    R = cache_sharers(config, shards)
-    return [R * layer.k.shape[2] if any(config.mask(i)[:2]) else math.inf for i, layer in enumerate(cache)]
+    R, masks = cache_sharers(config, shards), map(config.mask, range(len(cache)))
+    slots = [R * layer.k.shape[2] for layer in cache]
+    return [n if mask.window or mask.chunk else math.inf for n, mask in zip(slots, masks, strict=True)]
 
 
 def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Config) -> float:

@@ -443,8 +443,8 @@ class Int4Groups(NamedTuple):
         return Plain if size < 16 or weight.is_by_head else self._replace(size=size, held=held)
 
     def width(self, C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
-        """As `held` has it, or a seventh more at most: rows of whole vector registers take CPUs up to a third of the
-        time (960 columns as 1,024), and GPUs have a kernel for them."""
+        """As `held` needs it, or a multiple of 512 where that is a seventh more at most. Such rows fill whole vector
+        registers: CPUs multiply 960 columns as 1,024 in a third of the time, and GPUs have a kernel for them."""
         whole, least = (ceil_div(C, run) * run for run in (512, self.held.run))
         return whole if 7 * whole <= 8 * C else least
 

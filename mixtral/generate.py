@@ -339,8 +339,8 @@ class Places:
     waits until that one has the `common` tokens that both begin with, and gets them copied.
 
     Where `is_new`, the devices do not know of the row yet. What the layers that forget had after the first `saved`
-    tokens, int [batch, 2], is kept; see `stops_of`. A later row returns to it. Where a layer `has_states`, these are
-    the only tokens that another row can have.
+    tokens, int [batch, 2], is kept, the second time after the preamble: see `stops_of`. A later row returns to it.
+    Where a layer `has_states`, these are the only tokens that another row can have.
 
     Prompts take `count` of the `batch` places, and those of a device of `dp` stand together; the caches of `together`
     neighbours are on the same devices, and can be copied. Each layer has room for `held` tokens of a row, 0 if one has

@@ -72,7 +72,7 @@ def gemma_4(raw: dict) -> dict:
 
 
 def glm_5(raw: dict) -> dict:
-    """As before transformers listed the layers: which of them choose stands in a pattern. The head_dim misleads."""
+    """As before transformers listed the layers: which of them choose stands in a pattern. head_dim is not rope's."""
     letters = "".join(kind[0].upper() for kind in raw["indexer_types"])
     kept = {k: v for k, v in raw.items() if k not in ("indexer_types", "layer_types")}
     kept |= {"index_topk_pattern": letters, "index_topk_freq": 1, "index_skip_topk_offset": 3, "head_dim": 192}
