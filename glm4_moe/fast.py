@@ -280,11 +280,13 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
 
     The grid is (rows, kv heads, tiles of queries, blocks of keys). A tile is about `queries` of them: some tokens, with
     all A of each. A block that a tile does not see is neither fetched nor computed, as in decode_kernel. `block` is by
-    default 1,024 slots, or 512 if keys and values are wide, and is cut to a divisor of the slots.
+    default 1,024 slots, or 512 if keys and values are wide, and is cut to a divisor of the slots. It is all of them if
+    some are chosen: int32 [B, T, S / 8], where bit j of number n is for slot j (S / 8) + n.
     """
     (B, K, A, _, H), (*_, S, split) = q.shape, cache[0].shape
     W = split if split < H else cache[1].shape[-1]
     block = math.gcd(S, block or (1024 if sum(side.shape[-1] for side in cache) < 1024 else 512))
+    block = block if mask.chosen is None else S
     blocks, tile = Blocks(block, S, R, mask, mask.wraps(R * S, T)), min(T, max(queries // power_of_two(A), 16))
     tiles = pl.cdiv(T, tile)
     steps = jnp.minimum(blocks.most_seen(tile), blocks.holding(jnp.max(starts) + tiles * tile - 1) + 1)
@@ -304,7 +306,10 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
 
             def seen():
                 is_attended = mask.is_attended(blocks.positions(i), start + offsets)
-                return is_attended if chosen is None else is_attended & (chosen[0].astype(jnp.int32) != 0)
+                if chosen is None:
+                    return is_attended
+                each = [chosen[0] >> j & 1 for j in range(8)]
+                return is_attended & (jnp.concatenate(each, axis=1) != 0)
 
             pl.when(is_whole)(lambda: fold_head(None))
             pl.when(~is_whole)(lambda: fold_head(seen()))
@@ -319,7 +324,7 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
         return places[b], h, jnp.minimum(first + n, last)
 
     def of_chosen(x):
-        return pl.BlockSpec((1, tile, block), lambda b, h, t, *rest: (b, t, read(b, h, t, *rest)[2]))
+        return pl.BlockSpec((1, tile, block // 8), lambda b, h, t, *_: (b, t, 0))
 
     return pl.pallas_call(
         kernel,

@@ -1576,8 +1576,8 @@ def choose_for_few(q, key, weights, side: Format, span: Span, k: int) -> tuple[A
 
 
 def choose_for_many(q, key, weights, side: Format, span: Span, k: int) -> tuple[Array, Format]:
-    """choose_keys of many tokens: as bits, uint8 [B, T, blocks, tokens / 8], where bit j of byte i is for token
-    j (tokens / 8) + i of a Collector's block.
+    """choose_keys of many tokens: as bits, uint32 [B, T, blocks / 4, tokens / 8]. A number has 8 tokens of each of four
+    blocks of a Collector: bit j of byte i in number n is for token j (tokens / 8) + n of the i-th block.
 
     The devices divide the tokens that choose: each scores all keys for its own ones, a block at a time.
     """
@@ -1605,18 +1605,25 @@ def choose_for_many(q, key, weights, side: Format, span: Span, k: int) -> tuple[
     positions = jnp.arange(blocks * tokens).reshape(blocks, tokens)
     scores = scores.reshape(-1, blocks, tokens)
     chosen = is_chosen(scores, positions, *lowest_chosen(scores, positions, k))
-    eighths = chosen.reshape(B, share, blocks, 8, tokens // 8).astype(jnp.uint8)
-    bits = jnp.sum(eighths << jnp.arange(8, dtype=jnp.uint8)[:, None], axis=3, dtype=jnp.uint8)
-    return jax.lax.all_gather(bits, MODEL_AXES, axis=1, tiled=True)[:, :T], side
+    chosen = jnp.pad(chosen.reshape(B, share, blocks, tokens), ((0, 0), (0, 0), (0, -blocks % 4), (0, 0)))
+    chosen = chosen.reshape(B, share, -1, 32, tokens // 8).astype(jnp.uint32)
+    words = jnp.sum(chosen << jnp.arange(32, dtype=jnp.uint32)[:, None], axis=3, dtype=jnp.uint32)
+    return jax.lax.all_gather(words, MODEL_AXES, axis=1, tiled=True)[:, :T], side
 
 
 def mask_of_choice(choice: Array | None, i: Array | int) -> Mask:
     """The Mask of the i-th block of slots, from what choose_keys returns, or of all if nothing was chosen."""
-    if choice is not None and choice.dtype == jnp.uint8:
-        bits = jax.lax.dynamic_index_in_dim(choice, i, axis=2, keepdims=False)
-        choice = bits[:, :, None] >> jnp.arange(8, dtype=jnp.uint8)[:, None] & 1
-        choice = choice.astype(jnp.int8).reshape(*bits.shape[:2], -1)
+    if choice is not None and choice.dtype == jnp.uint32:
+        words = jax.lax.dynamic_index_in_dim(choice, i // 4, axis=2, keepdims=False)
+        choice = unpacked((words >> jnp.uint32(8 * (i % 4)) & 255).astype(jnp.int32))
     return Mask(chosen=choice)
+
+
+@by_machine
+def unpacked(bits: Array) -> Array:
+    """int32 [B, T, S / 8] with 8 tokens in a number, as int8 [B, T, S]. TPUs leave it to their kernel."""
+    each = bits[:, :, None] >> jnp.arange(8)[:, None] & 1
+    return each.astype(jnp.int8).reshape(*bits.shape[:2], -1)
 
 
 @by_machine
