@@ -127,6 +127,8 @@ def random_extra_layer(reference, spread: float = 0.5):
     from transformers.modeling_layers import MtpModel
 
     mtp = MtpModel(reference, 1).float().eval()
+    # A block that chooses keys gives its choice, too, which the layer around it does not expect.
+    mtp.layers[0].mtp_block.register_forward_hook(lambda module, given, out: out[0] if isinstance(out, tuple) else out)
     with torch.no_grad():
         for name, parameter in mtp.layers.named_parameters():
             if ".mlp.experts." in name or not parameter.any():  # the class leaves the first as memory was

@@ -619,6 +619,7 @@ FAMILIES = {
         eos="<|endoftext|>",
         pad="<|endoftext|>",
         conversation_end="<|user|>",
+        has_extra_layer=True,
     ),
     "qwen3": Family(
         build_model=build_qwen3,
@@ -829,6 +830,8 @@ def add_extra_layer(folder, family, answers):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     model.requires_grad_(False).float()
     model.config.num_mtp_layers, model.config.mtp_mlp_layer_types = 1, ["sparse"]
+    if hasattr(model.config, "index_topk"):  # all keys: the mask below is no causal one
+        model.config.index_topk, model.config.mtp_layer_types = 2**20, model.config.layer_types[:1]
     extra = random_extra_layer(model, spread=0.1)
 
     def loss_of(tokens, labels):
