@@ -47,12 +47,15 @@ from model import (
     linear_halves,
     lowest_chosen,
     multiply,
+    ordered,
     padded,
+    plain_attention,
     power_of_two,
     product,
     quantize,
     scores_by_expert,
     shard_index,
+    sharer_groups,
     softcapped,
     softmax_state,
     weighed,
@@ -349,6 +352,46 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
 
 
 FAST["attend_to_stored", "tpu"] = prefill_kernel
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Choosing keys on GPUs
+
+
+def listed_slots(scores: Array, k: int, parts: int) -> Array:
+    """chosen_slots for GPUs, as a list: int32 [B / I, T, n], the slots, and S in the place of others. Each device lists
+    the n best of its own, at most k, and keeps those that are among the k best of all. One sort does it: a loop that
+    counts, as lowest_chosen has, would launch its kernels some 50 times."""
+    S = scores.shape[-1]
+    order, slots = jax.lax.top_k(ordered(scores), min(k, S))  # of equal ones the first
+    is_kept = order > ordered(jnp.float32(-jnp.inf))
+    if parts > 1:
+        rank = ~order, slots * parts + shard_index(parts)  # the best has the lowest
+        gather = {"axis": 2, "axis_index_groups": sharer_groups(parts), "tiled": True}
+        of_all = jax.lax.sort([jax.lax.all_gather(x, MODEL_AXES, **gather) for x in rank], num_keys=2)
+        last, last_position = (x[:, :, k - 1 : k] for x in of_all)
+        is_kept &= (rank[0] < last) | ((rank[0] == last) & (rank[1] <= last_position))
+    return jnp.where(is_kept, slots, S)
+
+
+def attend_to_listed(q, cache, starts, places, mask: Mask, T: int, *rest, **sizes) -> Array:
+    """plain_attention for GPUs. If slots are listed, each token is a row of its own, and its cache what it chose."""
+    slots = mask.chosen
+    if slots is None or slots.dtype != jnp.int32:
+        return plain_attention.plain(q, cache, starts, places, mask, T, *rest, **sizes)
+    (B, *heads, M, H), (*_, S, _), n, run = q.shape, cache[0].shape, slots.shape[-1], rest[1]
+    rows = jnp.arange(B)[:, None, None]
+
+    def take(x):
+        return x.at[rows, 0, slots].get(mode="clip").reshape(B * T, 1, n, *x.shape[3:])
+
+    q = q.reshape(B, -1, T, run, H).swapaxes(1, 2).reshape(B * T, *heads, M // T, H)
+    mask = Mask(chosen=(slots < S).reshape(B * T, 1, n))
+    out = plain_attention.plain(q, jax.tree.map(take, tuple(cache)), jnp.full(B * T, n), None, mask, 1)
+    return out.reshape(B, T, -1, run, out.shape[-1]).swapaxes(1, 2).reshape(B, *heads, M, -1)
+
+
+FAST["chosen_slots", "gpu"], FAST["plain_attention", "gpu"] = listed_slots, attend_to_listed
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1164,6 +1164,7 @@ def over_blocks(attend, first: Array, last: Array, shape) -> tuple[Array, Array]
     return jax.lax.fori_loop(first, last + 1, lambda i, state: merged(state, attend(i)), nothing)
 
 
+@by_machine
 def plain_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None, rows=None, tile=None, block=None):
     """Causal attention of T tokens a row over this device's slots, where they are stored already.
 
@@ -1544,7 +1545,7 @@ def choose_keys(q: Array, key: Array, weights: Array, cache: IndexedCache, span:
 
 
 def choose_for_few(q, key, weights, side: Format, span: Span, k: int) -> tuple[Array, Format]:
-    """choose_keys of few tokens, of all rows: float32 [B / I, T, S], 1 where they attend to a slot of this device.
+    """choose_keys of few tokens, of all rows: what chosen_slots has of this device's.
 
     Each of the R devices that share the cache scores its rows and tokens with the heads of all R, as it attends to
     them. If more devices share the layer, they add up what their heads give. Then those that share a row collect its
@@ -1563,16 +1564,22 @@ def choose_for_few(q, key, weights, side: Format, span: Span, k: int) -> tuple[A
     scores = index_scores(q, weights, jax.tree.map(lambda x: x[:, 0], side))
     if X > R:
         scores = jax.lax.psum(scores, MODEL_AXES, axis_index_groups=np.arange(X).reshape(-1, R).T.tolist())
-    positions = jnp.arange(S) * parts + jnp.arange(parts)[:, None]
-    own = positions[shard_index(parts)]
+    own = jnp.arange(S) * parts + shard_index(parts)
     is_seen = own <= (starts[:, None] + jnp.arange(T))[:, :, None]
-    scores = jnp.where(is_seen, scores, -jnp.inf)
+    return chosen_slots(jnp.where(is_seen, scores, -jnp.inf), k, parts), side
+
+
+@by_machine
+def chosen_slots(scores: Array, k: int, parts: int) -> Array:
+    """Whether slots of this device have one of a token's k highest scores, on all `parts` devices that share its row:
+    float32 [B / I, T, S], 1 if so. `scores` [B / I, T, S] are those of this device. GPUs list the slots instead."""
+    positions = jnp.arange(scores.shape[-1]) * parts + jnp.arange(parts)[:, None]
     of_all = scores[:, :, None]
     if parts > 1:
         of_all = jax.lax.all_gather(scores, MODEL_AXES, axis=2, axis_index_groups=sharer_groups(parts))
-    of_all = of_all.reshape(-1, *positions.shape)
-    lowest = (x.reshape(B // I, T, 1) for x in lowest_chosen(of_all, positions, k))
-    return is_chosen(scores, own, *lowest).astype(jnp.float32), side
+    lowest = lowest_chosen(of_all.reshape(-1, *positions.shape), positions, k)
+    lowest = (x.reshape(*scores.shape[:2], 1) for x in lowest)
+    return is_chosen(scores, positions[shard_index(parts)], *lowest).astype(jnp.float32)
 
 
 def choose_for_many(q, key, weights, side: Format, span: Span, k: int) -> tuple[Array, Format]:

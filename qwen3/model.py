@@ -1068,6 +1068,7 @@ def over_blocks(attend, first: Array, last: Array, shape) -> tuple[Array, Array]
     return jax.lax.fori_loop(first, last + 1, lambda i, state: merged(state, attend(i)), nothing)
 
 
+@by_machine
 def plain_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None, rows=None, tile=None, block=None):
     """Causal attention of T tokens a row over this device's slots, where they are stored already.
 

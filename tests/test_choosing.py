@@ -34,22 +34,43 @@ def chosen_in_numpy(scores, k):
     return np.put_along_axis(mask := np.zeros(scores.shape, bool), order[..., :k], True, -1) or mask
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-@pytest.mark.parametrize("k", [1, 7, 64, 200])
-def test_the_lowest_that_is_chosen(platform, k):
-    """Of numbers with many equal ones, negative zeros and some that are -inf."""
+def tied_scores(k):
+    """float32 [6, 4, 64], with many equal ones, negative zeros and some that are -inf. And of those that are not, which
+    are the k highest."""
     random = np.random.default_rng(k)
     scores = np.round(random.standard_normal((6, 4, 64)), 1).astype(np.float32)
     scores[0, 1:] = -np.inf
     scores[1] = np.where(random.random((4, 64)) < 0.5, 0.0, -0.0)
-    positions = np.arange(64)[None] * 4 + np.arange(4)[:, None]
-    lowest = model.lowest_chosen.plain
+    by_position = np.moveaxis(scores, 1, 2).reshape(6, -1).astype(np.float64)
+    return scores, np.moveaxis(chosen_in_numpy(by_position, k).reshape(6, 64, 4), 2, 1) & (scores > -np.inf)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("k", [1, 7, 64, 200])
+def test_the_lowest_that_is_chosen(platform, k):
+    scores, wanted = tied_scores(k)
+    positions, lowest = np.arange(64)[None] * 4 + np.arange(4)[:, None], model.lowest_chosen.plain
     if platform == "tpu":
         lowest = partial(fast_of(model).lowest_kernel, interpret=STRICT)
     chosen = model.is_chosen(jnp.array(scores), positions, *lowest(jnp.array(scores), jnp.array(positions), k))
-    by_position = np.moveaxis(scores, 1, 2).reshape(6, -1)
-    wanted = chosen_in_numpy(by_position.astype(np.float64), k)
-    np.testing.assert_array_equal(np.moveaxis(np.asarray(chosen), 1, 2).reshape(6, -1), wanted)
+    np.testing.assert_array_equal(chosen & (scores > -np.inf), wanted)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("k", [1, 7, 64, 200])
+def test_slots_of_four_devices(platform, k):
+    """They are marked or, on GPUs, listed."""
+    scores, wanted = tied_scores(k)
+    choose = {"cpu": model.chosen_slots.plain, "gpu": fast_of(model).listed_slots}[platform]
+    mesh, spec = model.make_mesh(tp=4, devices=jax.devices()[:4]), P(None, model.MODEL_AXES)
+
+    def body(scores):  # [6, 1, 64], as two rows of three tokens
+        return choose(scores.reshape(2, 3, 64), k, 4).reshape(6, 1, -1)
+
+    found = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(scores)
+    if platform == "gpu":
+        found = np.sum(np.asarray(found)[..., None] == np.arange(64), axis=2)
+    np.testing.assert_array_equal(np.where(scores > -np.inf, found, 0), wanted)
 
 
 CASES = [
@@ -58,6 +79,10 @@ CASES = [
     ((1, 1, 4), 32, (0, 130, 255), 1, 256, "cpu", "int8"),
     ((1, 2, 4), 2, (250, 0, 90), 4, 256, "cpu", None),
     ((2, 1, 2), 32, (1, 250, 31, 64), 1, 256, "tpu", "int8"),
+    ((1, 1, 1), 32, (0, 15, 300), 1, 512, "gpu", "int8"),
+    ((2, 1, 2), 32, (1, 250, 31, 64), 3, 256, "gpu", None),
+    ((1, 2, 4), 32, (250, 0, 90), 4, 256, "gpu", None),
+    ((1, 2, 4), 4, (511, 130), 2, 512, "gpu", "int8"),
     ((1, 1, 1), 32, (0, 77, 440), 64, 512, "tpu", None),
     ((1, 1, 4), 32, (130, 448), 64, 512, "cpu", "int8"),
     ((1, 2, 4), 2, (0, 190), 24, 256, "cpu", None),
@@ -131,10 +156,11 @@ def sparse(request, tmp_path_factory):
     return folder, path, save_random(path, *reference)
 
 
-@pytest.mark.parametrize("draft", [None, "lookup"])
-def test_pieces_and_drafts(sparse, monkeypatch, draft):
+@pytest.mark.parametrize(("draft", "platform"), [(None, "cpu"), ("lookup", "cpu"), ("lookup", "gpu")])
+def test_pieces_and_drafts(sparse, monkeypatch, draft, platform):
     """A prompt in many pieces, unequal rows in two places, and drafts: transformers' tokens."""
     folder, path, reference = sparse
+    monkeypatch.setattr(folder.model, "platform", lambda: platform)
     monkeypatch.setattr(folder.model, "PREFILL_PIECE", 32)
     monkeypatch.setattr(folder.generate, "REPEATING", 0)
     prompts = random_prompts(250, 3, 70)

@@ -65,6 +65,8 @@ def select(monkeypatch, platform, **options):
     """Has the model take the path of another platform, its kernels under the interpreter."""
     if platform == "tpu":
         interpret_kernels(monkeypatch, model, **options)
+    if platform == "gpu":
+        monkeypatch.setattr(model, "platform", lambda: "gpu")
 
 
 ATTENTION = in_turns(
