@@ -807,17 +807,22 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def interrupts_noted():
+def interrupts_noted(at_once=False):
     """Within it Ctrl-C raises nothing, since jax turns an exception amid its own callbacks into another. What is
-    yielded raises KeyboardInterrupt if there was one."""
+    yielded raises KeyboardInterrupt if there was one. If `at_once`, the first Ctrl-C raises it itself."""
     noted, before = [], signal.getsignal(signal.SIGINT)
 
     def check():
         if noted:
             raise KeyboardInterrupt
 
+    def note(*_):
+        noted.append(True)
+        if at_once and len(noted) == 1:
+            raise KeyboardInterrupt
+
     if before is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, lambda *_: noted.append(True))
+        signal.signal(signal.SIGINT, note)
     try:
         yield check
     finally:
@@ -847,22 +852,7 @@ def answer(args, inputs: Inputs, generation) -> dict:
     return measured
 
 
-def read_line(prompt: str) -> str:
-    """input(prompt). The first Ctrl-C within it raises KeyboardInterrupt, and later ones do nothing: one that comes as
-    the first is handled would end the chat."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        return input(prompt)
-
-    def interrupt(*_):
-        signal.signal(signal.SIGINT, lambda *_: None)
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, interrupt)
-    line = input(prompt)
-    signal.signal(signal.SIGINT, lambda *_: None)
-    return line
-
-
+@interrupts_noted()  # between prompts and answers too: one that comes while another is handled would end the chat
 def chat(args, inputs: Inputs, generation) -> dict:
     """A conversation: each line of input is a message, and the model answers it in the light of all before it. Returns
     what was measured of the last answer.
@@ -876,18 +866,17 @@ def chat(args, inputs: Inputs, generation) -> dict:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401, input() then edits lines of any length
     say("chat: /reset starts anew, Ctrl-C stops an answer, /exit or end of file ends")
-    history, measured, kept, results, end = inputs.system, {}, {}, None, ""
+    history, measured, kept, results = inputs.system, {}, {}, None
     is_shown = sys.stdin.isatty() and sys.stdout.isatty()
     # How many tokens every conversation begins with.
     preamble = next((i for i, pair in enumerate(zip(*inputs.prompt_tokens)) if len({*pair}) > 1), 0)
     while True:
         try:
-            write(end)
-            end = ""
             if results and (message := results.answers[0].message()):
                 history = [*history, {"role": "user", "content": results.prompts[0]}, message]
             results = None
-            text = read_line("> " if is_shown else "")
+            with interrupts_noted(at_once=True):
+                text = input("> ") if is_shown else input()
             if text.strip() == "/exit":
                 return measured
             if text.strip() in ("", "/reset"):
@@ -906,7 +895,7 @@ def chat(args, inputs: Inputs, generation) -> dict:
             measured = of_turn
             results.note_cut()
         except KeyboardInterrupt:
-            end = "\n"
+            write("\n")
         except EOFError:
             write("\n" if is_shown else "")
             return measured

@@ -325,18 +325,12 @@ def test_a_stop_token_that_is_not_special(capsys, of_answer):
 
 
 def test_what_is_typed_in_a_conversation(monkeypatch, capsys):
-    """/exit, Ctrl-C at the prompt, which keeps the conversation, once more while its line ends, and before the first
-    word, which keeps no answer."""
+    """/exit, Ctrl-C at the prompt, which keeps the conversation, and before the first word, which keeps no answer."""
     lines = iter(["Hello!", KeyboardInterrupt, "What is 3 plus 4?", "Of Italy?", "/exit", "never read"])
-    histories, calls, twice = [], iter(range(9)), iter([True])
-    encode, generate, write = llama3.main.encode, llama3.main.generate, llama3.main.write
+    histories, calls = [], iter(range(9))
+    encode, generate = llama3.main.encode, llama3.main.generate
 
-    def written(text):
-        if text == "\n" and next(twice, False):
-            raise KeyboardInterrupt
-        write(text)
-
-    def typed(_):
+    def typed(*_):
         if (line := next(lines)) is KeyboardInterrupt:
             raise KeyboardInterrupt
         return line
@@ -353,7 +347,6 @@ def test_what_is_typed_in_a_conversation(monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr(llama3.main, "encode", recorded)
     monkeypatch.setattr(llama3.main, "generate", interrupted)
-    monkeypatch.setattr(llama3.main, "write", written)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     monkeypatch.setattr(sys, "argv", ["main.py", "--chat", "--system", "Be brief."])
     llama3.convert.run(llama3.main.main)
@@ -368,11 +361,12 @@ def test_a_key_that_is_held(monkeypatch):
     monkeypatch.setattr("builtins.input", lambda _: os.kill(os.getpid(), signal.SIGINT) or time.sleep(9))
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     try:
-        with pytest.raises(KeyboardInterrupt):
-            llama3.main.read_line("> ")
-        for _ in range(9):
-            os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.1)
+        with llama3.main.interrupts_noted():
+            with pytest.raises(KeyboardInterrupt), llama3.main.interrupts_noted(at_once=True):
+                input("> ")
+            for _ in range(9):
+                os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
     finally:
         signal.signal(signal.SIGINT, handler)
 
@@ -383,7 +377,7 @@ def test_interrupts_at_any_moment(monkeypatch, capsys):
     random, timers, answers, arguments = np.random.default_rng(0), [], [], []
     generate = llama3.main.generate
 
-    def typed(_):
+    def typed(*_):
         while timers:  # what was not interrupted yet is now, at its prompt
             timers.pop().join()
         text = next(turns, "/exit")
