@@ -57,8 +57,7 @@ OWN = (  # what may differ between hosts: where things are, and texts, of which 
     "model_path", "prompt", "prompt_file", "prompts_file", "system", "template_args", "coordinator", "process_id",
 )  # fmt: skip
 
-# Published peak memory bandwidth of a device in GB/s, by the first words of jax's device_kind. Sources: the data sheets
-# of Google Cloud's TPU versions and of NVIDIA's accelerators.
+# Peak memory bandwidth in GB/s, by the first words of jax's device_kind, from Google's and NVIDIA's data sheets.
 PEAK_GB_PER_S = {
     "TPU v4": 1228, "TPU v5 lite": 819, "TPU v5e": 819, "TPU v5": 2765, "TPU v5p": 2765, "TPU v6 lite": 1640,
     "TPU v6e": 1640, "TPU7x": 7380,
@@ -176,10 +175,8 @@ def read_prompts(args) -> list[str]:
 
 def encode(tokenizer, prompts, raw, history=(), template_args=None, remedy="") -> list[list[int]]:
     """Token ids of each prompt: as a user's message after those of `history`, by a template that takes `template_args`
-    too, or `raw` as it stands. The template's errors end with the `remedy`.
-
-    As in transformers, a special token that is written out in a message becomes that token.
-    """
+    too, or `raw` as it stands. As in transformers, a special token that is written out in a message becomes that token.
+    The template's errors end with the `remedy`."""
     found = []
     for row, prompt in enumerate(prompts, 1):
         messages = [*history, {"role": "user", "content": prompt}]
@@ -315,11 +312,8 @@ def tiktoken_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
 
 
 class SentencePieceTokenizer(SentencePieceBackend):
-    """A sentencepiece model, run by sentencepiece itself.
-
-    transformers 5.23 would convert it to a tokenizer that merges runs of spaces in another order and, if the model
-    normalizes text, loses accents.
-    """
+    """A sentencepiece model, run by sentencepiece itself: transformers 5.23 would convert it to a tokenizer that merges
+    runs of spaces in another order and, if the model normalizes text, loses accents."""
 
     def __init__(self, add_bos_token=True, add_eos_token=False, add_prefix_space=None, legacy=True, **settings):
         from sentencepiece import SentencePieceProcessor  # here, since most checkpoints do without
@@ -568,10 +562,8 @@ def published(figures: dict[str, float], device_kind: str) -> float | None:
 
 
 def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
-    """The line of statistics; null where nothing was decoded or a peak is unknown.
-
-    No rate includes compilation. (With --quantize, `load_s` includes compiling the rounding, 0.1 s a shape.)
-    """
+    """The line of statistics; null where nothing was decoded or a peak is unknown. No rate includes compilation. (With
+    --quantize, `load_s` includes compiling the rounding, 0.1 s a shape.)"""
 
     def ratio(part, whole):
         return measured[part] / measured[whole] if measured[whole] else None
@@ -604,10 +596,8 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Several hosts
-#
-# Each host runs one process of this program, which drives that host's devices. jax.distributed joins the processes, and
-# if one is missing, is killed or hangs, ends the others with messages of its own.
+# Several hosts: each runs one process of this program, which drives that host's devices. jax.distributed joins them,
+# and if one is missing, is killed or hangs, ends the others with messages of its own.
 
 
 def is_lone_tpu_host() -> bool:
@@ -855,11 +845,10 @@ def answer(args, inputs: Inputs, generation) -> dict:
 @interrupts_noted()  # between prompts and answers too: one that comes while another is handled would end the chat
 def chat(args, inputs: Inputs, generation) -> dict:
     """A conversation: each line of input is a message, and the model answers it in the light of all before it. Returns
-    what was measured of the last answer.
+    what was measured of the last answer. A thought without an answer is forgotten, with its question.
 
-    A thought without an answer is forgotten, with its question. The cache is kept, and a message is read from where its
-    conversation differs from what is there. A conversation that outgrows CHAT_SLOTS is read again, into twice as many:
-    programs are compiled for a number of slots.
+    The cache is kept, and a message is read from where its conversation differs from what is there. A conversation that
+    outgrows CHAT_SLOTS is read again, into twice as many: programs are compiled for a number of slots.
     """
     # Any line end, a file's mark of its encoding; what is not in UTF-8 is refused by encode.
     sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)
