@@ -370,19 +370,17 @@ class Progress:
     `check` each time."""
 
     def __init__(self, check=lambda: None):
-        self.check, self.is_over = check, False
+        self.check, self.bar = check, None
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         self.check()
         say_devices()
         if stage == "prefill":
-            if done == 0:
-                self.bar = progress_bar(total=total, desc="prefill", unit=" tokens", delay=0)
+            self.bar = self.bar or progress_bar(total=total, desc="prefill", unit=" tokens", delay=0)
             self.bar.update(done - self.bar.n)
             if done == total:
                 self.bar.close()
-                self.is_over = True
-        elif not self.is_over:
+        elif not self.bar or self.bar.n < self.bar.total:
             say(f"{stage} ...")
 
 
