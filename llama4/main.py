@@ -76,22 +76,18 @@ def parse_arguments():
     parser = convert.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
 
-    def number(kind, low, high):
-        def parse(text):
-            with contextlib.suppress(ValueError):
-                if low <= kind(text) <= high:
-                    return kind(text)
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number ({kind.__name__}) from {low} to {high}")
-
-        return parse
-
-    def json_object(text):
+    def checked(kind, is_right, what, text):
         with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(json.loads(text), dict):
-                return json.loads(text)
-        raise argparse.ArgumentTypeError(f"{text!r:.100} is not a JSON object")
+            if is_right(kind(text)):
+                return kind(text)
+        raise argparse.ArgumentTypeError(f"{text!r:.100} is not {what}")
+
+    def number(kind, low, high):
+        what = f"a number ({kind.__name__}) from {low} to {high}"
+        return functools.partial(checked, kind, lambda value: low <= value <= high, what)
 
     count = number(int, 1, 2**30)
+    json_object = functools.partial(checked, json.loads, lambda value: isinstance(value, dict), "a JSON object")
     add("--model_path", help="a Hugging Face checkpoint folder, one that convert.py wrote, or a hub id")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", nargs="+", help="prompts, decoded as one batch; - is all of standard input")
@@ -130,8 +126,7 @@ def parse_arguments():
     if 0 < args.temperature < 1e-6:
         raise InputError(f"--temperature {args.temperature} is neither 0 nor at least 1e-6")
     if args.chat and (args.raw or args.output == "json" or args.logprobs or args.profile):
-        what = "leave out --raw, --output json, --logprobs and --profile"
-        raise InputError(f"--chat prints text by the chat template: {what}")
+        raise InputError("--chat prints text by the template: leave out --raw, --output json, --logprobs, --profile")
     if args.raw and (args.system or args.template_args):
         raise InputError("--system and --template_args are for the chat template, which --raw leaves out")
     if args.prompt and "-" in args.prompt and len(args.prompt) > 1:
