@@ -151,14 +151,14 @@ def read_prompts(args) -> list[str]:
     whole = "-" if args.prompt else args.prompt_file  # the file that is one prompt
     file = whole or args.prompts_file or DEMO / "prompts.txt"
     try:
-        newline = "" if whole else None  # None: each kind of line end becomes \n
-        with open(0 if file == "-" else file, encoding="utf-8-sig", newline=newline, closefd=file != "-") as f:
+        with open(0 if file == "-" else file, encoding="utf-8-sig", newline="", closefd=file != "-") as f:
             text = f.read(PROMPTS_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file}: cannot be read: {one_line(error)}") from error
     if len(text) > PROMPTS_CHARACTERS:
         raise InputError(f"{file}: has more than {PROMPTS_CHARACTERS} characters; split it")
-    prompts = [prompt for prompt in ([text.rstrip("\r\n")] if whole else text.split("\n")) if prompt.strip()]
+    lines = [text.rstrip("\r\n")] if whole else re.split("\r\n?|\n", text)
+    prompts = [prompt for prompt in lines if prompt.strip()]
     if not prompts:
         raise InputError(f"{file}: has no prompt")
     return prompts
