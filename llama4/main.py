@@ -182,8 +182,6 @@ def encode(tokenizer, prompts, raw, history=(), template_args=None, remedy="") -
                 options = {"add_generation_prompt": True, "tokenize": False}
                 prompt = tokenizer.apply_chat_template(messages, **options, **(template_args or {}))
             found.append(tokenizer(prompt, add_special_tokens=raw)["input_ids"])
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:  # from jinja or the template; a tokenizer's panic is no Exception
             raise InputError(f"prompt {row} cannot be encoded: {one_line(error)}{'' if raw else remedy}") from error
     return found
