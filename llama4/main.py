@@ -46,7 +46,7 @@ from generate import DRAFTS, Sampling, Token, check_prompts, generate
 from jax.experimental import multihost_utils
 from model import InputError, mesh_shape
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast, SentencePieceBackend
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, SentencePieceBackend
 
 DEMO = Path(__file__).resolve().parent / "demo"
 PROMPTS_CHARACTERS = 2**28  # a larger --prompts_file, such as /dev/zero, is refused
@@ -255,8 +255,7 @@ def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast | Sentence
         if name == "tokenizer.json":
             tokenizer = json_tokenizer(folder)
         elif name == "merges.txt":  # transformers' checks of the whole config.json refuse releases that model.py reads
-            config = CONFIG_MAPPING[model_type]() if model_type in CONFIG_MAPPING else PreTrainedConfig()
-            config.tokenizer_class = checkpoint.raw_config.get("tokenizer_class")
+            config = AutoConfig.for_model(model_type, tokenizer_class=checkpoint.raw_config.get("tokenizer_class"))
             options = {"mistral_format": False, "trust_remote_code": False}
             tokenizer = AutoTokenizer.from_pretrained(folder, config=config, **options)
         elif name == "tekken.json":
