@@ -505,18 +505,15 @@ class Results:
         if self.args.output == "text":
             write(answer.new_text())
         elif answer.finish_reason:
-            write(json.dumps(self.json_row(row, answer)) + "\n")
+            line = {"prompt": self.prompts[row], "text": answer.text()}
+            line |= {"reasoning": answer.text("reasoning")} if answer.markers else {}
+            line |= {"prompt_tokens": self.prompt_tokens[row], "tokens": [token.id for token in answer.tokens]}
+            if self.args.logprobs:
+                line["logprobs"] = [token.logprob for token in answer.tokens]
+            if self.args.draft:  # the first token is prefill's
+                line["tokens_per_step"] = (len(answer.tokens) - 1) / (answer.steps - 1) if answer.steps > 1 else None
+            write(json.dumps(line | {"finish_reason": answer.finish_reason}) + "\n")
         return answer.finish_reason
-
-    def json_row(self, row: int, answer: Answer) -> dict:
-        reasoning = {"reasoning": answer.text("reasoning")} if answer.markers else {}
-        line = {"prompt": self.prompts[row], "text": answer.text(), **reasoning}
-        line |= {"prompt_tokens": self.prompt_tokens[row], "tokens": [token.id for token in answer.tokens]}
-        if self.args.logprobs:
-            line["logprobs"] = [token.logprob for token in answer.tokens]
-        if self.args.draft:  # the first token is prefill's
-            line["tokens_per_step"] = (len(answer.tokens) - 1) / (answer.steps - 1) if answer.steps > 1 else None
-        return line | {"finish_reason": answer.finish_reason}
 
     def break_off(self) -> None:
         """Prints the finished rows that were waiting for an unfinished one."""
