@@ -685,15 +685,12 @@ def read_inputs(args) -> Inputs:
     folder = find_checkpoint(args.model_path or str(DEMO), extra_layer=args.draft == "mtp")
     prompts = ["Hello", "?"] if args.chat else read_prompts(args)  # two of a chat show what its template begins with
     checkpoint = convert.open_checkpoint(folder, extra_layer=args.draft == "mtp")
-    config = checkpoint.config
-    if args.draft == "mtp" and not config.uses_extra_layer:
+    if args.draft == "mtp" and not checkpoint.config.uses_extra_layer:
         raise InputError(f"{folder}: no layer of multi-token prediction for --draft mtp; try --draft lookup")
     tokenizer = read_tokenizer(checkpoint)
-    if args.chat and not tokenizer.chat_template:
-        raise InputError(f"{folder}: --chat needs a chat template, and its tokenizer has none")
     is_raw = args.raw or not tokenizer.chat_template
-    if is_raw and (args.system or args.template_args):
-        raise InputError(f"{folder}: its tokenizer has no chat template for --system or --template_args")
+    if is_raw and (args.chat or args.system or args.template_args):
+        raise InputError(f"{folder}: --system, --template_args or --chat needs a chat template, and it has none")
     remedy = "" if args.chat or args.system or args.template_args else "; --raw leaves the template out"
     system = [{"role": "system", "content": args.system}] if args.system else []
     prompt_tokens = encode(tokenizer, prompts, is_raw, system, args.template_args, remedy)
@@ -701,7 +698,7 @@ def read_inputs(args) -> Inputs:
         if is_raw and ids[:2] == [tokenizer.bos_token_id] * 2:
             del ids[0]
             say(f"note: prompt {row} begins with {tokenizer.bos_token}, and gets no other")
-    check_prompts(prompt_tokens, config, args.max_seq_len, args.max_new_tokens)
+    check_prompts(prompt_tokens, checkpoint.config, args.max_seq_len, args.max_new_tokens)
     check_context(prompt_tokens, checkpoint.raw_config)
     weights = model.in_format(checkpoint.weights, args.quantize)
     mesh = model.make_mesh(*mesh_shape(weights, jax.devices(), args.dp, args.ep, args.tp))
