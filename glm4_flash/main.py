@@ -656,17 +656,6 @@ def patience(who: str):
 # The program
 
 
-def enable_compilation_cache() -> None:
-    """Keeps up to 4 GiB of compiled programs for the next run, in the user's cache folder. If that cannot be written,
-    jax says so and goes on. Where JAX_COMPILATION_CACHE_DIR is set, jax's own variables decide. Several processes need
-    it, a folder of all hosts: process 0 alone writes, and GPUs that compile would wait for one that reads."""
-    if not jax.config.jax_compilation_cache_dir and jax.process_count() == 1:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "open-llms-in-jax")
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_compilation_cache_max_size", 4 * 2**30)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-
-
 class Inputs(NamedTuple):
     """Everything that is read before the weights are loaded."""
 
@@ -744,10 +733,15 @@ def main() -> None:
         raise InputError(f"standard {'output' if sys.stdout is None else 'input'} is closed")
     join_hosts(args)
     convert.find_devices()
-    if args.no_compilation_cache:  # JAX_COMPILATION_CACHE_DIR may name one
+    if args.no_compilation_cache:  # JAX_COMPILATION_CACHE_DIR may name one, and then jax's own variables decide
         jax.config.update("jax_enable_compilation_cache", False)
-    else:
-        enable_compilation_cache()
+    elif not jax.config.jax_compilation_cache_dir and jax.process_count() == 1:
+        # Several processes need a folder of all hosts: process 0 alone writes, and GPUs that compile would wait for one
+        # that reads. If the user's cache folder cannot be written, jax says so and goes on.
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "open-llms-in-jax")
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", 4 * 2**30)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     processes = jax.process_count()
     if processes > 1:  # process 0 alone prints results; what libraries print goes to standard error
         results = os.dup(1) if jax.process_index() == 0 else os.open(os.devnull, os.O_WRONLY)
