@@ -157,8 +157,7 @@ def read_prompts(args) -> list[str]:
         raise InputError(f"{file}: cannot be read: {one_line(error)}") from error
     if len(text) > PROMPTS_CHARACTERS:
         raise InputError(f"{file}: has more than {PROMPTS_CHARACTERS} characters; split it")
-    lines = [text.rstrip("\r\n")] if whole else re.split("\r\n?|\n", text)
-    prompts = [prompt for prompt in lines if prompt.strip()]
+    prompts = [p for p in ([text.rstrip("\r\n")] if whole else re.split("\r\n?|\n", text)) if p.strip()]
     if not prompts:
         raise InputError(f"{file}: has no prompt")
     return prompts
@@ -201,8 +200,7 @@ def read_stop_tokens(checkpoint: Checkpoint, tokenizer) -> tuple[int, ...]:
     in it, and the tokenizer's own end."""
     file, config = checkpoint.folder / "generation_config.json", checkpoint.raw_config
     places = [read_json(file) if file.is_file() else {}, config, config.get("text_config") or {}]
-    given = [place.get("eos_token_id") for place in places]
-    given.append(tokenizer.get_vocab().get(tokenizer.eos_token))
+    given = [*(place.get("eos_token_id") for place in places), tokenizer.get_vocab().get(tokenizer.eos_token)]
     stop = [token for value in given for token in (value if isinstance(value, list) else [value]) if token is not None]
     if not all(type(token) is int and 0 <= token < 2**31 for token in stop):
         raise InputError(f"{checkpoint.folder}: eos_token_id {stop!r} is neither a token id nor a list of them")
@@ -466,14 +464,13 @@ class Answer:
     def message(self) -> dict | None:
         """The answer as a message for the chat template, None if there is none. A template that knows of no
         reasoning_content takes thoughts out of the text itself."""
-        said, reasoning = self.text(), self.text("reasoning")
-        template = str(self.tokenizer.chat_template)
+        said, template = self.text(), str(self.tokenizer.chat_template)
         if not said.strip():
             return None
         if "</think>" in template and "reasoning_content" not in template:
             ids = [token.id for token in self.tokens if token.finish_reason != "stop"]
             said = self.tokenizer.decode([i for i in ids if i in self.markers or i not in self.hidden])
-        thoughts = dict.fromkeys(("reasoning_content", "thinking"), reasoning) if self.markers else {}
+        thoughts = dict.fromkeys(("reasoning_content", "thinking"), self.text("reasoning")) if self.markers else {}
         return {"role": "assistant", "content": said} | thoughts
 
 
@@ -758,10 +755,9 @@ def main() -> None:
     load_s = time.perf_counter() - begin
     if not inputs.tokenizer.chat_template and not args.raw:
         say("note: this tokenizer has no chat template; the prompts are continued as they are")
-    options = {"max_new_tokens": args.max_new_tokens, "rows": args.batch_size, "seed": args.seed}
-    options |= {"quantize_cache": args.quantize_cache, "stop_tokens": inputs.stop_tokens, "progress": Progress()}
-    options |= {"draft": args.draft, "draft_tokens": args.draft_tokens}
-    options["sampling"] = Sampling(args.temperature, args.top_k, args.top_p)
+    same = "max_new_tokens", "seed", "draft", "draft_tokens", "quantize_cache"
+    options = {name: getattr(args, name) for name in same} | {"rows": args.batch_size, "progress": Progress()}
+    options |= {"stop_tokens": inputs.stop_tokens, "sampling": Sampling(args.temperature, args.top_k, args.top_p)}
     generation = functools.partial(generate, weights, config=inputs.checkpoint.config, mesh=inputs.mesh, **options)
     measured = chat(args, inputs, generation) if args.chat else answer(args, inputs, generation)
     if not measured:
@@ -807,7 +803,7 @@ def answer(args, inputs: Inputs, generation) -> dict:
     bar = progress_bar(is_shown=shows_rows, total=len(results.answers), desc="decoding", unit=" rows")
     try:
         profiler = jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext()
-        with interrupts_noted() as check, profiler:
+        with interrupts_noted() as check, profiler, bar:
             for tokens in steps:
                 results.add(tokens)
                 bar.update(sum(token.finish_reason is not None for token in tokens))
@@ -815,7 +811,6 @@ def answer(args, inputs: Inputs, generation) -> dict:
     except KeyboardInterrupt:
         results.break_off()
         raise
-    bar.close()
     results.note_cut()
     return measured
 
