@@ -452,11 +452,10 @@ class Answer:
     def text(self, kind: str = "answer") -> str:
         """The whole answer, or the reasoning."""
         texts = [part.text() for part in self.parts if part.kind == kind]
-        if "<think>" in self.markers:  # all is one part
-            text = self.parts[0].text()
-            thought, _, said = text.lstrip().removeprefix("<think>").partition("</think>")
-            is_thought = self.is_begun or text.lstrip().startswith("<think>")
-            texts = [thought if kind == "reasoning" else said] if is_thought else [text] * (kind == "answer")
+        begin = self.parts[0].text().lstrip()
+        if "<think>" in self.markers and (self.is_begun or begin.startswith("<think>")):  # all is one part
+            thought, _, said = begin.removeprefix("<think>").partition("</think>")
+            texts = [thought if kind == "reasoning" else said]
         if kind == "reasoning":
             return "\n".join(text.strip("\n") for text in texts)
         return "".join(texts).lstrip("\n") if self.markers else texts[0]
