@@ -559,23 +559,17 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
         "model_type": raw_config["model_type"],
-        "devices": mesh.size,
-        "platform": device.platform,
-        "mesh": dict(mesh.shape),
-        "load_s": load_s,
-        "compile_s": measured["compile_s"],
-        "prefill_s": measured["prefill_s"],
-        "prefill_tokens_per_s": ratio("prefill_tokens", "prefill_s"),
+        "devices": mesh.size, "platform": device.platform, "mesh": dict(mesh.shape),
+        "load_s": load_s, "compile_s": measured["compile_s"],
+        "prefill_s": measured["prefill_s"], "prefill_tokens_per_s": ratio("prefill_tokens", "prefill_s"),
         "decode_steps_per_s": steps_per_s,
         "decode_tokens_per_s": steps_per_s and ratio("decode_tokens", "decode_s"),
-        "rows_busy": ratio("busy_row_steps", "row_steps"),
-        "tokens_per_step": ratio("decode_tokens", "busy_row_steps"),
+        "rows_busy": ratio("busy_row_steps", "row_steps"), "tokens_per_step": ratio("decode_tokens", "busy_row_steps"),
         "drafts_accepted": ratio("drafts_accepted", "drafts"),
-        "step_bytes": measured["step_bytes"],
-        "bandwidth_gb_per_s": bandwidth,
+        "step_bytes": measured["step_bytes"], "bandwidth_gb_per_s": bandwidth,
         "bandwidth_utilization": bandwidth and peak and bandwidth / (peak * mesh.size),
         "peak_memory_gb": peak_bytes / 1e9,
-    }
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
