@@ -723,11 +723,11 @@ def main() -> None:
         raise InputError(f"standard {'output' if sys.stdout is None else 'input'} is closed")
     join_hosts(args)
     convert.find_devices()
-    if args.no_compilation_cache:  # JAX_COMPILATION_CACHE_DIR may name one, and then jax's own variables decide
+    if args.no_compilation_cache:  # JAX_COMPILATION_CACHE_DIR may name one
         jax.config.update("jax_enable_compilation_cache", False)
     elif not jax.config.jax_compilation_cache_dir and jax.process_count() == 1:
-        # Several processes need a folder of all hosts: process 0 alone writes, and GPUs that compile would wait for one
-        # that reads. If the user's cache folder cannot be written, jax says so and goes on.
+        # Several processes need that variable, and a folder of all hosts: process 0 alone writes, and GPUs that compile
+        # would wait for one that reads. If the user's cache folder cannot be written, jax says so and goes on.
         folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "open-llms-in-jax")
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", 4 * 2**30)
@@ -748,7 +748,7 @@ def main() -> None:
     load_s = time.perf_counter() - begin
     if not inputs.tokenizer.chat_template and not args.raw:
         say("note: this tokenizer has no chat template; the prompts are continued as they are")
-    same = "max_new_tokens", "seed", "draft", "draft_tokens", "quantize_cache"
+    same = "max_new_tokens", "seed", "draft", "draft_tokens", "quantize_cache"  # the names that generate has for them
     options = {name: getattr(args, name) for name in same} | {"rows": args.batch_size, "progress": Progress()}
     options |= {"stop_tokens": inputs.stop_tokens, "sampling": Sampling(args.temperature, args.top_k, args.top_p)}
     generation = functools.partial(generate, weights, config=inputs.checkpoint.config, mesh=inputs.mesh, **options)
