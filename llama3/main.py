@@ -573,8 +573,10 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Several hosts: each runs one process of this program, which drives that host's devices. jax.distributed joins them,
-# and if one is missing, is killed or hangs, ends the others with messages of its own.
+# Several hosts
+#
+# Each runs one process of this program, which drives that host's devices. jax.distributed joins the processes, and if
+# one is missing, is killed or hangs, ends the others with messages of its own.
 
 
 def is_lone_tpu_host() -> bool:
@@ -831,7 +833,7 @@ def chat(args, inputs: Inputs, generation) -> dict:
                 history = [*history, {"role": "user", "content": results.prompts[0]}, message]
             results = None
             with interrupts_noted(at_once=True):
-                text = input("> ") if is_shown else input()
+                text = input("> " if is_shown else "")
             if text.strip() == "/exit":
                 return measured
             if text.strip() in ("", "/reset"):
