@@ -833,7 +833,7 @@ def chat(args, inputs: Inputs, generation) -> dict:
                 history = [*history, {"role": "user", "content": results.prompts[0]}, message]
             results = None
             with interrupts_noted(at_once=True):
-                text = input("> " if is_shown else "")
+                text = input("> ") if is_shown else input()  # this writes nothing: standard output may be full
             if text.strip() == "/exit":
                 return measured
             if text.strip() in ("", "/reset"):
