@@ -186,9 +186,9 @@ class Copies(NamedTuple):
     """What happens to the places of a batch between two steps.
 
     Where `keeps`, bool [batch, 2], one of two copies of the layers that forget becomes what they have now. Then places
-    get the first `tokens`, int32 [batch], of other ones, one after the other: of `sources`, int32 [batch], counted on
-    each device of dp. Where `returns`, bool [batch, 2], the layers that forget get what that copy has: if there are
-    tokens, the source's, else their own.
+    get the first `tokens`, int32 [batch], of other ones, and their copies, one place after the other: of `sources`,
+    int32 [batch], counted on each device of dp. Where `returns`, bool [batch, 2], the layers that forget then get what
+    that copy has.
     """
 
     keeps: Array
@@ -204,43 +204,30 @@ def copy(cache: list, saved: list[dict], copies: Copies, *, config: Config, mesh
 
     def body(cache, saved, copies):
         keeps, returns, sources, tokens = copies
+        rows = jax.tree.leaves(cache)[0].shape[0]
+        groups = len(sources) // rows  # of devices, which have different rows
+        group = jax.lax.div(model.shard_index(R), R // groups) if groups > 1 else 0
         places = jnp.flatnonzero(tokens, size=len(tokens))
         count = jnp.count_nonzero(tokens) if len(tokens) > 1 else 0  # a place alone has no other
 
-        def share(i, saved):
-            source = jnp.where(returns[places[i]].any(), sources[places[i]], places[i])
-            return jax.tree.map(lambda x: x.at[places[i]].set(x[source]), saved)
+        def share(i, trees):
+            place = places[i]
+
+            def shared(x, n):  # a block behind the end is the last one again
+                at = (0, n * BLOCK, 0)[: x.ndim - 1]
+                size = 1, x.shape[1], *(min(S, BLOCK) for S in x.shape[2:3]), *x.shape[3:]
+                block = jax.lax.dynamic_slice(x, (sources[place] % rows, *at), size)
+                return jax.lax.dynamic_update_slice(x, block, (place % rows, *at))
+
+            # No device has a token in a slot that is higher than its position. In a ring, it may be in any.
+            blocks = ceil_div(tokens[place], BLOCK) * (place // rows == group)
+            return jax.lax.fori_loop(0, blocks, lambda n, trees: jax.tree.map(partial(shared, n=n), trees), trees)
 
         saved = [refill(one, keeps[:, k], {i: cache[i] for i in one}) for k, one in enumerate(saved)]
-        saved = jax.lax.fori_loop(0, count, share, saved)
+        cache, saved = jax.lax.fori_loop(0, count, share, (cache, saved))
         for k, one in enumerate(saved):
             cache = [refill(layer, returns[:, k], one[i]) if i in one else layer for i, layer in enumerate(cache)]
-        with_slots = {i: layer for i, layer in enumerate(cache) if isinstance(layer[0], Format)}  # a state has none
-        arrays, tree = jax.tree.flatten(with_slots)
-        rows = arrays[0].shape[0]
-        groups = len(sources) // rows  # of devices, which have different rows
-        group = jax.lax.div(model.shard_index(R), R // groups) if groups > 1 else 0
-
-        def copy_row(i, arrays):
-            place = places[i]
-            for S in sorted({x.shape[2] for x in arrays}):
-                size = math.gcd(S, 128)
-
-                def copied(x, i):
-                    at = (0, i * size, 0)[: x.ndim - 1]
-                    block = jax.lax.dynamic_slice(x, (sources[place] % rows, *at), (1, x.shape[1], size, *x.shape[3:]))
-                    return jax.lax.dynamic_update_slice(x, block, (place % rows, *at))
-
-                def copy_block(i, arrays):
-                    return [copied(x, i) if x.shape[2] == S else x for x in arrays]
-
-                # No device has a token in a slot that is higher than its position. In a ring, it may be in any.
-                blocks = jnp.minimum(ceil_div(tokens[place], size), S // size) * (place // rows == group)
-                arrays = jax.lax.fori_loop(0, blocks, copy_block, arrays)
-            return arrays
-
-        with_slots = tree.unflatten(jax.lax.fori_loop(0, count, copy_row, arrays))
-        return [with_slots.get(i, layer) for i, layer in enumerate(cache)], saved
+        return cache, saved
 
     specs = CACHE_SPEC, CACHE_SPEC, P("dp")
     return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[:2], check_vma=False)(cache, saved, copies)
@@ -303,6 +290,7 @@ def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
 
 PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
 REPEATING = 0.75  # on CPUs "lookup" drafts if this share of the rows ends in four tokens that it had before
+BLOCK = 512  # slots copied at once
 FEWEST_COPIED = 128  # tokens: to read fewer takes less time than a program for their copy takes to compile (a guess)
 OPENING = 8  # tokens at the end of a prompt, by which a template begins the answer: the next turn may lack them
 LOOKAHEAD = 2  # steps started beyond the one whose tokens the host reads
@@ -473,24 +461,21 @@ class Places:
         """What is copied now, after the steps that were started. Rows go on behind it, and from where they stopped."""
         rows, own = self.rows, self.batch // self.dp
         sources, tokens = np.zeros((2, self.batch), np.int32)
-        stands, returns = self.is_to_stop() & (rows.filled == rows.limits - 1), self.returns()
+        stands, returns = self.is_to_stop() & (rows.filled == rows.limits - 1), self.returns().any(axis=1)
         of_preamble = rows.filled == self.preamble
         keeps = np.stack([stands & ~of_preamble, stands & of_preamble], axis=1)
         self.saved = np.where(keeps, rows.filled[:, None], self.saved)
-        for p in np.flatnonzero(stands):
-            rows.limits[p] = self.limit(p)
         for p in np.flatnonzero(self.sources >= 0):
             q, n = self.sources[p], self.common[p]
-            if rows.filled[q] >= n:
+            if rows.filled[q] >= n and (self.has_states or not returns[q]):  # a ring first goes back itself
                 self.sources[p] = -1
                 if n > rows.filled[p] and self.offers(q, n):
-                    sources[p], tokens[p] = q % own, n
-                    rows.filled[p], self.stored[p] = n, self.stored[q]
-                    rows.limits[p] = self.limit(p)  # it may be beyond where it was to stop
-                    returns[p] = (self.saved[q] == n) & self.has_states
-                    if self.has_states:
-                        self.saved[p] = self.saved[q] * (self.saved[q] <= n)
-        self.is_new |= stands | returns.any(axis=1) | (tokens > 0)
+                    self.is_new[p], sources[p], tokens[p], rows.filled[p] = True, q % own, n, n
+                    self.stored[p], self.saved[p] = self.stored[q], self.saved[q] * (self.saved[q] <= n)
+        returns = self.returns()
+        self.is_new |= stands
+        for p in np.flatnonzero(self.is_new):
+            rows.limits[p] = self.limit(p)
         return Copies(keeps, returns, sources, tokens)
 
     def unread(self) -> np.ndarray:
