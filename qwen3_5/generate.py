@@ -28,7 +28,7 @@ import numpy as np
 from jax import Array, NamedSharding, P
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from model import CACHE_SPEC, FEW, MODEL_AXES, Config, Format, InputError, LayerCache, ceil_div
+from model import CACHE_SPEC, FEW, MODEL_AXES, Config, InputError, LayerCache, ceil_div
 
 try:
     import fast  # fills the model's tables
@@ -402,29 +402,28 @@ class Places:
         if not self.has_states or self.sources[p] >= 0:
             return []
         following = itertools.islice(self.waiting, self.count)
-        common = sorted(self.agreeing(p, self.prompts[n], self.prompt_lengths[p] - 1) for n in following)
+        common = sorted(min(self.agreeing(p, self.prompts[n]), self.prompt_lengths[p] - 1) for n in following)
         best = max([((len(common) - i) * n, n) for i, n in enumerate(common)], default=(0, 0))[1]
         return [best] if best >= FEWEST_COPIED else []
 
-    def shared(self, p: int, prompt: list[int]) -> tuple[int, list[int]]:
+    def shared(self, p: int, prompt: list[int]) -> tuple[int, np.ndarray]:
         """How many tokens at the beginning of a prompt the cache of a place can keep, and `saved`, 0 in place of tokens
-        with which the prompt does not begin. One token at least is left, to compute what follows."""
-        n = self.agreeing(p, prompt, min(self.known[p] - 1, self.rows.filled[p]))
-        saved = [m if m == self.agreeing(p, prompt, m) else 0 for m in self.saved[p]]
-        return n if n and self.goes_back(p, n) else max(saved), saved
+        with which the prompt does not begin."""
+        most = self.agreeing(p, prompt)
+        n, saved = min(most, self.known[p] - 1, self.rows.filled[p]), self.saved[p] * (self.saved[p] <= most)
+        stays = n == self.rows.filled[p] if self.has_states else self.offers(p, n)
+        return n if n > 0 and stays else max(saved), saved
 
-    def goes_back(self, p: int, n: int) -> bool:
-        """Whether a row can go on after the first n tokens of a place. A state does not go back. A ring, with fewer
-        slots than were stored, has forgotten what it needs if too much came after."""
+    def offers(self, p: int, n: int) -> bool:
+        """Whether another row can have the first n tokens of a place, which has computed them. A state does not go
+        back. A ring, with fewer slots than were stored, has forgotten what it needs if too much came after."""
         if self.has_states:
-            return n == self.rows.filled[p]
+            return n in self.saved[p]
         return self.stored[p] <= self.held or self.stored[p] - n <= model.PREFILL_PIECE
 
-    def agreeing(self, p: int, prompt: list[int], most: int) -> int:
-        """How many tokens at the beginning of a prompt, but for its last one, are those of a place, of its first
-        `most`."""
-        most = max(min(len(prompt) - 1, most), 0)
-        return int(np.argmin(np.append(self.rows.history[p, :most] == prompt[:most], False)))
+    def agreeing(self, p: int, prompt: list[int]) -> int:
+        """How many tokens at the beginning of a prompt, but for its last one, are those in the history of a place."""
+        return int(np.argmin(np.append(self.rows.history[p, : len(prompt) - 1] == prompt[:-1], False)))
 
     def source(self, p: int) -> tuple[int, int]:
         """The place of another row from which a new one can have the most tokens, and how many; -1 if these are too few
@@ -433,35 +432,31 @@ class Places:
         first = p // self.together * self.together
         for q in range(first, first + self.together):
             if self.numbers[q] >= 0 and q != p:
-                n = self.agreeing(q, prompt, max(self.prompt_lengths[q], self.known[q] - 1))
-                if self.has_states:
-                    ends = [self.rows.limits[q] - 1] if self.is_to_stop()[q] else self.saved[q]
-                    n = max((end for end in ends if end <= n), default=0)
-                if n > most and (n > filled[q] or self.offers(q, n)):
+                n = min(self.agreeing(q, prompt), max(self.prompt_lengths[q], self.known[q] - 1))
+                ends = [end for end in (*self.stops[q], *self.saved[q]) if end <= n] if self.has_states else [n]
+                n = max((end for end in ends if end > filled[q] or self.offers(q, end)), default=0)
+                if n > most:
                     source, most = q, n
         return (source, most) if most >= filled[p] + FEWEST_COPIED else (-1, 0)
 
-    def is_to_stop(self) -> np.ndarray:
-        """Whether the row of a place is to stop in its prompt for what is kept of it."""
-        return self.rows.limits <= self.prompt_lengths
-
-    def offers(self, q: int, n: int) -> bool:
-        """Whether another row can have the first n tokens of a place that has computed them."""
-        return n in self.saved[q] if self.has_states else self.goes_back(q, n)
+    def stands(self) -> np.ndarray:
+        """Whether the row of a place has stopped in its prompt for what is kept of it."""
+        return (self.rows.limits <= self.prompt_lengths) & (self.rows.filled == self.rows.limits - 1)
 
     def returns(self) -> np.ndarray:
         """Whether the row of a place is to go back to what is kept of it, bool [batch, 2]."""
         return self.is_new[:, None] & (self.rows.filled[:, None] == self.saved) & (self.saved > 0)
 
     def has_copies(self) -> bool:
-        """Whether there may be something to copy before the row of a place can go on."""
-        return bool(((self.sources >= 0) | self.is_to_stop()).any() or self.returns().any())
+        """Whether there is something to copy before the row of a place can go on."""
+        is_there = (self.sources >= 0) & (self.rows.filled[self.sources] >= self.common)
+        return bool((is_there | self.stands() | self.returns().any(axis=1)).any())
 
     def copies(self) -> Copies:
         """What is copied now, after the steps that were started. Rows go on behind it, and from where they stopped."""
         rows, own = self.rows, self.batch // self.dp
         sources, tokens = np.zeros((2, self.batch), np.int32)
-        stands, returns = self.is_to_stop() & (rows.filled == rows.limits - 1), self.returns().any(axis=1)
+        stands, returns = self.stands(), self.returns().any(axis=1)
         of_preamble = rows.filled == self.preamble
         keeps = np.stack([stands & ~of_preamble, stands & of_preamble], axis=1)
         self.saved = np.where(keeps, rows.filled[:, None], self.saved)
@@ -597,24 +592,18 @@ class Engine:
         arguments = None if T <= FEW else self.on_mesh(taken.astype(np.int32).reshape(-1))
         given, self.cache = self.cache, None
         self.places.start(T, taken)
-        given, self.state, result = program(self.weights, given, self.state, arguments)
+        self.cache, self.state, result = program(self.weights, given, self.state, arguments)
         jax.tree.map(lambda x: x.copy_to_host_async(), result)
         self.results.append(result)
-        self.cache = given
 
     def update(self) -> None:
         """Copies what can be copied before the next step, and tells the devices of new rows."""
         places = self.places
         if places.has_copies():
-            nothing = Copies(*np.zeros((2, places.batch, 2), bool), *np.zeros((2, places.batch), np.int32))
             fixed = {name: self.options[name] for name in ("config", "mesh")}
-            arguments = self.cache, self.saved, self.on_mesh(nothing)
-            program = self.compiled(("copy",), "copies", copy, *arguments, **fixed)
             given, self.cache = self.cache, None
-            copies = places.copies()
-            if copies.keeps.any() or copies.returns.any() or copies.tokens.any():
-                given, self.saved = program(given, self.saved, self.on_mesh(copies))
-            self.cache = given
+            arguments = given, self.saved, self.on_mesh(places.copies())
+            self.cache, self.saved = self.compiled(("copy",), "copies", copy, *arguments, **fixed)(*arguments)
         if places.is_new.any():
             is_new, rows = self.on_mesh((places.is_new, places.rows))
             self.state = self.refill(self.state, is_new, rows) if self.state else rows
