@@ -4,9 +4,9 @@
         ...
 
 `step` is the program of the devices: model.py's `forward` of some tokens of every row, the choice of the next ones, and
-what becomes of guesses. `generate` is the host's loop, which starts steps before it has read the results of those
-before them: Places knows which prompt has which place, Engine runs the steps. The file is the same in every folder;
-model.py explains the letters of shapes.
+what becomes of guesses. It takes its tokens from the step before, on the devices. `generate` is the host's loop, which
+reads results LOOKAHEAD steps later: Places knows which prompt has which place, Engine runs the steps. The file is the
+same in every folder; model.py explains the letters of shapes.
 """
 
 from __future__ import annotations
@@ -83,13 +83,8 @@ def accept(rows: Rows, chosen: Array, stop_tokens: tuple[int, ...], T: int) -> R
     of_last = jnp.clip(filled - lengths, 0, verified)[:, None]
     last, ends = (jnp.take_along_axis(x, of_last, axis=1) for x in (chosen, is_stop))
     is_last = (jnp.arange(history.shape[1]) == filled[:, None]) & has_new[:, None]
-    return Rows(
-        history=jnp.where(is_last, last, history),
-        filled=filled,
-        lengths=jnp.maximum(lengths, filled + 1),
-        limits=jnp.where(ends[:, 0] & has_new, filled + 1, limits),
-        seeds=seeds,
-    )
+    history, limits = jnp.where(is_last, last, history), jnp.where(ends[:, 0] & has_new, filled + 1, limits)
+    return Rows(history, filled, jnp.maximum(lengths, filled + 1), limits, seeds)
 
 
 def look_up(rows: Rows, cache: list[LayerCache], drafts: int, *_) -> tuple[Array, list[LayerCache]]:
@@ -113,8 +108,6 @@ def look_up(rows: Rows, cache: list[LayerCache], drafts: int, *_) -> tuple[Array
 # Sources of drafts, called at the end of a step. A model with an extra layer has one more.
 DRAFTS = {"lookup": look_up} | getattr(model, "DRAFTS", {})
 STATIC = "T", "draft", "drafts", "config", "mesh", "sampling", "stop_tokens"
-
-
 # XLA for CPUs uses half of a vector register of AVX-512 unless it is told. Other compilers do not look at it.
 COMPILER_OPTIONS = {"xla_cpu_prefer_vector_width": 512}
 
@@ -205,8 +198,7 @@ def copy(cache: list, saved: list[dict], copies: Copies, *, config: Config, mesh
     def body(cache, saved, copies):
         keeps, returns, sources, tokens = copies
         rows = jax.tree.leaves(cache)[0].shape[0]
-        groups = len(sources) // rows  # of devices, which have different rows
-        group = jax.lax.div(model.shard_index(R), R // groups) if groups > 1 else 0
+        group = model.shard_index(R) // (R * rows // len(sources))  # of devices, which have different rows
         places = jnp.flatnonzero(tokens, size=len(tokens))
         count = jnp.count_nonzero(tokens) if len(tokens) > 1 else 0  # a place alone has no other
 
@@ -328,7 +320,6 @@ class Places:
 
     Where `is_new`, the devices do not know of the row yet. What the layers that forget had after the first `saved`
     tokens, int [batch, 2], is kept, the second time after the preamble: see `stops_of`. A later row returns to it.
-    Where a layer `has_states`, these are the only tokens that another row can have.
 
     Prompts take `count` of the `batch` places, and those of a device of `dp` stand together; the caches of `together`
     neighbours are on the same devices, and can be copied. Each layer has room for `held` tokens of a row, 0 if one has
@@ -454,9 +445,8 @@ class Places:
 
     def copies(self) -> Copies:
         """What is copied now, after the steps that were started. Rows go on behind it, and from where they stopped."""
-        rows, own = self.rows, self.batch // self.dp
+        rows, own, stands, returns = self.rows, self.batch // self.dp, self.stands(), self.returns().any(axis=1)
         sources, tokens = np.zeros((2, self.batch), np.int32)
-        stands, returns = self.stands(), self.returns().any(axis=1)
         of_preamble = rows.filled == self.preamble
         keeps = np.stack([stands & ~of_preamble, stands & of_preamble], axis=1)
         self.saved = np.where(keeps, rows.filled[:, None], self.saved)
@@ -525,7 +515,7 @@ class Places:
 
     def has_more(self) -> bool:
         """Whether another step would give a row a token, as far as the host knows."""
-        return bool(((self.rows.lengths < self.rows.limits) | (self.unread() > 0)).any())
+        return bool((self.rows.filled < self.rows.limits - 1).any())
 
     def repeating(self) -> float:
         """The share of the rows whose last four tokens occur earlier in them."""
@@ -546,7 +536,6 @@ class Engine:
     def __init__(self, weights, cache, saved, programs, places: Places, options, stats: dict, progress):
         self.weights, self.cache, self.saved, self.programs, self.places = weights, cache, saved, programs, places
         self.options, self.stats, self.progress = options, stats, progress  # options: the static ones of step
-        self.kind = tuple(options[name] for name in ("draft", "drafts", "sampling", "stop_tokens"))  # of a program
         stats |= dict.fromkeys(("compile_s", "prefill_s", "decode_s"), 0.0)
         stats |= dict.fromkeys(("prefill_tokens", "decode_steps", "decode_tokens", "row_steps", "busy_row_steps"), 0)
         stats |= dict.fromkeys(("drafts", "drafts_accepted"), 0)
@@ -572,10 +561,11 @@ class Engine:
         """The program of steps of T tokens, of b rows on each device of dp."""
         taken = None if T <= FEW else jax.ShapeDtypeStruct((b * self.places.dp,), np.int32, sharding=self.by_rows)
         arguments = step, self.weights, self.cache, self.state, taken
-        return self.compiled((T, b, self.kind), "decoding" if T <= FEW else "prefill", *arguments, T=T, **self.options)
+        return self.compiled("decoding" if T <= FEW else "prefill", b, *arguments, T=T, **self.options)
 
-    def compiled(self, key: tuple, what: str, function: Callable, *arguments, **static):
+    def compiled(self, what: str, b: int, function: Callable, *arguments, **static):
         """A program, which is compiled when it is first needed."""
+        key = what, b, *static.values()
         if key not in self.programs:
             jax.block_until_ready(self.state)
             in_flight = self.places.in_flight
@@ -603,7 +593,7 @@ class Engine:
             fixed = {name: self.options[name] for name in ("config", "mesh")}
             given, self.cache = self.cache, None
             arguments = given, self.saved, self.on_mesh(places.copies())
-            self.cache, self.saved = self.compiled(("copy",), "copies", copy, *arguments, **fixed)(*arguments)
+            self.cache, self.saved = self.compiled("copies", places.batch, copy, *arguments, **fixed)(*arguments)
         if places.is_new.any():
             is_new, rows = self.on_mesh((places.is_new, places.rows))
             self.state = self.refill(self.state, is_new, rows) if self.state else rows
@@ -676,9 +666,6 @@ def generate(
     seen; and one after the first `preamble` tokens, with which other conversations begin too. Without `kept`, states
     are kept where that saves the next prompts the most.
 
-    The device does not wait for the host: a step takes its tokens from the step before on the device, and the host
-    reads them LOOKAHEAD steps later.
-
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
     row_steps (places times steps), busy_row_steps (those that gave a token), drafts (verified in these) and
     drafts_accepted; at the end step_bytes, of a mean decode step. The time from one result to the next is prefill's if
@@ -692,12 +679,9 @@ def generate(
     longest, dp, drafts = max(map(len, prompts)), mesh.shape["dp"], draft_tokens if draft else 0
     max_seq_len, keeps = max_seq_len or longest + max_new_tokens - 1, kept is not None  # the last token needs no slot
     pieces = model.piece_lengths(max_seq_len if keeps else longest, config, mesh)
-
-    def cache_of(batch):
-        slots, dtype = max(max_seq_len, pieces[0]), weights["norm"].dtype
-        return model.abstract_cache(config, mesh, batch, slots, dtype, quantize_cache, drafts)
-
-    of_one = cache_of(dp)  # a row on each device of dp
+    slots, dtype = max(max_seq_len, pieces[0]), weights["norm"].dtype
+    of_cache = dict(max_seq_len=slots, dtype=dtype, quantize=quantize_cache, drafts=drafts)
+    of_one = model.abstract_cache(config, mesh, dp, **of_cache)  # a row on each device of dp
     held, kept = model.tokens_held(of_one, config, model.model_shards(mesh)), kept if keeps else {}
     repeats = len({tuple(prompt[:FEWEST_COPIED]) for prompt in prompts}) < len(prompts)
     forgetful = [i for i, n in enumerate(held) if (n < max_seq_len if keeps else n == 0 and repeats)]
@@ -705,7 +689,7 @@ def generate(
     copies = 2 if preamble else 1
     count = rows_at_once(len(prompts), rows, weights, [of_one, *[of_one[i] for i in forgetful] * copies], mesh)
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
-    wanted = cache_of(batch)
+    wanted = model.abstract_cache(config, mesh, batch, **of_cache)
     wanted = wanted, [{i: wanted[i] for i in forgetful}] * copies
 
     *caches, past, programs = (kept.pop(name, None) for name in ("cache", "saved", "places", "programs"))
@@ -791,9 +775,7 @@ def memory_of(mesh: Mesh) -> float:
     return least * mesh.size / len(devices)
 
 
-def step_bytes(
-    weights: dict, cache: list[LayerCache], lengths: list[float], config: Config, tokens: float = 1.0
-) -> int:
+def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config, tokens=1.0) -> int:
     """Bytes that a step of so many tokens a row has to read on all devices: all weights, `lengths` slots of the rows.
     A tied embedding counts, since it is the head too; another one does not, and of that for each layer the rows of the
     tokens do. Of experts it counts what a uniform router would choose on average."""
