@@ -238,10 +238,8 @@ class Sampling(NamedTuple):
 
 
 def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling) -> tuple[Array, Array]:
-    """The next tokens int32 [B] and their log-probabilities float32 [B], the same on all devices that share the rows.
-
-    The log-probability is that of the unmodified softmax. Sampling uses no random key twice: each position of each row
-    has its own.
+    """The next tokens int32 [B] and their log-probabilities float32 [B], of the unmodified softmax: the same on all
+    devices that share the rows. Sampling uses no random key twice: each position of each row has its own.
 
     Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seeds uint32 [B, 2], the
     number of each row and the seed of the run.
@@ -669,9 +667,8 @@ def generate(
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
     row_steps (places times steps), busy_row_steps (those that gave a token), drafts (verified in these) and
     drafts_accepted; at the end step_bytes, of a mean decode step. The time from one result to the next is prefill's if
-    the step behind it read a prompt, else decoding's. No time but the first includes compilation.
-    `progress(stage, done, total)` is called before a compilation, and with the tokens that were read of the first
-    prompts.
+    the step behind it read a prompt, else decoding's. No time but the first includes compilation. `progress(stage,
+    done, total)` is called before a compilation, and with the tokens that were read of the first prompts.
     """
     check_prompts(prompts, config, max_seq_len, max_new_tokens)
     if not 0 < draft_tokens < FEW:
@@ -762,10 +759,8 @@ def rows_at_once(prompts: int, wanted: int | None, weights: dict, cache: list, m
 
 
 def memory_of(mesh: Mesh) -> float:
-    """Bytes of memory of a mesh's devices, infinite if they do not tell. CPUs share the machine's.
-
-    All processes must call it. All get the same result, from the process with the least.
-    """
+    """Bytes of memory of a mesh's devices, infinite if they do not tell. CPUs share the machine's. All processes must
+    call it, and get the same result, from the process with the least."""
     devices = mesh.local_devices
     if devices[0].platform == "cpu":
         local = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
