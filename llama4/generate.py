@@ -692,6 +692,7 @@ def generate(
     *caches, past, programs = (kept.pop(name, None) for name in ("cache", "saved", "places", "programs"))
     shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (wanted, caches)]
     if shapes[0] != shapes[1] or past.max_seq_len != max_seq_len:  # nothing is kept, or it has outgrown its slots
+        del caches  # before others take memory
         caches, past, programs = model.zeros(wanted), None, {}
     together = jax.tree.leaves(wanted)[0].shape[0] // dp
     limits = dict(drafts=drafts, seed=seed, max_new_tokens=max_new_tokens, max_seq_len=max_seq_len)
