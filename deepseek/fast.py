@@ -375,7 +375,7 @@ def listed_slots(scores: Array, k: int, parts: int) -> Array:
 
 
 def attend_to_listed(q, cache, starts, places, mask: Mask, T: int, *rest, **sizes) -> Array:
-    """plain_attention for GPUs. If slots are listed, each token is a row of its own, and its cache what it chose."""
+    """plain_attention for GPUs; `rest`: R and run. If slots are listed, each token is a row with these as its cache."""
     slots = mask.chosen
     if slots is None or slots.dtype != jnp.int32:
         return plain_attention.plain(q, cache, starts, places, mask, T, *rest, **sizes)

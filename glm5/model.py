@@ -1519,10 +1519,10 @@ def by_head(w: Format, N: int, dtype: jnp.dtype) -> tuple[Array, Array | None]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Choosing keys
 #
-# The indexer of a layer chooses to which tokens another one attends (DeepSeek-AI 2025, "DeepSeek-V3.2"): to the
-# index_topk with the highest scores. It has one key for each token, and heads of its own. A score is the sum over them
-# of weight x relu(query . key), all positive factors left out, since they change no order. What it chooses becomes a
-# Mask for the attention that stands.
+# The indexer of a layer chooses the tokens to which each token attends (DeepSeek-AI 2025, "DeepSeek-V3.2"): the
+# index_topk with the highest scores. It has one key for each token, and heads of its own. A score is the sum over heads
+# of weight x relu(query . key), without constant positive factors, which change no order. What the indexer chooses
+# becomes a Mask for the layer's attention.
 
 
 class IndexedCache(NamedTuple):
@@ -1535,8 +1535,8 @@ class IndexedCache(NamedTuple):
 
 def choose_keys(q: Array, key: Array, weights: Array, cache: IndexedCache, span: Span, k: int):
     """Stores the indexer's keys [B, T, H] of the tokens of `span`, and chooses for each of them k keys up to its own,
-    or all if there are no more. q [B, T, N, H] are the queries of this device's heads, float32 weights [B, T, N] those
-    of all heads. Returns what mask_of_choice takes, and the cache."""
+    or all if there are no more. q [B, T, n, H] are the queries of this device's n heads, float32 weights [B, T, N] the
+    factors of all N heads. Returns what mask_of_choice takes, and the cache."""
     width = cache.index_key.shape[-1]
     q, key = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]) for x in (q, key))
     choose = choose_for_few if q.shape[1] <= FEW else choose_for_many
@@ -1571,8 +1571,8 @@ def choose_for_few(q, key, weights, side: Format, span: Span, k: int) -> tuple[A
 
 @by_machine
 def chosen_slots(scores: Array, k: int, parts: int) -> Array:
-    """Whether slots of this device have one of a token's k highest scores, on all `parts` devices that share its row:
-    float32 [B / I, T, S], 1 if so. `scores` [B / I, T, S] are those of this device. GPUs list the slots instead."""
+    """Which slots of this device have one of a token's k highest scores on all `parts` devices that share its row: 1 in
+    float32 [B / I, T, S], as in unseen slots if it sees fewer than k. `scores` are its own. GPUs list the slots."""
     positions = jnp.arange(scores.shape[-1]) * parts + jnp.arange(parts)[:, None]
     of_all = scores[:, :, None]
     if parts > 1:

@@ -3,7 +3,7 @@
     for tokens in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):
         ...
 
-`step` is the program of the devices: model.py's `forward` of some tokens of every row, the choice of the next ones, and
+`step` is the program of the devices: model.py's `forward` of some tokens of some rows, the choice of the next ones, and
 what becomes of guesses. It takes its tokens from the step before, on the devices. `generate` is the host's loop, which
 reads results LOOKAHEAD steps later: Places knows which prompt has which place, Engine runs the steps. The file is the
 same in every folder; model.py explains the letters of shapes.
@@ -58,15 +58,15 @@ class Rows(NamedTuple):
     seeds: Array
 
 
-def refill(rows: Rows, is_new: Array, new: Rows) -> Rows:
-    """`rows` with those of `new` at the places where `is_new`, bool [B], says so."""
+def refill(rows, is_new: Array, new):
+    """Rows, or other arrays [B, ..], with those of `new` at the places where `is_new`, bool [B], says so."""
     return jax.tree.map(lambda x, old: jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), x, old), new, rows)
 
 
 def accept(rows: Rows, chosen: Array, stop_tokens: tuple[int, ...], T: int) -> Rows:
     """The rows after a step that computed T tokens of each, from `filled` on.
 
-    `chosen` int32 [B, 1 + verified] has the tokens that follow the last known one, and then each of the guesses behind
+    `chosen` int32 [B, 1 + verified] has the token after the last known one, then the token after each guess behind
     it. Guesses are accepted as long as they equal the tokens that were chosen in their place, and the token after the
     last of them is known too. A row that still reads its prompt only advances by T. One at its limit stands still, and
     a stop token sets the limit. Nothing is ever taken back: what the cache holds beyond `filled` is overwritten before
@@ -134,15 +134,15 @@ def step(
     guesses that stand behind it in `history`; see `accept` (Leviathan et al. 2023, "speculative decoding"; greedy or
     sampled, the tokens are those of steps of one).
 
-    A longer T, a multiple of the devices that share a row's cache, verifies nothing. It is for the rows at `places`
-    int32 [b], counted on each device of dp; a place that stands there twice is computed twice. By default it takes all
-    rows, too.
+    A longer T, a multiple of the devices that share a row's cache, verifies nothing. It takes the rows at `places`, or
+    all (None). `places` int32 [dp b] has b places for each device of dp, which counts its own from 0. A place that is
+    listed twice is computed twice.
 
     At the end `draft`, a name in DRAFTS, puts `drafts` guesses behind what is known, for the next step.
 
-    Returns the cache and the rows, both donated. Of the rows taken, on every device: `lengths` int32 [b], and the
-    chosen tokens int32 [b, T], one of a longer T, and their log-probabilities, float32. As many are new as `lengths`
-    has grown.
+    Returns the cache and the rows, both donated. Of all dp b rows that were taken, every device has `lengths`
+    int32 [dp b], the chosen tokens int32 [dp b, T], with a longer T [dp b, 1], and their log-probabilities, float32. Of
+    a row's chosen tokens the first ones are new: as many as its length has grown by.
     """
 
     verified = T - 1 if T <= FEW else 0
@@ -178,10 +178,10 @@ def step(
 class Copies(NamedTuple):
     """What happens to the places of a batch between two steps.
 
-    Where `keeps`, bool [batch, 2], one of two copies of the layers that forget becomes what they have now. Then places
-    get the first `tokens`, int32 [batch], of other ones, and their copies, one place after the other: of `sources`,
-    int32 [batch], counted on each device of dp. Where `returns`, bool [batch, 2], the layers that forget then get what
-    that copy has.
+    There may be two copies of the layers that forget. First, where `keeps`, bool [batch, 2], a copy is made of what
+    they have now. Then, one place after the other, each with `tokens`, int32 [batch], above 0 gets so many first tokens
+    of the place `sources`, int32 [batch], counted on each device of dp, and both its copies. Last, where `returns`,
+    bool [batch, 2], the layers that forget get back what the copy has.
     """
 
     keeps: Array
@@ -274,7 +274,7 @@ def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
     if top_p < 1:
         probabilities = jax.nn.softmax(descending, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        smallest = jnp.take_along_axis(descending, jnp.sum(before < top_p, axis=-1, keepdims=True) - 1, axis=-1)
+        smallest = jnp.take_along_axis(descending, jnp.sum(before[:, 1:] < top_p, axis=-1, keepdims=True), axis=-1)
     return jnp.where(logits < smallest, -jnp.inf, logits)
 
 
@@ -284,7 +284,7 @@ BLOCK = 512  # slots copied at once
 FEWEST_COPIED = 128  # tokens: to read fewer takes less time than a program for their copy takes to compile (a guess)
 OPENING = 8  # tokens at the end of a prompt, by which a template begins the answer: the next turn may lack them
 LOOKAHEAD = 2  # steps started beyond the one whose tokens the host reads
-BATCH = 256  # rows of a device: by data sheets, beyond 240 (TPU v5e) or 295 (H100) computing outlasts reading bfloat16
+BATCH = 256  # rows of a device: beyond 240 (TPU v5e) or 295 (H100) bfloat16 takes longer to multiply than to read
 MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
 
 
@@ -298,7 +298,7 @@ class Token(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step that was started: how many tokens of prompts it reads, its places, int [b], and the rows there."""
+    """A started step: how many prompt tokens it reads, its places in the batch, int [dp b], and their rows' numbers."""
 
     prompt_tokens: int
     places: np.ndarray
@@ -312,12 +312,12 @@ class Places:
 
     `rows` is the state after all steps that were started. The device is ahead of it where drafts were accepted, and
     behind it where it met a stop token that was not read yet. A free place stands still at its limit. Of each place,
-    `numbers` has its row, -1 if it is free; `prompt_lengths` that of the prompt; `known` how many tokens were read,
-    with the prompt; `stored` how many slots were written at most. Where `sources` has another place, and not -1, a row
-    waits until that one has the `common` tokens that both begin with, and gets them copied.
+    `numbers` has its row, -1 if it is free; `prompt_lengths` that of the prompt; `known` how many tokens the host
+    has, with the prompt; `stored` the position behind the last that may have been written. Where `sources` is not -1, a
+    row waits until the place that it names has the `common` tokens that both begin with, and gets a copy of them.
 
-    Where `is_new`, the devices do not know of the row yet. What the layers that forget had after the first `saved`
-    tokens, int [batch, 2], is kept, the second time after the preamble: see `stops_of`. A later row returns to it.
+    Where `is_new`, the devices must still be told what `rows` has. `saved`, int [batch, 2], says after how many tokens
+    the two copies of the layers that forget were made, the second after the preamble (see `stops_of`); 0: no copy.
 
     Prompts take `count` of the `batch` places, and those of a device of `dp` stand together; the caches of `together`
     neighbours are on the same devices, and can be copied. Each layer has room for `held` tokens of a row, 0 if one has
@@ -379,7 +379,7 @@ class Places:
             rows.limits[p] = self.limit(p)
 
     def limit(self, p: int) -> int:
-        """How many tokens the row of a place may have, until it has come to its next stop."""
+        """How many tokens the row of a place may have for now: one more than at its next stop, or all."""
         whole = min(self.prompt_lengths[p] + self.max_new_tokens, self.max_seq_len + 1)
         return min([n + 1 for n in self.stops[p] if n > self.rows.filled[p]], default=whole)
 
@@ -404,8 +404,8 @@ class Places:
         return n if n > 0 and stays else max(saved), saved
 
     def offers(self, p: int, n: int) -> bool:
-        """Whether another row can have the first n tokens of a place, which has computed them. A state does not go
-        back. A ring, with fewer slots than were stored, has forgotten what it needs if too much came after."""
+        """Whether a row can go on after the first n tokens of a place, which has computed them. With states it can if a
+        copy was kept there. In a ring that has wrapped, what it needs is overwritten if too much came after."""
         if self.has_states:
             return n in self.saved[p]
         return self.stored[p] <= self.held or self.stored[p] - n <= model.PREFILL_PIECE
@@ -429,7 +429,7 @@ class Places:
         return (source, most) if most >= filled[p] + FEWEST_COPIED else (-1, 0)
 
     def stands(self) -> np.ndarray:
-        """Whether the row of a place has stopped in its prompt for what is kept of it."""
+        """Whether the row of a place stands still within its prompt, so that its layers that forget can be copied."""
         return (self.rows.limits <= self.prompt_lengths) & (self.rows.filled == self.rows.limits - 1)
 
     def returns(self) -> np.ndarray:
@@ -442,7 +442,7 @@ class Places:
         return bool((is_there | self.stands() | self.returns().any(axis=1)).any())
 
     def copies(self) -> Copies:
-        """What is copied now, after the steps that were started. Rows go on behind it, and from where they stopped."""
+        """What is copied now, after the steps that were started. Rows that got tokens, or had stopped, then go on."""
         rows, own, stands, returns = self.rows, self.batch // self.dp, self.stands(), self.returns().any(axis=1)
         sources, tokens = np.zeros((2, self.batch), np.int32)
         of_preamble = rows.filled == self.preamble
@@ -467,7 +467,7 @@ class Places:
 
     def choose(self, verifies: Callable[[], bool]) -> tuple[int, np.ndarray]:
         """The next step: its T, and the places [dp, b] that it takes, counted on each device of dp. A prompt is read in
-        the longest pieces of which it fills at least half. A step of decoding takes all, with their drafts if it
+        the longest pieces of which it fills more than half. A step of decoding takes all, with their drafts if it
         `verifies` them."""
         left, own = np.where(self.sources < 0, self.unread(), 0), self.batch // self.dp
         if not left.any():
@@ -593,8 +593,8 @@ class Engine:
             arguments = given, self.saved, self.on_mesh(places.copies())
             self.cache, self.saved = self.compiled("copies", places.batch, copy, *arguments, **fixed)(*arguments)
         if places.is_new.any():
-            is_new, rows = self.on_mesh((places.is_new, places.rows))
-            self.state = self.refill(self.state, is_new, rows) if self.state else rows
+            given = self.state, *self.on_mesh((places.is_new, places.rows))
+            self.state = self.compiled("rows", places.batch, self.refill, *given)(*given) if self.state else given[2]
             places.is_new[:] = False
 
     def read(self) -> list[Token]:
@@ -646,7 +646,7 @@ def generate(
 ) -> Iterator[list[Token]]:
     """Decodes the prompts, `rows` of them at a time (by default as many as memory holds), and yields the new tokens of
     each step. When a row ends, the next prompt takes its place: it is read in pieces, while the other rows keep their
-    caches. The first `next` raises InputError for prompts that check_prompts refuses, and for a cache beyond memory.
+    caches. The first `next` raises InputError for what check_prompts refuses, wrong draft_tokens or too large a cache.
 
     A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
     `max_seq_len` slots (by default as many as the longest row needs). What a row generates does not depend on the
@@ -658,11 +658,11 @@ def generate(
 
     A prompt that begins like the row before it in its place is read from where they differ. What it shares with another
     row is copied from there, so what all prompts begin with is read once on each device of dp. `kept`, a dict that is
-    empty at first, takes the places to the next call: so a conversation reads only what is new. It is right too after a
-    call that was broken off. A state does not go back, a ring has forgotten what is far behind: of these a copy is kept
-    where OPENING tokens of the last prompt are left, and a prompt goes on from there, or from all that its place has
-    seen; and one after the first `preamble` tokens, with which other conversations begin too. Without `kept`, states
-    are kept where that saves the next prompts the most.
+    empty at first, takes the places to the next call with the same weights, even after a call that was broken off: so a
+    conversation reads only what is new. A state cannot go back, and a ring has forgotten what is far behind. So a copy
+    of these is kept where OPENING tokens of a prompt are left, and another after the first `preamble` tokens, if these
+    are FEWEST_COPIED or more. The next prompt goes on from a copy, or from the end of what its place has seen. Without
+    `kept`, states are copied where that saves the next prompts the most.
 
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
     row_steps (places times steps), busy_row_steps (those that gave a token), drafts (verified in these) and
@@ -683,11 +683,11 @@ def generate(
     repeats = len({tuple(prompt[:FEWEST_COPIED]) for prompt in prompts}) < len(prompts)
     forgetful = [i for i, n in enumerate(held) if (n < max_seq_len if keeps else n == 0 and repeats)]
     preamble = preamble if forgetful and keeps and preamble >= FEWEST_COPIED else 0
-    copies = 2 if preamble else 1
-    count = rows_at_once(len(prompts), rows, weights, [of_one, *[of_one[i] for i in forgetful] * copies], mesh)
+    times = 2 if preamble else 1  # so many copies are kept of the layers that forget
+    count = rows_at_once(len(prompts), rows, weights, [of_one, *[of_one[i] for i in forgetful] * times], mesh)
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
     wanted = model.abstract_cache(config, mesh, batch, **of_cache)
-    wanted = wanted, [{i: wanted[i] for i in forgetful}] * copies
+    wanted = wanted, [{i: wanted[i] for i in forgetful}] * times
 
     *caches, past, programs = (kept.pop(name, None) for name in ("cache", "saved", "places", "programs"))
     shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (wanted, caches)]
@@ -695,9 +695,9 @@ def generate(
         del caches  # before others take memory
         caches, past, programs = model.zeros(wanted), None, {}
     together = jax.tree.leaves(wanted)[0].shape[0] // dp
-    limits = dict(drafts=drafts, seed=seed, max_new_tokens=max_new_tokens, max_seq_len=max_seq_len)
-    limits |= dict(together=together, held=min(held), opening=OPENING if forgetful and keeps else 0, preamble=preamble)
-    places = Places(prompts, count, batch, dp, pieces, **limits, stop_tokens=stop_tokens, past=past)
+    given = dict(drafts=drafts, seed=seed, max_new_tokens=max_new_tokens, max_seq_len=max_seq_len)
+    given |= dict(together=together, held=min(held), opening=OPENING if forgetful and keeps else 0, preamble=preamble)
+    places = Places(prompts, count, batch, dp, pieces, **given, stop_tokens=stop_tokens, past=past)
     options = dict(config=config, mesh=mesh, draft=draft, drafts=drafts, sampling=sampling, stop_tokens=stop_tokens)
     stats = {} if stats is None else stats
     engine = Engine(weights, *caches, programs, places, options, stats, progress)
@@ -751,8 +751,8 @@ def rows_at_once(prompts: int, wanted: int | None, weights: dict, cache: list, m
     fit."""
     dp, memory = mesh.shape["dp"], memory_of(mesh)
     used, size = model.stored_bytes(weights), model.stored_bytes(cache)
-    fitting = max(1, int((MEMORY_SHARE * memory - used) // size))
-    rows = min(prompts, wanted or min(fitting, BATCH) * dp)
+    fitting = int(min(max(1, (MEMORY_SHARE * memory - used) / size), BATCH))
+    rows = min(prompts, wanted or fitting * dp)
     if used + ceil_div(rows, dp) * size > memory:
         what = f"a cache of {rows} rows, {size / dp / 1e9:.3g} GB each"
         raise InputError(f"no memory for {what}; lower max_new_tokens, max_seq_len or batch_size")
@@ -773,8 +773,8 @@ def memory_of(mesh: Mesh) -> float:
 
 def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config, tokens=1.0) -> int:
     """Bytes that a step of so many tokens a row has to read on all devices: all weights, `lengths` slots of the rows.
-    A tied embedding counts, since it is the head too; another one does not, and of that for each layer the rows of the
-    tokens do. Of experts it counts what a uniform router would choose on average."""
+    A tied embedding counts, since it is the head too; an untied one does not. Of an embedding for each layer, the rows
+    of the tokens count. Of experts, those count that a uniform router would choose on average."""
     tokens *= len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
 
     def read(weight, array):

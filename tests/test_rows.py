@@ -392,7 +392,8 @@ def test_how_many_rows_memory_holds(monkeypatch):
     abstract = model.abstract_cache(config, mesh, 2, 512 + 99, weights["norm"].dtype)
     used, size = model.stored_bytes(weights), model.stored_bytes(abstract)
     monkeypatch.setattr(generate, "MEMORY_SHARE", 0.99)
-    for share, asked, rows in ((1, None, 2), (2, None, 2), (2.5, None, 4), (4, None, 6), (40, None, 9), (40, 5, 5)):
+    known = (1, None, 2), (2, None, 2), (2.5, None, 4), (4, None, 6), (40, None, 9), (40, 5, 5)
+    for share, asked, rows in (*known, (np.inf, None, 9), (np.inf, 3, 3)):
         monkeypatch.setattr(generate, "memory_of", lambda mesh, share=share: used + share * 1.001 * size)
         assert generate.rows_at_once(9, asked, weights, abstract, mesh) == rows, share
     prompts, stats = [[7] * 512] * 9, {}

@@ -20,7 +20,7 @@ def reference_probabilities(y, temperature, top_k, top_p):
     probabilities /= probabilities.sum()
     kept, mass = np.zeros_like(probabilities), 0.0
     for token in order:
-        if mass < top_p:
+        if mass < top_p or token == order[0]:
             kept[token] = probabilities[token]
         mass += probabilities[token]
     return kept / kept.sum()
@@ -28,7 +28,7 @@ def reference_probabilities(y, temperature, top_k, top_p):
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [(1, 0, 1), (0.5, 0, 1), (1, 1, 1), (1, 7, 1), (1, 1000, 1), (1, 0, 0.7), (1.5, 0, 1e-6), (2, 20, 0.9)],
+    [(1, 0, 1), (0.5, 0, 1), (1, 1, 1), (1, 7, 1), (1, 1000, 1), (1, 0, 0.7), (1, 0, 0), (1.5, 0, 1e-6), (2, 20, 0.9)],
 )
 def test_kept_tokens_and_their_probabilities(temperature, top_k, top_p):
     y = np.random.default_rng(0).normal(0, 3, (5, 50)).astype(np.float32)
