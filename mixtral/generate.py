@@ -203,17 +203,24 @@ def copy(cache: list, saved: list[dict], copies: Copies, *, config: Config, mesh
         count = jnp.count_nonzero(tokens) if len(tokens) > 1 else 0  # a place alone has no other
 
         def share(i, trees):
-            place = places[i]
+            (arrays, tree), place = jax.tree.flatten(trees), places[i]
+            blocks = [ceil_div(math.prod(x.shape[2:3]), BLOCK) for x in arrays]  # a state is one, or few
 
-            def shared(x, n):  # a block behind the end is the last one again
+            def shared(x, n):
                 at = (0, n * BLOCK, 0)[: x.ndim - 1]
                 size = 1, x.shape[1], *(min(S, BLOCK) for S in x.shape[2:3]), *x.shape[3:]
                 block = jax.lax.dynamic_slice(x, (sources[place] % rows, *at), size)
                 return jax.lax.dynamic_update_slice(x, block, (place % rows, *at))
 
             # No device has a token in a slot that is higher than its position. In a ring, it may be in any.
-            blocks = ceil_div(tokens[place], BLOCK) * (place // rows == group)
-            return jax.lax.fori_loop(0, blocks, lambda n, trees: jax.tree.map(partial(shared, n=n), trees), trees)
+            common = ceil_div(tokens[place], BLOCK) * (place // rows == group)
+            for most in sorted({*blocks}):
+
+                def share_block(n, arrays):
+                    return [shared(x, n) if own == most else x for x, own in zip(arrays, blocks, strict=True)]
+
+                arrays = jax.lax.fori_loop(0, jnp.minimum(common, most), share_block, arrays)
+            return tree.unflatten(arrays)
 
         saved = [refill(one, keeps[:, k], {i: cache[i] for i in one}) for k, one in enumerate(saved)]
         cache, saved = jax.lax.fori_loop(0, count, share, (cache, saved))
