@@ -325,10 +325,17 @@ def test_a_stop_token_that_is_not_special(capsys, of_answer):
 
 
 def test_what_is_typed_in_a_conversation(monkeypatch, capsys):
-    """/exit, Ctrl-C at the prompt, which keeps the conversation, and before the first word, which keeps no answer."""
+    """/exit, Ctrl-C at the prompt, which keeps the conversation, once more while its line ends, and before the first
+    word, which keeps no answer."""
     lines = iter(["Hello!", KeyboardInterrupt, "What is 3 plus 4?", "Of Italy?", "/exit", "never read"])
-    histories, calls = [], iter(range(9))
-    encode, generate = llama3.main.encode, llama3.main.generate
+    histories, calls, twice = [], iter(range(9)), iter([True])
+    encode, generate, write = llama3.main.encode, llama3.main.generate, llama3.main.write
+
+    def written(text):
+        if text == "\n" and next(twice, False):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+        write(text)
 
     def typed(*_):
         if (line := next(lines)) is KeyboardInterrupt:
@@ -347,9 +354,14 @@ def test_what_is_typed_in_a_conversation(monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr(llama3.main, "encode", recorded)
     monkeypatch.setattr(llama3.main, "generate", interrupted)
+    monkeypatch.setattr(llama3.main, "write", written)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     monkeypatch.setattr(sys, "argv", ["main.py", "--chat", "--system", "Be brief."])
-    llama3.convert.run(llama3.main.main)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    try:
+        llama3.convert.run(llama3.main.main)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     out, err = capsys.readouterr()
     (hello, italy), turns = [line for line in out.splitlines() if line], histories[1:]
     assert turns == [["Be brief."], *[["Be brief.", "Hello!", hello]] * 2] and italy
