@@ -360,8 +360,8 @@ FAST["attend_to_stored", "tpu"] = prefill_kernel
 
 def listed_slots(scores: Array, k: int, parts: int) -> Array:
     """chosen_slots for GPUs, as a list: int32 [B / I, T, n], the slots, and S in the place of others. Each device lists
-    the n best of its own, at most k, and keeps those that are among the k best of all. One sort does it: a loop that
-    counts, as lowest_chosen has, would launch its kernels some 50 times."""
+    the n best of its own, at most k, and keeps those that are among the k best of all. It sorts: a loop that counts, as
+    lowest_chosen has, would launch its kernels some 50 times."""
     S = scores.shape[-1]
     order, slots = jax.lax.top_k(ordered(scores), min(k, S))  # of equal ones the first
     is_kept = order > ordered(jnp.float32(-jnp.inf))
