@@ -8,7 +8,7 @@ The shapes, and how devices split them, come from the folder's own weights_of; t
 import argparse
 from xml.sax.saxutils import escape
 
-from folders import ROOT, import_model, read_config, run, shape_of, split_of
+from folders import ROOT, import_apart, read_config, run, shape_of, split_of
 
 WIDTH, HEIGHT, GAP, LEFT = 330, 40, 16, 60  # of a box in pixels; between boxes; for the residual stream
 
@@ -145,7 +145,7 @@ class Drawing:
 def draw(folder: str) -> str:
     """The SVG of a folder's layer."""
     name, layer, steps = DRAWN[folder]
-    model = import_model(folder)
+    model = import_apart(folder)
     config = model.Config.from_dict(read_config(folder, name))
     drawing = Drawing(model.weights_of(config)["layers"][layer])
     columns = max(len(step) if isinstance(step, list) else 1 for step in steps)

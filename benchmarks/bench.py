@@ -216,7 +216,7 @@ def bench(args) -> dict:
     if args.draft == "mtp":
         config = dataclasses.replace(config, uses_extra_layer=True)
     declared = model.in_format(model.weights_of(config), args.quantize)
-    mesh = model.make_mesh(*model.mesh_shape(declared, jax.devices(), args.dp, args.ep, args.tp))
+    mesh = model.make_mesh(*folder.convert.mesh_shape(declared, jax.devices(), args.dp, args.ep, args.tp))
     with tempfile.TemporaryDirectory() as checkpoint:
         rival = None
         if args.vs:

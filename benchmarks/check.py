@@ -28,7 +28,7 @@ from pathlib import Path
 
 import jax  # alone it takes no device
 import tables
-from folders import RESULTS, ROOT, import_model, provenance, read_config, run, save
+from folders import RESULTS, ROOT, import_apart, provenance, read_config, run, save
 
 SIZES = (  # folder, released size, weights; in this order, until the minutes are over
     ("llama3", "llama-3.1-8b", "bfloat16"),
@@ -86,10 +86,11 @@ def target_of(devices: list) -> str | None:
 def fits(folder: str, config: str, weights: str, devices: list, memory: float) -> bool:
     """Whether the mesh that main.py takes divides the model, and its weights and the cache of eight rows fit into
     MEMORY_SHARE of `memory`, the bytes of a device."""
-    model = import_model(folder)
+    convert = import_apart(folder, "convert")
+    model = convert.model
     config = model.Config.from_dict(read_config(folder, config))
     try:
-        mesh = model.make_mesh(*model.mesh_shape(model.weights_of(config), devices), devices=devices)
+        mesh = model.make_mesh(*convert.mesh_shape(model.weights_of(config), devices), devices=devices)
         abstract = model.abstract_weights(config, mesh, "bfloat16", "int8" if weights == "int8" else None)
     except model.InputError:
         return False

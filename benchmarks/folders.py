@@ -34,14 +34,16 @@ def import_from(folder: str, module: str) -> ModuleType:
     return importlib.import_module(module)
 
 
-def import_model(folder: str) -> ModuleType:
-    """model.py of a folder, for programs that need those of several: sys.modules keeps neither it nor fast.py."""
-    for name in ("model", "fast"):
+def import_apart(folder: str, module: str = "model") -> ModuleType:
+    """import_from for programs that need several folders: sys.modules keeps nothing of them."""
+    names = "model", "fast", "generate", "convert"
+    for name in names:
         sys.modules.pop(name, None)
-    module = import_from(folder, "model")
-    del sys.modules["model"], sys.modules["fast"]
+    found = import_from(folder, module)
+    for name in names:
+        sys.modules.pop(name, None)
     sys.path.remove(str(ROOT / folder))
-    return module
+    return found
 
 
 def read_config(folder: str, name: str, layers: int | None = None) -> dict:

@@ -165,7 +165,7 @@ def lower_program(generate, config, mesh, args, T: int, b: int | None):
 
 def plan(args) -> dict:
     """The report on one configuration: the keys of --json."""
-    model, generate = (import_from(args.folder, name) for name in ("model", "generate"))
+    model, generate, convert = (import_from(args.folder, name) for name in ("model", "generate", "convert"))
     config = model.Config.from_dict(read_config(args.folder, args.config, args.layers))
     if args.draft == "mtp":
         config = dataclasses.replace(config, uses_extra_layer=True)
@@ -176,12 +176,12 @@ def plan(args) -> dict:
     devices = devices_of(args.target)
     dp = args.dp or (max(1, len(devices) // ((args.ep or 1) * args.tp)) if args.tp else None)
     declared = model.in_format(model.weights_of(config), args.quantize)
-    mesh = model.make_mesh(*model.mesh_shape(declared, devices, dp, args.ep, args.tp), devices=devices)
+    mesh = model.make_mesh(*convert.mesh_shape(declared, devices, dp, args.ep, args.tp), devices=devices)
     R, piece, taken = model.cache_sharers(config, model.model_shards(mesh)), None, None
     if hasattr(model, "row_groups"):  # R: devices that share the tokens of a row
         R = model.row_groups(args.batch // mesh.shape["dp"], R)[1]
     if args.prefill:
-        piece = model.piece_lengths(args.prefill, config, mesh)[0]
+        piece = generate.piece_lengths(args.prefill, config, mesh)[0]
         taken = min(args.batch // mesh.shape["dp"], max(1, generate.PREFILL_TOKENS // piece))  # rows of a device
         args.max_seq_len = max(args.max_seq_len, math.ceil(args.prefill / piece) * piece)
     begin = time.perf_counter()

@@ -62,7 +62,7 @@ def scorer(folder, checkpoint, dtype: str, quantize: str | None, quantize_cache:
 
     def score(rows):
         longest = max(map(len, rows))
-        T = model.piece_lengths(longest, config, mesh)[0]
+        T = folder.generate.piece_lengths(longest, config, mesh)[0]
         tokens = np.zeros((len(rows), -(-longest // T) * T), np.int32)  # padded at the end, where nothing looks
         for i, row in enumerate(rows):
             tokens[i, : len(row)] = row

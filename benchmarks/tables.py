@@ -13,7 +13,7 @@ import math
 import re
 
 import jax
-from folders import RESULTS, ROOT, import_model, read_config, run, shape_of, split_of
+from folders import RESULTS, ROOT, import_apart, read_config, run, shape_of, split_of
 
 FOLDERS = sorted(file.parent.name for file in ROOT.glob("*/model.py"))
 PAGES = ("README.md", "docs/performance.md", "benchmarks/results/README.md", *(f"{name}/README.md" for name in FOLDERS))
@@ -186,7 +186,7 @@ def sizes(names: list[str]) -> list[str]:
     rows = []
     for name in names:
         folder, config = name.split("/")
-        model = import_model(folder)
+        model = import_apart(folder)
         config = model.Config.from_dict(read_config(folder, config))
         weights, cells = jax.tree.leaves(model.weights_of(config)), []
         count = sum(math.prod(shape_of(weight)) for weight in weights)
@@ -205,7 +205,7 @@ def weights(names: list[str]) -> list[str]:
     rows = []
     for name in names:
         folder, config, layer = name.split("/")
-        model = import_model(folder)
+        model = import_apart(folder)
         declared = model.weights_of(model.Config.from_dict(read_config(folder, config)))
         layers = declared.pop("layers")
         for weight_name, weight in (layers[int(layer)] | declared).items():

@@ -64,6 +64,22 @@ PIECE_BYTES = 64 * 2**20
 SMALL = 2**22  # loading checks weights with fewer numbers than this for NaN: norms, routers
 READERS = 4  # threads that read; with one, copying and page faults take longer than a fast disk
 INDEX = "model.safetensors.index.json"  # says which file has which tensor
+FOLDERS = {  # of the repository that this file is from, and the model_types that each reads
+    "deepseek": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25"),
+    "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text"),
+    "gemma4": ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+    "glm4": ("glm", "glm4"),
+    "glm4_flash": ("glm4_moe_lite",),
+    "glm4_moe": ("glm4_moe",),
+    "glm5": ("glm_moe_dsa",),
+    "gpt2": ("gpt2",),
+    "gpt_oss": ("gpt_oss",),
+    "llama3": ("llama", "mistral"),
+    "llama4": ("llama4", "llama4_text"),
+    "mixtral": ("mixtral",),
+    "qwen3": ("qwen2", "qwen3", "qwen3_moe"),
+    "qwen3_5": ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+}
 COPIED = (  # by convert, and read from the hub: the tokenizer's files, and the stop tokens
     "tokenizer*", "tiktoken.model", "tekken.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
     "merges.txt", "*.jinja", "additional_chat_templates/*.jinja", "chat_template.json", "generation_config.json",
@@ -598,7 +614,13 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
     unsupported = f"{folder}: quantization {method or quantization!r:.40} is not supported; {remedy}"
     if quantization not in (None, *OURS.values()) and method not in METHODS:
         raise InputError(unsupported)
-    Config.from_dict(raw_config)  # reports what is wrong with config.json before what is wrong with the tensors
+    try:
+        Config.from_dict(raw_config)  # reports what is wrong with config.json before what is wrong with the tensors
+    except InputError as error:
+        kind = raw_config.get("model_type")
+        is_why = f"model_type {kind!r}" in str(error)
+        others = [other for other, types in FOLDERS.items() if is_why and kind in types]
+        raise InputError("; use the folder ".join([str(error), *others])) from error
     found, absent = stored_tensors(folder)
     for name, tensor in found.items():
         if name.endswith(("_scale", "_scale_inv")) and tensor.kind in ("F8_E4M3", "F8_E8M0", "U8"):
@@ -775,6 +797,32 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 # Loading
 
 
+def mesh_shape(weights: dict, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None):
+    """dp, ep and tp for a pytree of Weight on these devices. Those not given are 1, except tp, which takes the
+    remaining devices. On TPUs ep leaves each device whole lanes of an expert's columns; it is the smallest with few
+    zeros beside them in pieces of model.Format.kernel_columns, or else with the fewest."""
+    dp = dp or 1
+    left = len(devices) // dp
+    if not ep and not tp and devices[0].platform == "tpu":
+        experts = [weight for weight in jax.tree.leaves(weights) if weight.experts and weight.split == 1]
+
+        def columns(weight, tp):
+            return weight.parts[0].rows_per_device(tp)
+
+        def suits(weight, ep, tp):
+            return weight.experts % ep == columns(weight, tp) % 128 == 0
+
+        def share(weight, tp):  # of the columns with zeros in those without
+            piece = weight.format.kernel_columns
+            return tp * model.ceil_div(columns(weight, tp), piece) * piece / weight.columns()
+
+        divisors = [n for n in range(1, left + 1) if left % n == 0]
+        divisors = [n for n in divisors if all(suits(weight, n, left // n) for weight in experts)]
+        ep = min(divisors, key=lambda n: max([1.1, *(share(weight, left // n) for weight in experts)]), default=None)
+    ep = ep or 1
+    return dp, ep, tp or max(1, left // ep)
+
+
 def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", quantize: str | None = None) -> dict:
     """The weights of a checkpoint on the devices of `mesh`, as model.abstract_weights declares them. Without
     `quantize`, weights stay in the format in which the checkpoint has them.
@@ -883,6 +931,17 @@ def check_finite(readers: dict, numbers: np.ndarray) -> np.ndarray:
     return numbers
 
 
+def row_slices(part: Part, shard: int, shards: int) -> Iterator[tuple[str, slice]]:
+    """The rows of device `shard` of `shards` in order, as slices of tensors by name."""
+    first, last, _ = part.assigned_units(shard, shards)
+    for run in part.rows_of(first, last):
+        start, stop, step = run.start, run.stop, run.step
+        for name, size in part.tensors.items():
+            if max(start, 0) < min(stop, size):
+                yield name, slice(start % step if start < 0 else start, min(stop, size), step)
+            start, stop = start - size, stop - size
+
+
 def block_of(readers: dict, weight: Weight, index: tuple, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """One device's block `index` of a weight of global `shape`, with zeros for what no tensor has. `readers` has a
     function for each tensor, which gives a part of it."""
@@ -898,7 +957,7 @@ def block_of(readers: dict, weight: Weight, index: tuple, shape: tuple[int, ...]
         along, filled = np.moveaxis(matrix, axis, 0), 0
         for part in weight.parts:
             place = filled
-            for name, rows in part.row_slices(shard, shards):
+            for name, rows in row_slices(part, shard, shards):
                 where = (*[e] * (stacked and weight.is_packed()), *[slice(None)] * axis, rows)
                 values = np.moveaxis(readers[name.format(e) + weight.suffix](*where), axis, 0)
                 along[place : place + len(values)][tuple(map(slice, values.shape))] = values

@@ -443,7 +443,7 @@ class Int4Groups(NamedTuple):
     def on(self, weight: Weight, mesh: Mesh) -> Int4Groups | type[Format]:
         """Groups that no device has only a part of; Plain, where 16 numbers are too many for that, and for what is
         multiplied head by head. On TPUs they are for kernels, which experts without whole lanes have none of."""
-        size = math.gcd(self.size, weight.uncut_columns(mesh), 128)
+        size = math.gcd(self.size, uncut_columns(weight, mesh), 128)
         columns = weight.parts[0].rows_per_device(math.prod(mesh.shape[axis] for axis in weight.axes()))
         has_kernel = mesh.devices.flat[0].platform == "tpu" and not (weight.experts and columns % 128)
         held = Int4Lanes if has_kernel else Int4
@@ -460,6 +460,16 @@ class Int4Groups(NamedTuple):
         scale = jax.ShapeDtypeStruct(self.held.ordered((*shape[:-1], shape[-1] // self.size)), jnp.dtype(self.dtype))
         zero = jax.ShapeDtypeStruct(scale.shape, self.held.zero_dtype) if self.has_zeros else None
         return self.held(values, scale, zero)
+
+
+def uncut_columns(weight: Weight, mesh: Mesh) -> int:
+    """The largest number of columns of a matrix of which no device has only a part: its first column, and how many
+    it has, are multiples of it."""
+    part, shards = weight.parts[0], math.prod(mesh.shape[axis] for axis in weight.axes())
+    if weight.split != 1:
+        return weight.other_dim
+    firsts = (part.assigned_units(shard, shards)[0] for shard in range(shards))
+    return math.gcd(*firsts, part.assigned_units(0, shards)[2]) * part.layout()[1]
 
 
 @format_of_arrays

@@ -41,10 +41,10 @@ import convert
 import jax
 import model
 import numpy as np
-from convert import Checkpoint, find_checkpoint, load, one_line, progress_bar, read_json, say, users_line
+from convert import Checkpoint, find_checkpoint, load, mesh_shape, one_line, progress_bar, read_json, say, users_line
 from generate import DRAFTS, Sampling, Token, check_prompts, generate
 from jax.experimental import multihost_utils
-from model import InputError, mesh_shape
+from model import InputError
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, SentencePieceBackend
 

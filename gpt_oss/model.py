@@ -54,7 +54,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from functools import partial
 from typing import NamedTuple, get_type_hints
 
@@ -546,16 +546,6 @@ class Part:
         rows = self.layout()[1]
         return [range(rows * first, rows * last)]
 
-    def row_slices(self, shard: int, shards: int) -> Iterator[tuple[str, slice]]:
-        """The rows of device `shard` of `shards` in order, as slices of tensors by name."""
-        first, last, _ = self.assigned_units(shard, shards)
-        for run in self.rows_of(first, last):
-            start, stop, step = run.start, run.stop, run.step
-            for name, size in self.tensors.items():
-                if max(start, 0) < min(stop, size):
-                    yield name, slice(start % step if start < 0 else start, min(stop, size), step)
-                start, stop = start - size, stop - size
-
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
@@ -602,15 +592,6 @@ class Weight:
     def columns(self) -> int:
         """The input dimension of a matrix in the checkpoint."""
         return sum(self.parts[0].tensors.values()) if self.split == 1 else self.other_dim
-
-    def uncut_columns(self, mesh: Mesh) -> int:
-        """The largest number of columns of a matrix of which no device has only a part: its first column, and how many
-        it has, are multiples of it."""
-        part, shards = self.parts[0], math.prod(mesh.shape[axis] for axis in self.axes())
-        if self.split != 1:
-            return self.other_dim
-        firsts = (part.assigned_units(shard, shards)[0] for shard in range(shards))
-        return math.gcd(*firsts, part.assigned_units(0, shards)[2]) * part.layout()[1]
 
     def spec(self) -> P:
         """Which axes of the mesh split its dimensions."""
@@ -1560,22 +1541,6 @@ def chosen_experts(scores: Array, choice: Array, best: int, config: Config) -> t
 # Reading config.json
 
 
-FOLDERS = {  # of the repository that this file is from, and the model_types that each reads
-    "deepseek": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25"),
-    "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text"),
-    "gemma4": ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
-    "glm4": ("glm", "glm4"),
-    "glm4_flash": ("glm4_moe_lite",),
-    "glm4_moe": ("glm4_moe",),
-    "glm5": ("glm_moe_dsa",),
-    "gpt2": ("gpt2",),
-    "gpt_oss": ("gpt_oss",),
-    "llama3": ("llama", "mistral"),
-    "llama4": ("llama4", "llama4_text"),
-    "mixtral": ("mixtral",),
-    "qwen3": ("qwen2", "qwen3", "qwen3_moe"),
-    "qwen3_5": ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
-}
 COUNTS = {  # where they are not from 1 to 2**31; layers and experts are bounded before lists of that length are made
     "num_hidden_layers": range(1, 2**16), "n_layer": range(1, 2**16),
     "first_k_dense_replace": range(2**16), "max_window_layers": range(2**16),
@@ -1588,9 +1553,8 @@ def check_supported(**features: tuple[object, tuple]) -> None:
     """Each feature is a pair (value, supported values). Raises InputError if a value is not among them."""
     for name, (value, supported) in features.items():
         if value not in supported:
-            message = f"config.json: {name} {value!r:.40} is not supported, only {', '.join(map(str, supported))}"
-            others = [folder for folder, types in FOLDERS.items() if name == "model_type" and value in types]
-            raise InputError(message + "".join(f"; use the folder {folder}" for folder in others))
+            only = ", ".join(map(str, supported))
+            raise InputError(f"config.json: {name} {value!r:.40} is not supported, only {only}")
 
 
 def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:
@@ -1641,32 +1605,6 @@ def read_list(config: dict, name: str, allowed: Collection, default: Collection,
 # Memory on each machine
 
 
-def mesh_shape(weights: dict, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None):
-    """dp, ep and tp for a pytree of Weight on these devices. Those not given are 1, except tp, which takes the
-    remaining devices. On TPUs ep leaves each device whole lanes of an expert's columns; it is the smallest with few
-    zeros beside them in pieces of Format.kernel_columns, or else with the fewest."""
-    dp = dp or 1
-    left = len(devices) // dp
-    if not ep and not tp and devices[0].platform == "tpu":
-        experts = [weight for weight in jax.tree.leaves(weights) if weight.experts and weight.split == 1]
-
-        def columns(weight, tp):
-            return weight.parts[0].rows_per_device(tp)
-
-        def suits(weight, ep, tp):
-            return weight.experts % ep == columns(weight, tp) % 128 == 0
-
-        def share(weight, tp):  # of the columns with zeros in those without
-            piece = weight.format.kernel_columns
-            return tp * ceil_div(columns(weight, tp), piece) * piece / weight.columns()
-
-        divisors = [n for n in range(1, left + 1) if left % n == 0]
-        divisors = [n for n in divisors if all(suits(weight, n, left // n) for weight in experts)]
-        ep = min(divisors, key=lambda n: max([1.1, *(share(weight, left // n) for weight in experts)]), default=None)
-    ep = ep or 1
-    return dp, ep, tp or max(1, left // ep)
-
-
 def stored_width(C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
     """Format.width of numbers in `dtype`.
 
@@ -1688,23 +1626,6 @@ def cache_layout(H: int, dtype: jnp.dtype, mesh: Mesh) -> tuple[int, jnp.dtype]:
     platform = mesh.devices.flat[0].platform
     is_converted = platform == "cpu" and jax.__version_info__ < (0, 11)
     return ceil_div(H, 128) * 128 if platform == "tpu" else H, jnp.float32 if is_converted else dtype
-
-
-SHORT_PIECES = 64, 16  # for what is left of a prompt, or new in a conversation; the shortest only on CPUs
-
-
-def piece_lengths(longest: int, config: Config, mesh: Mesh) -> list[int]:
-    """The lengths of the pieces in which prefill takes prompts of up to `longest` tokens: a long one and, if that is
-    longer than they are, short ones. All are multiples of the devices that share a cache. The long one is a power of
-    two; on CPUs, where padding costs more, a multiple of an eighth of one."""
-    R = cache_sharers(config, model_shards(mesh))
-    tokens = ceil_div(longest, ceil_div(longest, PREFILL_PIECE))
-    unit, short = power_of_two(max(tokens, 16)), SHORT_PIECES[:1]
-    if mesh.devices.flat[0].platform == "cpu":
-        unit, short = max(16, unit // 8), SHORT_PIECES  # a product takes as long for fewer than 16 rows more
-    long = min(ceil_div(ceil_div(tokens, unit) * unit, R) * R, PREFILL_PIECE // R * R)
-    short = [ceil_div(T, R) * R for T in short]
-    return [long, *short] if long > short[0] else [long]
 
 
 def keep_layout(x: Array) -> Array:

@@ -682,7 +682,7 @@ def generate(
         raise InputError(f"draft_tokens {draft_tokens} is not from 1 to {FEW - 1}")
     longest, dp, drafts = max(map(len, prompts)), mesh.shape["dp"], draft_tokens if draft else 0
     max_seq_len, keeps = max_seq_len or longest + max_new_tokens - 1, kept is not None  # the last token needs no slot
-    pieces = model.piece_lengths(max_seq_len if keeps else longest, config, mesh)
+    pieces = piece_lengths(max_seq_len if keeps else longest, config, mesh)
     slots, dtype = max(max_seq_len, pieces[0]), weights["norm"].dtype
     of_cache = dict(max_seq_len=slots, dtype=dtype, quantize=quantize_cache, drafts=drafts)
     of_one = model.abstract_cache(config, mesh, dp, **of_cache)  # a row on each device of dp
@@ -750,6 +750,23 @@ def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | N
             raise InputError(f"{what}; shorten it, lower max_new_tokens or give max_seq_len {positions}")
         if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
             raise InputError(f"prompt {row} has a token outside the model's vocabulary of {config.vocab_size}")
+
+
+SHORT_PIECES = 64, 16  # for what is left of a prompt, or new in a conversation; the shortest only on CPUs
+
+
+def piece_lengths(longest: int, config: Config, mesh: Mesh) -> list[int]:
+    """The lengths of the pieces in which prefill takes prompts of up to `longest` tokens: a long one and, if that is
+    longer than they are, short ones. All are multiples of the devices that share a cache. The long one is a power of
+    two; on CPUs, where padding costs more, a multiple of an eighth of one."""
+    R = model.cache_sharers(config, model.model_shards(mesh))
+    tokens = ceil_div(longest, ceil_div(longest, model.PREFILL_PIECE))
+    unit, short = model.power_of_two(max(tokens, 16)), SHORT_PIECES[:1]
+    if mesh.devices.flat[0].platform == "cpu":
+        unit, short = max(16, unit // 8), SHORT_PIECES  # a product takes as long for fewer than 16 rows more
+    long = min(ceil_div(ceil_div(tokens, unit) * unit, R) * R, model.PREFILL_PIECE // R * R)
+    short = [ceil_div(T, R) * R for T in short]
+    return [long, *short] if long > short[0] else [long]
 
 
 def rows_at_once(prompts: int, wanted: int | None, weights: dict, cache: list, mesh: Mesh) -> int:

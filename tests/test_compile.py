@@ -121,20 +121,15 @@ def test_experts_are_not_cut_finer_than_lanes():
     wanted += [("llama4", "llama-4-maverick-17b-128e", "v5e:8x8", (1, 1, 64))]
     wanted += [("qwen3", "qwen3-30b-a3b", "v5e:2x4", (1, 4, 2)), ("gpt_oss", "gpt-oss-120b", "v5e:4x4", (1, 8, 2))]
     for folder, name, topology, shape in wanted:
-        devices, model = (
-            topologies.get_topology_desc(platform="tpu", topology_name=topology).devices,
-            FOLDERS[folder].model,
-        )
-        weights = model.weights_of(full_size(name, folder))
-        assert model.mesh_shape(weights, devices) == shape
-        assert model.mesh_shape(weights, jax.devices()) == (1, 1, 8)
-        assert model.mesh_shape(weights, jax.devices(), dp=2, ep=2) == (2, 2, 2)
-    devices, model = (
-        topologies.get_topology_desc(platform="tpu", topology_name="v5e:8x8").devices,
-        FOLDERS["deepseek"].model,
-    )
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+        convert, weights = FOLDERS[folder].convert, FOLDERS[folder].model.weights_of(full_size(name, folder))
+        assert convert.mesh_shape(weights, devices) == shape
+        assert convert.mesh_shape(weights, jax.devices()) == (1, 1, 8)
+        assert convert.mesh_shape(weights, jax.devices(), dp=2, ep=2) == (2, 2, 2)
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:8x8").devices
+    convert, model = FOLDERS["deepseek"].convert, FOLDERS["deepseek"].model
     weights = model.in_format(model.weights_of(full_size("kimi-k2", "deepseek")), "int4")
-    assert model.mesh_shape(weights, devices) == (1, 16, 4)  # 512 columns
+    assert convert.mesh_shape(weights, devices) == (1, 16, 4)  # 512 columns
 
 
 @pytest.mark.parametrize(("batch", "quantize_cache"), [(1, None), (128, "int8")])

@@ -10,8 +10,9 @@ import pytest
 from helpers import import_folder
 from transformers import CONFIG_MAPPING
 
-MODELS = {folder: import_folder(folder).model for folder in import_folder("llama3").model.FOLDERS}
-TYPES = [(folder, kind) for folder, model in MODELS.items() for kind in model.FOLDERS[folder] if kind != "kimi_k2"]
+FOLDERS = import_folder("llama3").convert.FOLDERS  # and the model_types that each reads
+MODELS = {folder: import_folder(folder).model for folder in FOLDERS}
+TYPES = [(folder, kind) for folder, model in MODELS.items() for kind in FOLDERS[folder] if kind != "kimi_k2"]
 VALUES = {  # of configuration classes' fields: nowhere the default, and the groups that must divide do
     "vocab_size": 331, "hidden_size": 72, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 6,
     "num_key_value_heads": 3, "head_dim": 16, "rms_norm_eps": 0.1, "max_position_embeddings": 777, "mlp_bias": True,

@@ -267,8 +267,8 @@ def test_exchange(run, kind):
 
 def all_devices(folder):
     """The mesh of them that main.py takes."""
-    model = FOLDERS[folder].model
-    return model.mesh_shape(FOLDERS[folder].convert.open_checkpoint(ROOT / folder / "demo").weights, jax.devices())
+    convert = FOLDERS[folder].convert
+    return convert.mesh_shape(convert.open_checkpoint(ROOT / folder / "demo").weights, jax.devices())
 
 
 def answers(folder, mesh=(1, 1, 1), path=None, **options):

@@ -69,7 +69,7 @@ def test_drafts_change_no_token(monkeypatch, name, mesh, rows, temperature, draf
     longest row is the last of the cache."""
     folder, config, mesh, weights = demo(name, mesh)
     model, generate, prompts = folder.model, folder.generate, random_prompts([*LENGTHS[:6], 217])
-    monkeypatch.setattr(model, "SHORT_PIECES", (model.PREFILL_PIECE,))  # one program reads all prompts
+    monkeypatch.setattr(generate, "SHORT_PIECES", (model.PREFILL_PIECE,))  # one program reads all prompts
     options = {"max_new_tokens": 40, "max_seq_len": 256, "seed": 5}
     prompts = [prompt[:216] for prompt in prompts] + [[5, 6, 7] * 20, [9] * 30]
     options["sampling"] = generate.Sampling(temperature, top_k=50, top_p=0.95)
@@ -199,7 +199,7 @@ def test_guesses_of_the_extra_layer_change_no_token(tmp_path, monkeypatch, case,
     folder, *_ = save_with_extra_layer(tmp_path / "source", case)
     folder.convert.convert(tmp_path / "source", tmp_path / "output", "float32", quantize)
     model, generate, prompts = folder.model, folder.generate, random_prompts(LENGTHS[:6])
-    monkeypatch.setattr(model, "SHORT_PIECES", (model.PREFILL_PIECE,))  # one program reads all prompts
+    monkeypatch.setattr(generate, "SHORT_PIECES", (model.PREFILL_PIECE,))  # one program reads all prompts
     options = {"max_new_tokens": 12, "sampling": generate.Sampling(temperature), "seed": 5}
     found = []
     for uses in (False, True):

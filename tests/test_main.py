@@ -77,8 +77,8 @@ def test_golden_text_in_int8_on_a_mesh(main, folder):
 
 
 def test_the_mesh_that_nobody_asked_for(main, monkeypatch):
-    """Is the one that model.py proposes, which on TPUs is not always tp alone."""
-    proposed = FOLDERS["deepseek"].model.mesh_shape
+    """Is the one that convert.py proposes, which on TPUs is not always tp alone."""
+    proposed = FOLDERS["deepseek"].convert.mesh_shape
     monkeypatch.setattr(FOLDERS["deepseek"].main, "mesh_shape", lambda *args: proposed(*args[:3], 2, *args[4:]))
     _, out, _ = main("--output", "json", "--prompt", "Hello!", "--max_new_tokens", "2", folder="deepseek")
     assert json_rows(out)[1]["mesh"] == {"dp": 1, "ep": 2, "tp": 4}

@@ -618,7 +618,7 @@ OTHER_MESHES = {  # meshes that replace (2, 2, 2): tp beyond the kv heads or div
 def test_unequal_prompts_in_one_batch(checkpoints, name, mesh, monkeypatch):
     """One program reads all prompts, and one decodes: others are compiled for the demos in test_device.py."""
     modules, path, reference = checkpoints(name)
-    monkeypatch.setattr(modules.model, "SHORT_PIECES", (modules.model.PREFILL_PIECE,))
+    monkeypatch.setattr(modules.generate, "SHORT_PIECES", (modules.model.PREFILL_PIECE,))
     prompts = random_prompts(5, 300, 1, 40)[: 4 if mesh == (2, 2, 2) else 3]
     prompts[0][-1] = 0  # a real token 0 is not padding
     assert_matches(reference, prompts, decode(modules, path, prompts, mesh, max_new_tokens=12))

@@ -69,7 +69,7 @@ def test_more_prompts_than_rows(monkeypatch, name, mesh, rows, temperature):
     """A row's tokens are those of all prompts at once, whatever place it takes and when. Some rows end early."""
     folder, config, mesh, weights = demo(name, mesh)
     model, generate, prompts = folder.model, folder.generate, random_prompts(LENGTHS)
-    monkeypatch.setattr(model, "SHORT_PIECES", (model.PREFILL_PIECE,))  # one program reads all prompts
+    monkeypatch.setattr(generate, "SHORT_PIECES", (model.PREFILL_PIECE,))  # one program reads all prompts
     options = {"max_new_tokens": 20, "sampling": generate.Sampling(temperature), "seed": 5}
     whole = collected(generate.generate(weights, prompts, config, mesh, **options), len(prompts))
     options["stop_tokens"] = tuple({row[n].id for row, n in zip(whole, (3, 0, 9, 12), strict=False)})
@@ -372,17 +372,19 @@ def test_broken_off_while_it_compiles():
 
 def test_pieces_divide_a_prompt_evenly():
     """As few long pieces as there may be, with little padding, and what is left in short ones."""
-    model = import_folder("llama3").model
-    config = model.Config.from_dict(import_folder("llama3").convert.read_json(ROOT / "llama3" / "demo" / "config.json"))
+    folder = import_folder("llama3")
+    model, generate = folder.model, folder.generate
+    config = model.Config.from_dict(folder.convert.read_json(ROOT / "llama3" / "demo" / "config.json"))
     for R in (1, 4):
         mesh = model.make_mesh(
             tp=config.num_key_value_heads * R, devices=jax.devices()[: config.num_key_value_heads * R]
         )
         for longest in range(1, 3000, 7):
-            long, *short = model.piece_lengths(longest, config, mesh)
+            long, *short = generate.piece_lengths(longest, config, mesh)
             pieces = -(-longest // model.PREFILL_PIECE)
             assert long <= model.PREFILL_PIECE and longest <= pieces * long <= 1.25 * longest + pieces * 16
-            assert short in ([], list(model.SHORT_PIECES)) and all(n % R == 0 and n > model.FEW for n in (long, *short))
+            assert short in ([], list(generate.SHORT_PIECES))
+            assert all(n % R == 0 and n > model.FEW for n in (long, *short))
 
 
 def test_how_many_rows_memory_holds(monkeypatch):

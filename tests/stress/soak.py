@@ -48,7 +48,7 @@ def main() -> None:
     jax.monitoring.register_event_duration_secs_listener(listen)
     checkpoint = convert.open_checkpoint(ROOT / args.folder / "demo")
     config = checkpoint.config
-    mesh = model.make_mesh(*model.mesh_shape(model.weights_of(config), jax.devices()))
+    mesh = model.make_mesh(*convert.mesh_shape(model.weights_of(config), jax.devices()))
     weights = convert.load(checkpoint, mesh, args.dtype, args.quantize)
     chance, begin = random.Random(0), time.perf_counter()
     half, end = begin + 30 * args.minutes, begin + 60 * args.minutes
