@@ -23,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from model import (
     FAST,
+    FEW,
     FORMATS,
     MASKED,
     MODEL_AXES,
@@ -34,7 +35,9 @@ from model import (
     Mask,
     Plain,
     Weight,
+    as_stored,
     attend_to_stored,
+    attention_with_sum,
     begin_softmax,
     ceil_div,
     einsum,
@@ -44,6 +47,7 @@ from model import (
     kernel_cost,
     linear,
     linear_halves,
+    over_blocks,
     padded,
     power_of_two,
     product,
@@ -51,6 +55,7 @@ from model import (
     shard_index,
     softcapped,
     softmax_state,
+    store,
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,6 +177,107 @@ PRODUCTS["cpu", Int8] = lambda x, w: int8_cpu_product(x, w.values) * w.scale
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Many tokens and slots
+
+
+def store_many(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R: int, is_own=None) -> LayerCache:
+    """store. Many tokens of a row are written as they stand, side by side, and a row at a time.
+
+    Slots that are not new are written again as they are: where a piece ends beyond the last slot and, in a ring, begins
+    again at the first.
+    """
+    S, T = cache[0].shape[2], new[0].shape[2]
+    if T <= FEW:
+        return store.plain(cache, new, starts, places, mask, R, is_own)
+    size, wraps = T // R, mask.wraps(R * S, T)
+
+    def store_row(b, cache):
+        first = (shard_index(R) - starts[b]) % R  # this device's first token among the new ones
+        slot = (starts[b] + first) // R
+        slot = slot % S if wraps else slot
+        begin = jnp.minimum(slot, S - size)
+        shift = slot - begin
+
+        def stored(x, n):
+            n = n[b].reshape(n.shape[1], size, R, *n.shape[3:])
+            n = jax.lax.dynamic_index_in_dim(n, first, axis=2, keepdims=False)
+            n = jnp.roll(n, shift, axis=1)[None]
+
+            def write(x, begin, is_new):
+                at = (places[b], 0, begin, 0)[: x.ndim]
+                is_new = is_new if is_own is None else is_new & is_own[b]
+                old = jax.lax.dynamic_slice(x, at, n.shape)
+                new = jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 3)), n, old)
+                return jax.lax.dynamic_update_slice(x, new, at)
+
+            is_late = jnp.arange(size) >= shift
+            x = write(x, begin, is_late)
+            return write(x, 0, ~is_late) if wraps else x
+
+        return jax.tree.map(stored, cache, new)
+
+    new = as_stored(new, cache)
+    return jax.lax.fori_loop(0, len(starts), store_row, cache)
+
+
+def tiled_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None, *, rows: int, tile: int, block: int):
+    """attend_to_stored in tiles of `rows` rows and at most `tile` queries: each takes the blocks of at most `block`
+    slots that its queries see, one after another."""
+    (B, K, A, M, H), (*_, S, width) = q.shape, cache[0].shape
+    W = width if width < H else cache[1].shape[-1]
+    tile, block = (max(n for n in range(1, most + 1) if size % n == 0) for most, size in ((tile, M), (block, S)))
+    wraps, offsets = mask.wraps(R * S, T), jnp.arange(M) // (run or M // T) % T
+
+    def of_tile(n):
+        row, m = n // (M // tile) * rows, n % (M // tile) * tile
+        of_rows = partial(jax.lax.dynamic_slice_in_dim, start_index=row, slice_size=rows)
+        of_queries = partial(jax.lax.dynamic_slice_in_dim, start_index=m, slice_size=tile)
+        queries, begin = of_queries(of_rows(q), axis=3), of_rows(starts)
+
+        def attend(i):  # to the i-th block of positions
+            slot = i % (S // block) * block
+
+            def some_slots(x):
+                def of_place(place):
+                    return jax.lax.dynamic_slice(x, (place, 0, slot, 0)[: x.ndim], (1, K, block, *x.shape[3:]))[0]
+
+                if places is None:  # all rows; the barrier keeps XLA for CPUs from transposing what it copies
+                    return jax.lax.optimization_barrier(jax.lax.dynamic_slice_in_dim(x, slot, block, axis=2))
+                return jax.vmap(of_place)(of_rows(places))
+
+            keys = (i * block + jnp.arange(block)[None]) * R + shard_index(R)
+            seen = mask.is_attended(keys[:, None], (begin[:, None] + of_queries(offsets))[:, :, None])
+            if mask.chosen is not None:
+                chosen = jax.lax.dynamic_slice_in_dim(of_rows(mask.chosen), i * block, block, axis=2)
+                seen &= chosen[:, of_queries(offsets)] != 0
+            return attention_with_sum(queries, jax.tree.map(some_slots, tuple(cache)), seen, mask.softcap)
+
+        last = jnp.max(begin) + offsets[m + tile - 1]
+        last = last if wraps else jnp.minimum(last, R * S - 1)
+        first = jnp.min(mask.first_seen(begin + offsets[m]))
+        out = over_blocks(attend, first // (R * block), last // (R * block), (rows, K, A, tile, W))
+        return jnp.concatenate(out, axis=-1)
+
+    out = jax.lax.map(of_tile, jnp.arange(B // rows * (M // tile)))
+    out = out.reshape(B // rows, M // tile, rows, K, A, tile, -1)
+    return out.transpose(0, 2, 3, 4, 1, 5, 6).reshape(B, K, A, M, -1)
+
+
+def cpu_attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R=1, run=None) -> Array:
+    """attend_to_stored for CPUs."""
+    attend = partial(tiled_attention, q, cache, starts, places, mask, T, R, run)
+    if T > FEW:
+        return attend(rows=1, tile=256, block=128 if T <= 128 else 256)
+    if cache[0].shape[2] > 2048:  # what no row has filled is not read
+        return attend(rows=len(q), tile=q.shape[3], block=512)
+    return attend_to_stored.plain(q, cache, starts, places, mask, T, R, run)
+
+
+FAST["attend_to_stored", "cpu"] = cpu_attend_to_stored
+FAST["store", "cpu"] = FAST["store", "gpu"] = FAST["store", "tpu"] = store_many
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Products and attention on GPUs
 
 try:
@@ -191,11 +297,13 @@ def gpu_product(x: Array, w: Format) -> Array:
     return y if scale is None else y * scale
 
 
-def gpu_attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -> Array:
+def gpu_attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R=1, run=None) -> Array:
     """attend_to_stored for GPUs."""
+    if T <= FEW:
+        return attend_to_stored.plain(q, cache, starts, places, mask, T, R, run)
     if suits_triton(q, cache) and mask.chosen is None:
         return triton_attention(q, cache, starts, places, mask=mask, R=R)
-    return attend_to_stored.plain(q, cache, starts, places, mask, T, R)
+    return tiled_attention(q, cache, starts, places, mask, T, R, rows=len(q), tile=q.shape[3], block=512)
 
 
 def suits_triton(q: Array, cache: LayerCache) -> bool:
@@ -215,7 +323,7 @@ def has_triton() -> bool:
 def triton_attention(q, cache, starts, places, mask: Mask, R: int, interpret=False) -> Array:
     """attend_to_stored as one Pallas kernel for GPUs. Scores stay on the chip (as in Dao et al. 2022,
     "FlashAttention"), and a tile of queries reads only the blocks of slots that it sees. Args and result as in
-    plain_attention, with queries [B, K, A, T, H]."""
+    attend_to_stored, with queries [B, K, A, T, H]."""
     (B, K, A, T, H), S = q.shape, cache[0].shape[2]
     # Within a fifth of the best of six sizes tried on an H100, with three stages; two need less of a chip's memory.
     tile, block, wraps = math.gcd(T, 64), 64 if H <= 128 else 32, mask.wraps(R * S, T)

@@ -762,21 +762,23 @@ def softcapped(x: Array, cap: float | None) -> Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def attention_scores(q: Array, k: Format, mask: Array, softcap: float | None = None) -> Array:
-    """q [B, K, A, M, H], k [B, K, S, H], mask [.., M, S]: float32 [B, K, A, M, S]. With `softcap` they cannot be added
-    to those of another side of the keys."""
-    keys, scale = k.values_and_scale(q.dtype)
-    scores = einsum("bkamh,bksh->bkams", q.astype(keys.dtype), keys)
-    scores = scores if scale is None else scores * scale[:, :, None, None]
-    return jnp.where(mask, softcapped(scores, softcap), MASKED)
+def attention_with_sum(q: Array, cache: tuple[Format, Format], seen: Array, softcap: float | None = None):
+    """Attention of queries to the slots of a cache, both as in attend_to_stored, that they see, bool [B or 1, M, S]:
+    the output, float32 [B, K, A, M, W], and the log-sum-exp of the scores, float32 [B, K, A, M, 1]."""
 
+    def scores(q, k):
+        keys, scale = k.values_and_scale(q.dtype)
+        products = einsum("bkamh,bksh->bkams", q.astype(keys.dtype), keys)
+        return products if scale is None else products * scale[:, :, None, None]
 
-def attention_with_sum(scores: Array, v: Format, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """The softmax of scores [B, K, A, M, S] times values v [B, K, S, W], float32 [B, K, A, M, W], and the log-sum-exp
-    of the scores, float32 [B, K, A, M, 1]. `dtype` is for the product with rounded values."""
-    values, scale = v.values_and_scale(dtype)
-    m = jnp.max(scores, axis=-1, keepdims=True)
-    p = jnp.exp(scores - m)
+    (first, second), split = cache, cache[0].shape[-1]
+    of_slots = scores(q[..., :split], first)
+    if split < q.shape[-1]:
+        of_slots, second = of_slots + scores(q[..., split:], second), first
+    of_slots = jnp.where(seen[:, None, None], softcapped(of_slots, softcap), MASKED)
+    values, scale = second.values_and_scale(q.dtype)
+    m = jnp.max(of_slots, axis=-1, keepdims=True)
+    p = jnp.exp(of_slots - m)
     l = jnp.sum(p, axis=-1, keepdims=True)
     p = p / l if scale is None else p / l * scale[:, :, None, None]
     return einsum("bkams,bksw->bkamw", p.astype(values.dtype), values), m + jnp.log(l)
@@ -804,7 +806,7 @@ def over_blocks(attend, first: Array, last: Array, shape) -> tuple[Array, Array]
 
 
 @by_machine
-def plain_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None, rows=None, tile=None, block=None):
+def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R=1, run=None) -> Array:
     """Causal attention of T tokens a row over this device's slots, where they are stored already.
 
     Queries are [B, K, A, M, H]. Of each M, the first `run` (by default M / T) are of the token at position starts [B],
@@ -818,63 +820,19 @@ def plain_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None,
 
     Returns float32 [B, K, A, M, W + 1], side by side the output and the log-sum-exp of the scores: MASKED or little
     more for a query that sees no key, and then its output means nothing.
-
-    It takes tiles of `rows` rows and at most `tile` queries and, for each, the blocks of at most `block` slots that its
-    queries see. By default all is one tile and one block, and there is no loop.
     """
-    (B, K, A, M, H), (*_, S, width) = q.shape, cache[0].shape
-    W = width if width < H else cache[1].shape[-1]
-    sizes = (rows, B), (tile, M), (block, S)
-    rows, tile, block = (max(n for n in range(1, (most or size) + 1) if size % n == 0) for most, size in sizes)
-    wraps, offsets = mask.wraps(R * S, T), jnp.arange(M) // (run or M // T) % T
-    taken = jnp.arange(B) if places is None else places
-
-    def attend(row, m, i):  # the tile that begins at (row, m), to the i-th block of positions
-        of_rows = partial(jax.lax.dynamic_slice_in_dim, start_index=row, slice_size=rows)
-
-        def some_slots(x):
-            def of_place(place):
-                return jax.lax.dynamic_slice(x, (place, 0, begin, 0)[: x.ndim], (1, K, block, *x.shape[3:]))[0]
-
-            begin = i % (S // block) * block if wraps else i * block
-            if places is None and rows == B:  # the barrier keeps XLA for CPUs from transposing what it copies
-                some = jax.lax.dynamic_slice_in_dim(x, begin, block, axis=2)
-                return x if block == S else jax.lax.optimization_barrier(some)
-            return jax.vmap(of_place)(of_rows(taken))
-
-        queries = jax.lax.dynamic_slice(q, (row, 0, 0, m, 0), (rows, K, A, tile, H))
-        first, second = jax.tree.map(some_slots, tuple(cache))
-        at = of_rows(starts)[:, None] + jax.lax.dynamic_slice_in_dim(offsets, m, tile)
-        keys = (i * block + jnp.arange(block)[None]) * R + shard_index(R)
-        if wraps and block == S:  # behind the slot of the last token, a ring holds what was stored a round before
-            last = of_rows(starts)[:, None] + T - 1
-            keys += last - last % (R * S)
-            keys = jnp.where(keys > last, keys - R * S, keys)
-        seen = mask.is_attended(keys[:, None], at[:, :, None])[:, None, None]
-        if mask.chosen is not None:
-            chosen = jax.lax.dynamic_slice(mask.chosen, (row, 0, i * block), (rows, T, block))
-            seen &= chosen[:, None, None, jax.lax.dynamic_slice_in_dim(offsets, m, tile)] != 0
-        scores = attention_scores(queries[..., :width], first, seen, mask.softcap)
-        if width < H:
-            scores, second = scores + attention_scores(queries[..., width:], second, seen), first
-        return attention_with_sum(scores, second, q.dtype)
-
-    def of_tile(n):
-        row, m = n // (M // tile) * rows, n % (M // tile) * tile
-        if block == S:
-            return jnp.concatenate(attend(row, m, 0), axis=-1)
-        begin = jax.lax.dynamic_slice_in_dim(starts, row, rows)
-        last = jnp.max(begin) + offsets[m + tile - 1]
-        last = last if wraps else jnp.minimum(last, R * S - 1)
-        first = jnp.min(mask.first_seen(begin + offsets[m]))
-        out = over_blocks(partial(attend, row, m), first // (R * block), last // (R * block), (rows, K, A, tile, W))
-        return jnp.concatenate(out, axis=-1)
-
-    if (rows, tile) == (B, M):
-        return of_tile(0)
-    out = jax.lax.map(of_tile, jnp.arange(B // rows * (M // tile)))
-    out = out.reshape(B // rows, M // tile, rows, K, A, tile, -1)
-    return out.transpose(0, 2, 3, 4, 1, 5, 6).reshape(B, K, A, M, -1)
+    M, S = q.shape[3], cache[0].shape[2]
+    cache = tuple(cache) if places is None else jax.tree.map(lambda x: x[places], tuple(cache))
+    tokens = jnp.arange(M) // (run or M // T) % T  # of the queries
+    keys = jnp.arange(S)[None] * R + shard_index(R)
+    if mask.wraps(R * S, T):  # behind the slot of the last token, a ring holds what was stored a round before
+        last = starts[:, None] + T - 1
+        keys += last - last % (R * S)
+        keys = jnp.where(keys > last, keys - R * S, keys)
+    seen = mask.is_attended(keys[:, None], (starts[:, None] + tokens)[:, :, None])
+    if mask.chosen is not None:
+        seen &= mask.chosen[:, tokens] != 0
+    return jnp.concatenate(attention_with_sum(q, cache, seen, mask.softcap), axis=-1)
 
 
 def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
@@ -882,78 +840,37 @@ def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
     return jax.tree.map(lambda side, x: side.of(x), cache, new, is_leaf=lambda side: isinstance(side, Format))
 
 
-def store_few(cache: LayerCache, new: LayerCache, starts, mask: Mask, R: int) -> LayerCache:
-    """`cache` with this device's share of the tokens `new` [B, K, T, ..], at positions starts [B] and after it."""
+@by_machine
+def store(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R: int, is_own=None) -> LayerCache:
+    """`cache` with this device's share of the tokens `new` [B, K, T, ..], at positions starts [B] and after it, of the
+    rows at `places` [B] of the cache, or all (None). T is at most FEW, or a multiple of R. `is_own` bool [B] says which
+    rows this device holds (None: all)."""
     S, T = cache[0].shape[2], new[0].shape[2]
     positions = starts[:, None] + jnp.arange(T)
     slots = positions // R % S if mask.wraps(R * S, T) else positions // R
     if R > 1:  # what another device stores has a slot beyond the last one, and is dropped
         slots = jnp.where(positions % R == shard_index(R), slots, S)
-    rows = jnp.arange(len(starts))[:, None]
+    if is_own is not None:
+        slots = jnp.where(is_own[:, None], slots, S)
+    rows = (jnp.arange(len(starts)) if places is None else places)[:, None]
 
-    def store(x, n):
+    def stored(x, n):
         return keep_layout(x.at[rows, :, slots].set(n.swapaxes(1, 2), mode="drop"))
 
-    return jax.tree.map(store, cache, as_stored(new, cache))
-
-
-def store_many(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R: int, is_own=None) -> LayerCache:
-    """store_few for T tokens, a multiple of R, of the rows at `places` [B] of the cache, a row at a time.
-
-    Slots that are not new are written again as they are: where a piece ends beyond the last slot and, in a ring, begins
-    again at the first. `is_own` bool [B] says which rows this device holds (None: all).
-    """
-    S, T = cache[0].shape[2], new[0].shape[2]
-    size, wraps = T // R, mask.wraps(R * S, T)
-
-    def store_row(b, cache):
-        first = (shard_index(R) - starts[b]) % R  # this device's first token among the new ones
-        slot = (starts[b] + first) // R
-        slot = slot % S if wraps else slot
-        begin = jnp.minimum(slot, S - size)
-        shift = slot - begin
-
-        def store(x, n):
-            n = n[b].reshape(n.shape[1], size, R, *n.shape[3:])
-            n = jax.lax.dynamic_index_in_dim(n, first, axis=2, keepdims=False)
-            n = jnp.roll(n, shift, axis=1)[None]
-
-            def write(x, begin, is_new):
-                at = (places[b], 0, begin, 0)[: x.ndim]
-                is_new = is_new if is_own is None else is_new & is_own[b]
-                old = jax.lax.dynamic_slice(x, at, n.shape)
-                new = jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 3)), n, old)
-                return jax.lax.dynamic_update_slice(x, new, at)
-
-            is_late = jnp.arange(size) >= shift
-            x = write(x, begin, is_late)
-            return write(x, 0, ~is_late) if wraps else x
-
-        return jax.tree.map(store, cache, new)
-
-    new = as_stored(new, cache)
-    return jax.lax.fori_loop(0, len(starts), store_row, cache)
+    return jax.tree.map(stored, cache, as_stored(new, cache))
 
 
 def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask: Mask, T: int, R: int, run=None):
-    """Stores the tokens `new` [B, K, T, ..] and attends to all up to each. Args and result as in plain_attention.
+    """Stores the tokens `new` [B, K, T, ..] and attends to all up to each. Args and result as in attend_to_stored.
     Returns the cache too."""
     if T > FEW:
         places = jnp.arange(len(q)) if places is None else places
-        cache = store_many(cache, new, starts, places, mask, R)
+        cache = store(cache, new, starts, places, mask, R)
         return attend_to_stored(q, cache, starts, places, mask, T, R), cache
     if platform() == "tpu":
         return decode_kernel(q, new, cache, starts, mask=mask, T=T, R=R, run=run)
-    cache, slots = store_few(cache, new, starts, mask, R), cache[0].shape[2]
-    block = 512 if platform() == "cpu" and slots > 2048 else slots  # of so many, what no row has filled is not read
-    return plain_attention(q, cache, starts, None, mask, T, R, run, block=block), cache
-
-
-@by_machine
-def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R: int) -> Array:
-    """store_and_attend of many tokens, which are in the cache."""
-    sizes = {"rows": 1, "tile": 256, "block": 128 if T <= 128 else 256} if platform() == "cpu" else {"block": 512}
-    return plain_attention(q, cache, starts, places, mask, T, R, **sizes)
+    cache = store(cache, new, starts, None, mask, R)
+    return attend_to_stored(q, cache, starts, None, mask, T, R, run=run), cache
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1242,7 +1159,7 @@ def begin_softmax(m, l, acc) -> None:
 
 
 def fold(h: int, scales, q, cache, seen: Array | None, softcap: float | None, m, l, acc) -> None:
-    """Folds a block of the cache [1, heads, slots, ..], as in plain_attention, into the running softmax of the queries
+    """Folds a block of the cache [1, heads, slots, ..], as in attend_to_stored, into the running softmax of the queries
     q [1, heads, A, M, H] of head h. `scales` says which of all heads' scales are its; `seen` [M or 1, slots] which keys
     its queries see (None: all)."""
 

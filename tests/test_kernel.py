@@ -103,13 +103,17 @@ def test_against_float64(monkeypatch, shape, T, starts, mask, block, dtype, quan
         return jax.jit(lambda *args: model.store_and_attend(*args, places, mask, T, 1))(folded, new, before, at)
 
     results = [attend()]
+    with monkeypatch.context() as without:
+        without.setattr(model, "FAST", {})
+        results.append(attend())
     options = {"block": block} if few else {"block": block, "queries": 128}
     interpret_kernels(monkeypatch, model, **options)
     results.append(attend())
+    tiles = {"rows": B, "tile": G * T} if few else {"rows": 1, "tile": 24}
+    results.append((fast.tiled_attention(folded, after, at, places, mask, T, **tiles, block=64), after))
     if not few:
-        tiled = model.plain_attention(folded, after, at, places, mask, T, rows=1, tile=24, block=64)
         on_gpu = fast.triton_attention(folded, after, at, places, mask, 1, interpret=True)
-        results += [(tiled, after), (on_gpu, after)]
+        results.append((on_gpu, after))
     tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
     for out, cache in results:
         out = np.asarray(out, np.float64).reshape((B, K, T, G, -1) if few else (B, K, G, T, -1))

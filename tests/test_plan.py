@@ -132,7 +132,7 @@ def test_loops_run_as_often_as_counted(monkeypatch, rows):
 
     monkeypatch.setattr(jax.lax, "fori_loop", counted)
     interpret_kernels(monkeypatch, model)
-    monkeypatch.setitem(model.FAST, ("attend_to_stored", "tpu"), model.plain_attention)
+    monkeypatch.setitem(model.FAST, ("attend_to_stored", "tpu"), model.attend_to_stored.plain)
     mesh, heads = model.make_mesh(1, 1, 2, devices=jax.devices()[:2]), P("dp", None, model.MODEL_AXES)
     specs = heads, heads, P("dp"), model.CACHE_SPEC, P("dp"), P(model.MODEL_AXES)
 
