@@ -30,7 +30,8 @@ ALLOWED = {
     },
     "one Mask for all kernels": {"Mask.chosen", "Mask.chunk", "Mask.softcap", "Mask.window"},
     "a line, where a hook would take more text": {
-        "cached_attention(sinks)", "check_routing(best)", "experts(biases)", "linear(bias)", "store(is_own)", "store_many(is_own)",
+        "cached_attention(sinks)", "check_routing(best)", "experts(biases)", "linear(bias)", "store(is_own)",
+        "store_many(is_own)",
     },
     "a model has its own norm, turns its heads itself, or has no groups of heads or experts": {
         "check_routing", "read_heads", "rms_norm", "rotate", "Part.groups", "Part.replicated",

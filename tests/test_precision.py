@@ -114,8 +114,10 @@ def test_a_single_row_on_a_cpu_is_one_loop(quantize):
         (200, 96, jnp.bfloat16),
     ],
 )
-def test_products_on_a_cpu(rows, contracted, dtype, quantize):
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_products_on_a_cpu(monkeypatch, rows, contracted, dtype, quantize, has_amx):
     """Every form of a product against float64."""
+    monkeypatch.setattr(FOLDERS["llama3"].fast, "has_amx", lambda: has_amx)
     keys = jax.random.split(jax.random.key(0))
     x = jax.random.normal(keys[0], (rows, contracted)).astype(dtype)
     w = jax.random.normal(keys[1], (70, contracted)).astype(dtype)
