@@ -77,9 +77,10 @@ def test_matrices_stored_wider_on_a_cpu(tmp_path, mesh):
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"], ids=["", "int8"])
-def test_a_single_row_on_a_cpu_is_one_loop(quantize):
-    """What makes it fast shows in the program: the weights are not turned to float32 in memory, nor handed to a library
-    (either took ten times as long)."""
+def test_a_single_row_on_a_cpu_is_one_loop(monkeypatch, quantize):
+    """What makes it fast without AMX shows in the program: the weights are not turned to float32 in memory, nor handed
+    to a library (either took ten times as long)."""
+    monkeypatch.setattr(FOLDERS["llama3"].fast, "has_amx", lambda: False)
     x = jnp.ones((1, 1024), jnp.bfloat16)
     w = in_format(model, jnp.ones((4096, 1024), jnp.bfloat16), quantize)
     program = jax.jit(model.linear).lower(x, w).compile()
