@@ -1259,19 +1259,19 @@ def attention_with_sum(q: Array, cache: tuple[Format, Format], seen: Array, soft
     """Attention of queries to the slots of a cache, both as in attend_to_stored, that they see, bool [B or 1, M, S]:
     the output, float32 [B, K, A, M, W], and the log-sum-exp of the scores, float32 [B, K, A, M, 1]."""
 
-    def scores(q, k):
+    def products(q, k):
         keys, scale = k.values_and_scale(q.dtype)
-        products = einsum("bkamh,bksh->bkams", q.astype(keys.dtype), keys)
-        return products if scale is None else products * scale[:, :, None, None]
+        of_numbers = einsum("bkamh,bksh->bkams", q.astype(keys.dtype), keys)
+        return of_numbers if scale is None else of_numbers * scale[:, :, None, None]
 
     (first, second), split = cache, cache[0].shape[-1]
-    of_slots = scores(q[..., :split], first)
+    scores = products(q[..., :split], first)
     if split < q.shape[-1]:
-        of_slots, second = of_slots + scores(q[..., split:], second), first
-    of_slots = jnp.where(seen[:, None, None], softcapped(of_slots, softcap), MASKED)
+        scores, second = scores + products(q[..., split:], second), first
+    scores = jnp.where(seen[:, None, None], softcapped(scores, softcap), MASKED)
     values, scale = second.values_and_scale(q.dtype)
-    m = jnp.max(of_slots, axis=-1, keepdims=True)
-    p = jnp.exp(of_slots - m)
+    m = jnp.max(scores, axis=-1, keepdims=True)
+    p = jnp.exp(scores - m)
     l = jnp.sum(p, axis=-1, keepdims=True)
     p = p / l if scale is None else p / l * scale[:, :, None, None]
     return einsum("bkams,bksw->bkamw", p.astype(values.dtype), values), m + jnp.log(l)
