@@ -70,11 +70,11 @@ from model import (
 
 def plain_cpu_product(x: Array, w: Array) -> Array:
     """product for CPUs of numbers as they are. Up to 128 rows the weight is the left operand, because XLA repacks the
-    right one. XLA's own product of 16 bits is ten times slower for one row than for two.
+    right one. A row of 16 bits is padded to two: XLA's own product of one takes ten times as long.
 
-    Without AMX, one row uses `row_product` if its length allows. Of up to 4 rows, pieces of the weight are turned to
-    float32 and multiplied while they are in the processor's cache: without AVX512-BF16, XLA's product takes 1.5 times
-    as long."""
+    Without AMX, one row uses `row_product` if its length allows. For up to 4 rows, pieces of the weight are turned to
+    float32 and multiplied while they are in the processor's cache: without AVX512-BF16, XLA's own product takes 1.5
+    times as long."""
     (B, C), is_16_bit = x.shape, x.dtype != jnp.float32
     if is_16_bit and not has_amx():
         if B == 1 and (runs := runs_of(C, 24, 8192)):
@@ -110,16 +110,16 @@ def int8_cpu_product(x: Array, w: Array) -> Array:
 
 @functools.cache
 def has_amx() -> bool:
-    """Whether the processor has Intel's AMX, which multiplies tiles of 16 and of 8 bits. XLA's own products use it: on
-    two cores, with jax 0.12, they read a weight of 16,384 x 2,048 at 30 GB/s for one row or eight, in int8 too, where
-    the loops for other processors read it at 5 and at 10."""
+    """Whether the processor has Intel's AMX, which multiplies tiles of 16 and of 8 bits. With it, XLA's own products
+    read a weight of 16,384 x 2,048 at 30 GB/s for one row as for eight, in bfloat16 and in int8. The loops for one row
+    read it at 5 and at 10 there (two cores, jax 0.12, a scratch script)."""
     cpus = Path("/proc/cpuinfo")
     return cpus.exists() and " amx_bf16" in cpus.read_text()
 
 
 def runs_of(columns: int, most: int, longest: int) -> int:
     """How many runs of 32 columns row_product should add up in one loop: at most `most`, and a divisor of all of them.
-    0 if it should not be used, because a row is longer than `longest` columns or would have fewer than 9 runs."""
+    0 if it should not be used: a row is longer than `longest` columns, or no divisor is above 8."""
     divisors = (n for n in range(most, 8, -1) if columns % (32 * n) == 0)
     return next(divisors, 0) if columns <= longest else 0
 
@@ -129,8 +129,8 @@ def row_product(x: Array, w: Array, runs: int) -> Array:
     w has. With bfloat16 it is 1.5 times as fast as two rows of XLA's own product, with int8 twice as fast.
 
     XLA makes one unrolled loop that multiplies and adds `runs` runs of 32 columns, with the 32 side by side in vector
-    registers. The 32 sums are then multiplied with ones. Before jax 0.12, a large w is taken in pieces, whose sums stay
-    in cache; from then on, XLA for CPUs runs a loop's body on one thread.
+    registers. A product with ones then adds up the 32 sums. Before jax 0.12, a large w is taken in pieces, whose sums
+    stay in cache. Since then XLA for CPUs runs the body of a loop, products excepted, on one thread.
 
     reduce_precision changes no number. It keeps XLA from its library of reductions, which would turn all weights to
     float32 in memory first. The barriers keep the product with ones out of the loop. Dividing by ones changes no number
@@ -152,7 +152,7 @@ def row_product(x: Array, w: Array, runs: int) -> Array:
 
 
 def in_float32(x: Array, w: Array) -> Array:
-    """x [B, C] times w [O, C], or a wider w: float32 [B, O]. The barrier has w in float32 in memory."""
+    """x [B, C] times w [O, C], or a wider w: float32 [B, O]. The barrier puts w in float32 into memory."""
     w = jax.lax.optimization_barrier(w[:, : x.shape[1]].astype(jnp.float32))
     return weights_first(x.astype(jnp.float32), w, jnp.float32)
 
@@ -164,18 +164,20 @@ def pieces_of(w: Array | Format, size: int, least: int = 1) -> int:
     return next((n for n in range(fewest, 4 * fewest) if w.shape[0] % n == 0), 1)
 
 
-def over_rows(multiply, w: Array | Format, pieces: int) -> Array:
+def over_rows(multiply, w: Array, pieces: int) -> Array:
     """multiply(w), float32 [B, O], a piece of w [O, C] at a time."""
+    if pieces == 1:
+        return multiply(w)
     O, B = w.shape[0], jax.eval_shape(multiply, w).shape[0]
     rows = O // pieces
 
     def step(i, y):
         # The barrier ties w to i: else XLA would turn all of it to float32 before the loop.
         tied, i = jax.lax.optimization_barrier((w, i))
-        piece = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * rows, rows), tied)
+        piece = jax.lax.dynamic_slice_in_dim(tied, i * rows, rows)
         return jax.lax.dynamic_update_slice_in_dim(y, multiply(piece), i * rows, axis=1)
 
-    return multiply(w) if pieces == 1 else jax.lax.fori_loop(0, pieces, step, jnp.zeros((B, O), jnp.float32))
+    return jax.lax.fori_loop(0, pieces, step, jnp.zeros((B, O), jnp.float32))
 
 
 def repeat_columns(x: Array, width: int) -> Array:
@@ -200,10 +202,10 @@ PRODUCTS["cpu", Int8] = lambda x, w: int8_cpu_product(x, w.values) * w.scale
 
 
 def store_many(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R: int, is_own=None) -> LayerCache:
-    """store. Many tokens of a row are written as they stand, side by side, and a row at a time.
+    """store, where many tokens of a row are written side by side, and one row after another.
 
-    Slots that are not new are written again as they are: where a piece ends beyond the last slot and, in a ring, begins
-    again at the first.
+    A piece that would end beyond the last slot is written further back, and the slots there that are not new stay as
+    they are. In a ring, the rest of it goes to the first slots.
     """
     S, T = cache[0].shape[2], new[0].shape[2]
     if T <= FEW:
@@ -240,8 +242,8 @@ def store_many(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R
 
 
 def tiled_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None, *, rows: int, tile: int, block: int):
-    """attend_to_stored in tiles of `rows` rows and at most `tile` queries: each takes the blocks of at most `block`
-    slots that its queries see, one after another."""
+    """attend_to_stored in tiles of `rows` rows and at most `tile` queries. A tile attends to one block after another of
+    at most `block` slots: from the first that one of its queries sees to the last."""
     (B, K, A, M, H), (*_, S, width) = q.shape, cache[0].shape
     W = width if width < H else cache[1].shape[-1]
     tile, block = (max(n for n in range(1, most + 1) if size % n == 0) for most, size in ((tile, M), (block, S)))

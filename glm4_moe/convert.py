@@ -799,8 +799,9 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 def mesh_shape(weights: dict, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None):
     """dp, ep and tp for a pytree of Weight on these devices. Those not given are 1, except tp, which takes the
-    remaining devices. On TPUs ep leaves each device whole lanes of an expert's columns; it is the smallest with few
-    zeros beside them in pieces of model.Format.kernel_columns, or else with the fewest."""
+    remaining devices. On TPUs ep leaves each device whole lanes of an expert's columns. Kernels take them in pieces of
+    model.Format.kernel_columns: ep is the smallest with which zeros that fill these up add a tenth at most, or else
+    that with the fewest."""
     dp = dp or 1
     left = len(devices) // dp
     if not ep and not tp and devices[0].platform == "tpu":
@@ -812,7 +813,7 @@ def mesh_shape(weights: dict, devices: list, dp: int | None = None, ep: int | No
         def suits(weight, ep, tp):
             return weight.experts % ep == columns(weight, tp) % 128 == 0
 
-        def share(weight, tp):  # of the columns with zeros in those without
+        def share(weight, tp):  # columns with zeros, over those without
             piece = weight.format.kernel_columns
             return tp * model.ceil_div(columns(weight, tp), piece) * piece / weight.columns()
 

@@ -940,9 +940,9 @@ def softcapped(x: Array, cap: float | None) -> Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def attention_with_sum(q: Array, cache: tuple[Format, Format], seen: Array, softcap: float | None = None):
-    """Attention of queries to the slots of a cache, both as in attend_to_stored, that they see, bool [B or 1, M, S]:
-    the output, float32 [B, K, A, M, W], and the log-sum-exp of the scores, float32 [B, K, A, M, 1]."""
+def attention_with_sum(q: Array, cache: tuple[Format, Format], seen: Array, softcap: float | None):
+    """Attention of queries to a cache, both as in attend_to_stored. `seen` bool [B, M, S] says which slots a query
+    sees. Returns the output, float32 [B, K, A, M, W], and the log-sum-exp of the scores, float32 [B, K, A, M, 1]."""
 
     def products(q, k):
         keys, scale = k.values_and_scale(q.dtype)
@@ -950,11 +950,11 @@ def attention_with_sum(q: Array, cache: tuple[Format, Format], seen: Array, soft
         return of_numbers if scale is None else of_numbers * scale[:, :, None, None]
 
     (first, second), split = cache, cache[0].shape[-1]
-    scores = products(q[..., :split], first)
-    if split < q.shape[-1]:
-        scores, second = scores + products(q[..., split:], second), first
+    scores, values = products(q[..., :split], first), second
+    if split < q.shape[-1]:  # then the first side is the values too
+        scores, values = scores + products(q[..., split:], second), first
     scores = jnp.where(seen[:, None, None], softcapped(scores, softcap), MASKED)
-    values, scale = second.values_and_scale(q.dtype)
+    values, scale = values.values_and_scale(q.dtype)
     m = jnp.max(scores, axis=-1, keepdims=True)
     p = jnp.exp(scores - m)
     l = jnp.sum(p, axis=-1, keepdims=True)
@@ -990,7 +990,7 @@ def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R=1, run=None
     Queries are [B, K, A, M, H]. Of each M, the first `run` (by default M / T) are of the token at position starts [B],
     the next ones of the token after it, and so on; after T runs it begins anew. Position p of a row is in slot p // R
     of device p % R of the R that share its tokens; if the cache is a ring, modulo its slots. The rows are those at
-    `places` [B] of the cache, or all (None).
+    `places` [B] of the cache, or all (None, for few tokens).
 
     The cache is keys [.., K, S, H] and values [.., K, S, W]. Or, if queries are wider than its first side, both sides
     are keys: the first columns of a query are for the first side, the rest for the second. The first side is the values
@@ -1001,7 +1001,7 @@ def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R=1, run=None
     """
     M, S = q.shape[3], cache[0].shape[2]
     cache = tuple(cache) if places is None else jax.tree.map(lambda x: x[places], tuple(cache))
-    tokens = jnp.arange(M) // (run or M // T) % T  # of the queries
+    tokens = jnp.arange(M) // (run or M // T) % T  # of each query
     keys = jnp.arange(S)[None] * R + shard_index(R)
     if mask.wraps(R * S, T):  # behind the slot of the last token, a ring holds what was stored a round before
         last = starts[:, None] + T - 1
@@ -1020,9 +1020,9 @@ def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
 
 @by_machine
 def store(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R: int, is_own=None) -> LayerCache:
-    """`cache` with this device's share of the tokens `new` [B, K, T, ..], at positions starts [B] and after it, of the
-    rows at `places` [B] of the cache, or all (None). T is at most FEW, or a multiple of R. `is_own` bool [B] says which
-    rows this device holds (None: all)."""
+    """`cache` with this device's share of the tokens `new` [B, K, T, ..], from positions starts [B] on, of the rows at
+    `places` [B] of the cache, or all (None, for few tokens). T is at most FEW, or a multiple of R. `is_own` bool [B]
+    says which rows this device holds (None: all)."""
     S, T = cache[0].shape[2], new[0].shape[2]
     positions = starts[:, None] + jnp.arange(T)
     slots = positions // R % S if mask.wraps(R * S, T) else positions // R
@@ -1039,8 +1039,8 @@ def store(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R: int
 
 
 def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask: Mask, T: int, R: int, run=None):
-    """Stores the tokens `new` [B, K, T, ..] and attends to all up to each. Args and result as in attend_to_stored.
-    Returns the cache too."""
+    """Stores the tokens `new` [B, K, T, ..], then has each attend to itself and those before it. Few tokens are of all
+    rows, and `run` is for them alone. Args and result as in attend_to_stored. Returns the cache too."""
     if T > FEW:
         places = jnp.arange(len(q)) if places is None else places
         cache = store(cache, new, starts, places, mask, R)
@@ -1097,14 +1097,14 @@ def cached_attention(q, k, v, cache: LayerCache, span: Span, mask: Mask, sinks=N
     q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, width - H))) for a in (q, k, v))
     new = LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
     q = q.reshape(1, B, T, K, N // K, width)
-    q = exchange(q, R) if R > 1 else q  # every device sends all the same block: an all-gather
-    # [B, K, A, M, H]: of few tokens, all queries of a kv head along M; of many, one of each token.
-    order, folded, run = (1, 3, 0, 4, 2, 5), (B, K, -1, T, width), 1
+    q = exchange(q, R) if R > 1 else q  # [R, ..]: each device sends its block to all, an all-gather
+    # [B, K, A, M, H]: for few tokens, M has all queries of a kv head; for many, one of each token.
+    order, folded = (1, 3, 0, 4, 2, 5), (B, K, -1, T, width)
     if T <= FEW:
-        order, folded, run = (1, 3, 0, 2, 4, 5), (B, K, 1, -1, width), N // K
+        order, folded = (1, 3, 0, 2, 4, 5), (B, K, 1, -1, width)
     q = q.transpose(order)
     starts = span.positions[:, 0]
-    out, cache = store_and_attend(q.reshape(folded), new, cache, starts, span.places, mask, T, R, run)
+    out, cache = store_and_attend(q.reshape(folded), new, cache, starts, span.places, mask, T, R, run=N // K)
 
     def unfolded(x):  # [R, B, T, K, G, ..]
         return x.reshape(*q.shape[:5], -1).transpose(np.argsort(order))

@@ -286,6 +286,7 @@ def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
 
 
 PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
+SHORT_PIECES = 64, 16  # for what is left of a prompt, or new in a conversation; the shortest only on CPUs
 REPEATING = 0.75  # on CPUs "lookup" drafts if this share of the rows ends in four tokens that it had before
 BLOCK = 512  # slots copied at once
 FEWEST_COPIED = 128  # tokens: to read fewer takes less time than a program for their copy takes to compile (a guess)
@@ -752,13 +753,10 @@ def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | N
             raise InputError(f"prompt {row} has a token outside the model's vocabulary of {config.vocab_size}")
 
 
-SHORT_PIECES = 64, 16  # for what is left of a prompt, or new in a conversation; the shortest only on CPUs
-
-
 def piece_lengths(longest: int, config: Config, mesh: Mesh) -> list[int]:
-    """The lengths of the pieces in which prefill takes prompts of up to `longest` tokens: a long one and, if that is
-    longer than they are, short ones. All are multiples of the devices that share a cache. The long one is a power of
-    two; on CPUs, where padding costs more, a multiple of an eighth of one."""
+    """The lengths of the pieces in which prefill takes prompts of up to `longest` tokens: a long one and, if it is the
+    longest, SHORT_PIECES. All are rounded up to multiples of R, the number of devices that share a cache. The long one
+    is a power of two before that; on CPUs, where padding costs more, a multiple of an eighth of one."""
     R = model.cache_sharers(config, model.model_shards(mesh))
     tokens = ceil_div(longest, ceil_div(longest, model.PREFILL_PIECE))
     unit, short = model.power_of_two(max(tokens, 16)), SHORT_PIECES[:1]

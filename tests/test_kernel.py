@@ -84,8 +84,8 @@ ATTENTION = in_turns(
 
 @pytest.mark.parametrize(("shape", "T", "starts", "mask", "block", "dtype", "quantize"), ATTENTION)
 def test_against_float64(monkeypatch, shape, T, starts, mask, block, dtype, quantize):
-    """Kernel, plain JAX, and its tiles for CPUs: outputs, log-sum-exps, and the cache, where nothing else changes. The
-    rows are some of a larger cache if there are many tokens."""
+    """The kernels, plain JAX, and the tiles of fast.py: outputs, log-sum-exps, and the cache, where nothing else
+    changes. The rows are some of a larger cache if there are many tokens."""
     (K, G, S, H), B, mask = shape, len(starts), model.Mask(**mask)
     q, history, new = random_rows(B, K, K * G, T, starts, H, dtype, quantize)
     wanted, wanted_sum = reference(q, history, starts, mask)
