@@ -1128,7 +1128,8 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse, with its errors in the one form that all errors have here."""
 
     def error(self, message: str) -> None:
-        raise InputError(re.sub(r"argument (--\w+): expected .*", r"\g<0>; one with a - first as \1=VALUE", message))
+        message = re.sub(r"argument (--\w+): expected .*", r"\g<0>; one with a - first as \1=VALUE", message)
+        raise InputError(re.sub("unrecognized .*: -[^-].*", r"\g<0>; one with a - first as --flag=VALUE", message))
 
 
 def one_line(error: Exception) -> str:

@@ -287,6 +287,7 @@ def test_profile(main, tmp_path):
         (["--prompt_file", "/dev/null"], "/dev/null: has no prompt"),
         (["--prompt_file", "/no/file", "--prompt", "a"], "not allowed with"),
         (["--prompt", "-5+3"], "one with a - first as --prompt=VALUE"),
+        (["--prompt", "a", "-5+3"], "-5+3; one with a - first as --flag=VALUE"),
         (["--prompt", "-", "x"], "error: --prompt - stands alone"),
         (["--prompt", "x", "-"], "error: --prompt - stands alone"),
         (["--model_path", str(DEMO / "config.json")], "config.json: is a file; give a folder"),
