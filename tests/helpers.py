@@ -12,6 +12,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import numpy as np
@@ -67,6 +68,12 @@ def interpret_kernels(monkeypatch, model, block: int | None = None, **of_prefill
     for row in product(("exchange", "chosen_experts", "index_scores", "lowest_chosen"), ("tpu",)):
         if kernel := model.FAST.get(row):
             monkeypatch.setitem(model.FAST, row, partial(kernel, interpret=STRICT))
+
+
+def read_in_pieces(monkeypatch, folder, length: int) -> None:
+    """Has prompts of every length read in pieces of this one, so that tests compile few programs."""
+    monkeypatch.setattr(folder.model, "PREFILL_PIECE", length)
+    monkeypatch.setattr(folder.generate, "piece_lengths", lambda *_: [length])
 
 
 def fast_of(model):
@@ -204,15 +211,18 @@ def reference_logprobs(reference, prompt: list[int], generated: list[int]) -> np
 def decode(
     folder, path: Path, prompts, mesh=(1, 1, 1), dtype="float32", quantize=None, platform: str | None = None, **options
 ):
-    """Loads a checkpoint and decodes prompts, lists of token ids: the tokens of each row, in order."""
+    """Loads a checkpoint and decodes prompts, lists of token ids: the tokens of each row, in order. Prompts are read in
+    pieces of one length, since a second one takes another program; others are compiled for the demos in test_device.py
+    and in test_rows.py."""
     checkpoint = folder.convert.open_checkpoint(path, extra_layer=options.get("draft") == "mtp")
     config = checkpoint.config
     mesh = folder.model.make_mesh(*mesh, devices=jax.devices(platform)[: int(np.prod(mesh))])
     weights = folder.convert.load(checkpoint, mesh, dtype, quantize)
     rows = [[] for _ in prompts]
-    for tokens in folder.generate.generate(weights, prompts, config, mesh, **options):
-        for token in tokens:
-            rows[token.row].append(token)
+    with mock.patch.object(folder.generate, "SHORT_PIECES", (folder.model.PREFILL_PIECE,)):
+        for tokens in folder.generate.generate(weights, prompts, config, mesh, **options):
+            for token in tokens:
+                rows[token.row].append(token)
     return rows
 
 

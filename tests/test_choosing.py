@@ -16,6 +16,7 @@ from helpers import (
     floats,
     in_format,
     random_extra_layer,
+    read_in_pieces,
     reference_logprobs,
     save_random,
 )
@@ -161,16 +162,17 @@ def test_pieces_and_drafts(sparse, monkeypatch, draft, platform):
     """A prompt in many pieces, unequal rows in two places, and drafts: transformers' tokens."""
     folder, path, reference = sparse
     monkeypatch.setattr(folder.model, "platform", lambda: platform)
-    monkeypatch.setattr(folder.model, "PREFILL_PIECE", 32)
+    read_in_pieces(monkeypatch, folder, 32)
     monkeypatch.setattr(folder.generate, "REPEATING", 0)
     prompts = random_prompts(250, 3, 70)
     rows = decode(folder, path, prompts, (1, 1, 2), max_new_tokens=10, rows=2, draft=draft)
     assert_matches(reference, prompts, rows)
 
 
-def test_shared_beginnings_and_a_conversation(sparse):
+def test_shared_beginnings_and_a_conversation(sparse, monkeypatch):
     """Rows get the indexer's keys of what they share, too, and a conversation keeps them: transformers' tokens."""
     folder, path, reference = sparse
+    read_in_pieces(monkeypatch, folder, 64)
     beginning, *ends = random_prompts(150, 9, 4, 30, 1, 20)
     prompts = [beginning + end for end in ends]
     assert_matches(reference, prompts, decode(folder, path, prompts, (1, 1, 4), rows=4, max_new_tokens=6))
@@ -191,7 +193,9 @@ def test_drafts_of_an_extra_layer(tmp_path, name):
     extra = extra_layer_tensors(random_extra_layer(reference), f"model.layers.{config.num_hidden_layers}")
     save_file(load_file(file) | extra, file)
     prompts = random_prompts(90, 5, 33)
-    assert_matches(reference, prompts, decode(folder, tmp_path, prompts, (1, 1, 2), max_new_tokens=12, draft="mtp"))
+    assert_matches(
+        reference, prompts, decode(folder, tmp_path, prompts, (1, 1, 2), max_new_tokens=12, draft="mtp", draft_tokens=1)
+    )
 
 
 def test_a_short_cache_has_no_indexer(sparse):

@@ -69,9 +69,10 @@ def tpu_mesh(topology, tp, ep=1):
     ],
 )
 def test_full_size_on_tpus(folder, name, topology, ep, tp, quantize, slots, T):
-    """Two all-reduces a layer, one for the embedding, one all-gather for new tokens, and no other collective. Four
-    layers stand for all; test_plan.py compiles a whole model."""
-    config = full_size(name, folder, **{"n_layer" if folder == "gpt2" else "num_hidden_layers": 4})
+    """Two all-reduces a layer, one for the embedding, one all-gather for new tokens, and no other collective. A
+    layer of each kind stands for all; test_plan.py compiles a whole model."""
+    layers = 4 if folder in ("llama4", "qwen3_5") else 2
+    config = full_size(name, folder, **{"n_layer" if folder == "gpt2" else "num_hidden_layers": layers})
     text = compile_step(config, tpu_mesh(topology, tp, ep), 8, slots, quantize, folder, T=T).as_text()
     counts, layers = Counter(COLLECTIVE.findall(text)), config.num_hidden_layers
     assert counts == {"all-reduce": 2 * layers + 1, "all-gather": 1}
@@ -94,9 +95,10 @@ def test_full_size_on_tpus(folder, name, topology, ep, tp, quantize, slots, T):
     ],
 )
 def test_latent_attention_on_tpus(folder, name, topology, ep_tp, batch, slots, quantize, T):
-    """Three collectives a layer: the gather of what all heads need, after attention, after the feed-forward. Four
-    layers stand for all."""
-    config = full_size(name, folder, num_hidden_layers=4)
+    """Three collectives a layer: the gather of what all heads need, after attention, after the feed-forward. A
+    dense layer and one with experts stand for all."""
+    of_glm5 = {"indexer_types": ["full", "shared"], "mlp_layer_types": ["dense", "sparse"]} if folder == "glm5" else {}
+    config = full_size(name, folder, num_hidden_layers=2, first_k_dense_replace=1, **of_glm5)
     model = FOLDERS[folder].model
     options = {"chips_per_host_bounds": [1, 1, 2]} if topology == "v5p:1x1x2" else {}
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import FAST_OF, ROOT, UNKNOWN_PROMPT, decode, fast_of, import_folder
+from helpers import FAST_OF, ROOT, UNKNOWN_PROMPT, decode, fast_of, import_folder, read_in_pieces
 from jax import P
 from shared import folders
 
@@ -17,10 +17,12 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 
 
 @pytest.mark.parametrize("name", folders())
-def test_demos_without_it(name):
+def test_demos_without_it(name, monkeypatch):
     """As transformers in float32, on two devices, which share each expert and some kv head."""
     folder, demo = import_folder(name, without="fast"), ROOT / name / "demo"
     assert not folder.model.FAST and not folder.model.PRODUCTS
+    read_in_pieces(monkeypatch, folder, 256)
+    monkeypatch.setattr(folder.generate, "PREFILL_TOKENS", 256)  # of one row: one program
     prompts = [row.get("prompt_tokens", UNKNOWN_PROMPT) for row in GOLDEN[name]]
     rows = decode(folder, demo, prompts, (1, 1, 2), max_new_tokens=max(len(row["tokens"]) for row in GOLDEN[name]))
     for row, golden in zip(rows, GOLDEN[name], strict=True):

@@ -216,7 +216,7 @@ def test_released_forms(tmp_path, name):
     folder, family, form, group, has_zeros, pattern, mesh = RELEASES[name]
     _, *reference = family()
     reference = save_in_4_bits(tmp_path, reference, form, group, has_zeros, pattern)
-    prompts = random_prompts(23, 3)
+    prompts = random_prompts(23)
     assert_matches(reference, prompts, decode(folder, tmp_path, prompts, mesh, max_new_tokens=6))
 
 
@@ -232,7 +232,7 @@ def test_kimi_k25(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     checkpoint = deepseek.convert.open_checkpoint(tmp_path)
     assert set(checkpoint.left_out) == {"vision_tower.encoder.weight", "mm_projector.linear_1.weight"}
-    prompts = random_prompts(23, 3)
+    prompts = random_prompts(23)
     assert_matches(reference, prompts, decode(deepseek, tmp_path, prompts, (1, 2, 1), max_new_tokens=6))
 
 
@@ -269,7 +269,7 @@ def test_fp8(tmp_path, name):
     raw = json.loads((tmp_path / "config.json").read_text())
     quantization = {"quant_method": "fp8"} | ({"weight_block_size": [rows, columns]} if columns else {})
     (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": quantization}))
-    prompts = random_prompts(23, 3)
+    prompts = random_prompts(23)
     assert_matches(reference, prompts, decode(folder, tmp_path, prompts, mesh, max_new_tokens=6))
 
 
@@ -278,7 +278,7 @@ def test_groups_that_are_no_neighbours(tmp_path, form):
     """ "act-order". Such a matrix is held in the dtype of the model."""
     _, *reference = llama()
     reference = save_in_4_bits(tmp_path, reference, form, 32, True, LINEAR, ordered=False)
-    prompts = random_prompts(23, 3)
+    prompts = random_prompts(23)
     assert_matches(reference, prompts, decode(llama3, tmp_path, prompts, (1, 1, 2), max_new_tokens=6))
 
 
@@ -291,7 +291,7 @@ def test_a_release_in_another_format(tmp_path, quantize, kind):
     weights = llama3.convert.load(llama3.convert.open_checkpoint(tmp_path / "source"), mesh, "float32", quantize)
     assert {type(weights["layers"][0][name]).__name__ for name in ("qkv", "o", "gate_up", "down")} == {kind}
     llama3.convert.convert(tmp_path / "source", tmp_path / "output", "float32")
-    prompts = random_prompts(23, 3)
+    prompts = random_prompts(23)
     assert_matches(reference, prompts, decode(llama3, tmp_path / "output", prompts, max_new_tokens=3))
 
 
@@ -355,7 +355,7 @@ def test_damaged(tmp_path, change, words):
 def test_converted_is_what_loading_gives(tmp_path, folder, meshes):
     """The same tokens and numbers, also on two devices and, where these cut groups, on eight."""
     source, folder = ROOT / folder / "demo", import_folder(folder)
-    prompts = [[token % 256 for token in prompt] for prompt in random_prompts(40, 3)]
+    prompts = [[token % 256 for token in prompt] for prompt in random_prompts(40)]
     folder.convert.convert(source, tmp_path / "output", "float32", "int4")
     runs = (source, "int4", (1, 1, 1)), *((tmp_path / "output", None, mesh) for mesh in meshes)
     rows = [decode(folder, path, prompts, mesh, quantize=how, max_new_tokens=5) for path, how, mesh in runs]

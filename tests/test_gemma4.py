@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ROOT, assert_matches, decode, save_random
+from helpers import ROOT, assert_matches, decode, read_in_pieces, save_random
 from safetensors.torch import load_file, save_file
 from test_compile import COLLECTIVE, KERNEL, compile_step, full_size, largest_copy, tpu_mesh
 from test_parity import gemma4, gemma_4_moe, gemma_4_nested, gemma_4_small, random_prompts
@@ -71,7 +71,7 @@ def test_what_is_cached_and_what_is_read():
 @pytest.mark.parametrize(("family", "mesh"), [(gemma_4_small, (2, 2, 2)), (gemma_4_moe, (1, 1, 2))])
 def test_rows_take_the_places_of_others(tmp_path, monkeypatch, family, mesh):
     """More prompts than rows, in several pieces and at different times, and drafts."""
-    monkeypatch.setattr(model, "PREFILL_PIECE", 64)
+    read_in_pieces(monkeypatch, gemma4, 64)
     _, *reference = family()
     reference = save_random(tmp_path, *reference)
     prompts, options = random_prompts(250, 9, 130, 70, 2), {"draft": "lookup", "draft_tokens": 3}
@@ -80,7 +80,8 @@ def test_rows_take_the_places_of_others(tmp_path, monkeypatch, family, mesh):
 
 def test_released_form(tmp_path):
     """Layers that share keys and values have tensors for them in a release, which say nothing."""
-    _, *reference = gemma_4_nested(num_kv_shared_layers=2, hidden_size_per_layer_input=20)
+    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    _, *reference = gemma_4_nested(**layers, num_kv_shared_layers=2, hidden_size_per_layer_input=20)
     reference = save_random(tmp_path / "released", *reference)
     file = tmp_path / "released" / "model.safetensors"
     tensors, prompts = load_file(file), random_prompts(70, 3)

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers import as_transformers_4, assert_matches, decode, import_folder, save_random
+from helpers import as_transformers_4, assert_matches, decode, import_folder, read_in_pieces, save_random
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -118,7 +118,7 @@ LLAMA4 = {
     "head_dim": 8,
     "intermediate_size": 48,
     "intermediate_size_mlp": 80,
-    "num_hidden_layers": 4,  # the fourth has no rope and sees all tokens
+    "no_rope_layer_interval": 2,  # the second has no rope and sees all tokens
     "num_local_experts": 4,
     "attention_chunk_size": 48,
     "floor_scale": 41,  # the temperature rises within a short prompt; as a float32, 1 / 41 is rounded down
@@ -199,8 +199,8 @@ def flash(**options):
 
 
 def glm_5(**options):
-    """With layers that share what the one before them has chosen."""
-    options = {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]} | options
+    """With a layer that shares what the one before it has chosen."""
+    options = {"indexer_types": ["full", "shared"]} | options
     return glm5, GlmMoeDsaForCausalLM, GlmMoeDsaConfig(**SMALL | LATENT | INDEXER | options)
 
 
@@ -231,7 +231,7 @@ def qwen_3_moe(**options):
 
 STATES = {
     "head_dim": 16,
-    "num_hidden_layers": 4,  # the fourth has attention
+    "full_attention_interval": 2,  # the second has attention
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,  # three to a key head
     "linear_key_head_dim": 16,
@@ -270,7 +270,7 @@ def mixtral_8(**options):
 def oss(**options):
     """With experts of 96 columns, for which a device has 128, and a window within a prompt."""
     options = {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 50} | options
-    options = {"num_hidden_layers": 3, "rope_parameters": OSS_ROPE} | options
+    options = {"rope_parameters": OSS_ROPE} | options
     return gpt_oss, GptOssForCausalLM, GptOssConfig(**SMALL | options)
 
 
@@ -283,15 +283,14 @@ SOFTCAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}  # fa
 
 def gemma_2(**options):
     """With a window within a prompt in every other layer."""
-    options = {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 50, "query_pre_attn_scalar": 24} | options
+    options = {"head_dim": 16, "sliding_window": 50, "query_pre_attn_scalar": 24} | options
     return gemma, Gemma2ForCausalLM, Gemma2Config(**SMALL | SOFTCAPS | options)
 
 
 GEMMA3 = {
     "head_dim": 16,
-    "num_hidden_layers": 4,
     "sliding_window": 50,
-    "sliding_window_pattern": 3,  # the third layer sees all tokens
+    "sliding_window_pattern": 2,  # the second layer sees all tokens
     "query_pre_attn_scalar": 24,
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -314,8 +313,7 @@ def gemma_3_with_vision(**options):
 GEMMA4 = {
     "head_dim": 16,
     "global_head_dim": 24,
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 50,
     "final_logit_softcapping": 5.0,  # far below the largest logit
     "rope_parameters": {
@@ -333,9 +331,8 @@ def gemma_4(**options):
 
 
 def gemma_4_small(**options):
-    sizes = {"num_hidden_layers": 7, "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2}
-    sizes["layer_types"] += ["full_attention"]
-    sharing = {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "num_key_value_heads": 1}
+    sizes = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    sharing = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "num_key_value_heads": 1}
     return gemma_4(**sizes | sharing | {"hidden_size_per_layer_input": 20} | options)
 
 
@@ -388,16 +385,23 @@ CASES = {
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
     ),
     "llama 4 scout, nested": llama_4_with_vision(rope_parameters=SCOUT_ROPE, num_local_experts=8),
-    "llama 4 maverick": llama_4(interleave_moe_layer_step=2, use_qk_norm=False, num_attention_heads=10),
+    "llama 4 maverick": llama_4(
+        num_hidden_layers=4,
+        interleave_moe_layer_step=2,
+        no_rope_layer_interval=4,
+        use_qk_norm=False,
+        num_attention_heads=10,
+    ),
     "llama 4, two experts a token, other layers": llama_4(
         num_experts_per_tok=2,
-        moe_layers=[0, 3],
-        no_rope_layers=[0, 1, 1, 0],
+        num_hidden_layers=3,
+        moe_layers=[0, 2],
+        no_rope_layers=[0, 1, 0],
         attn_temperature_tuning=False,
         tie_word_embeddings=True,
         attention_bias=True,
     ),
-    "llama 4, chunks alone": llama_4(num_hidden_layers=2, rms_norm_eps=0.1, num_key_value_heads=1),
+    "llama 4, chunks alone": llama_4(no_rope_layers=[1, 1], rms_norm_eps=0.1, num_key_value_heads=1),
     "deepseek v3": deepseek_3(rope_parameters=YARN),
     "moonlight": deepseek_3(q_lora_rank=None, n_group=1, topk_group=1, n_shared_experts=2, rms_norm_eps=0.1),
     "deepseek v3, biases, halves turned, weights as they are": deepseek_3(
@@ -409,7 +413,9 @@ CASES = {
     "deepseek v2": deepseek_2(topk_method="group_limited_greedy", routed_scaling_factor=3.0, n_shared_experts=2),
     "deepseek v3.2": deepseek_32(rope_parameters=YARN),
     "glm 5": glm_5(indexer_types=None, n_group=1, topk_group=1),
-    "glm 5.2, shared choices": glm_5(attention_bias=True, index_topk=64),
+    "glm 5.2, shared choices": glm_5(
+        num_hidden_layers=4, indexer_types=["full", "shared", "shared", "full"], attention_bias=True, index_topk=64
+    ),
     "glm 4.7 flash": flash(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "glm 4.7 flash, other layers, groups": flash(
         mlp_layer_types=["sparse", "dense"], q_lora_rank=None, n_group=4, topk_group=1, rms_norm_eps=0.1
@@ -463,7 +469,8 @@ CASES = {
     "qwen3.5, tied, biases, other layers, a key head to each value head, long convolution, large eps": qwen_35(
         tie_word_embeddings=True,
         attention_bias=True,
-        layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        num_hidden_layers=3,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
         linear_num_key_heads=5,  # which no mesh divides
         linear_num_value_heads=5,
         linear_conv_kernel_dim=6,
@@ -476,7 +483,7 @@ CASES = {
         num_hidden_layers=3,
         linear_conv_kernel_dim=2,
     ),
-    "qwen3 next": qwen_3_next(),
+    "qwen3 next": qwen_3_next(num_hidden_layers=4, full_attention_interval=4),
     "qwen3 next, tied, a key head to each value head": qwen_3_next(
         tie_word_embeddings=True, linear_num_key_heads=6, num_key_value_heads=1
     ),
@@ -495,6 +502,7 @@ CASES = {
     "gpt-oss, tied, no biases of attention, small limit, one kv head": oss(
         tie_word_embeddings=True,
         attention_bias=False,
+        num_hidden_layers=3,
         layer_types=["full_attention", "sliding_attention", "sliding_attention"],
         swiglu_limit=0.5,
         swiglu_alpha=1.1,
@@ -507,7 +515,7 @@ CASES = {
     "gemma, one kv head, large eps": gemma_1(num_key_value_heads=1, head_dim=24, rms_norm_eps=0.1),
     "gemma 2": gemma_2(),
     "gemma 2, other layers, one kv head, large eps": gemma_2(
-        num_key_value_heads=1, rms_norm_eps=0.1, layer_types=["full_attention", "sliding_attention", "full_attention"]
+        num_key_value_heads=1, rms_norm_eps=0.1, layer_types=["full_attention", "sliding_attention"]
     ),
     "gemma 3, nested": gemma_3_with_vision(),
     "gemma 4, nested": gemma_4_nested(),
@@ -515,15 +523,18 @@ CASES = {
     "gemma 4, no softcap, large eps": gemma_4(final_logit_softcapping=None, rms_norm_eps=0.1, num_key_value_heads=1),
     "gemma 4 e2b": gemma_4_small(),
     "gemma 4 e4b, other layers, as wide": gemma_4_small(
-        num_kv_shared_layers=2,
+        num_hidden_layers=6,
+        num_kv_shared_layers=3,
         use_double_wide_mlp=False,
         num_key_value_heads=2,
-        layer_types=["full_attention", *["sliding_attention"] * 5, "full_attention"],
+        layer_types=["full_attention", *["sliding_attention"] * 3, *["full_attention"] * 2],
     ),
     "gemma 4 26b": gemma_4_moe(),
     "gemma 3, four heads, other bases, softcap of logits, large eps": gemma_3(
         num_attention_heads=4,  # on eight devices, some have heads of zeros
         num_key_value_heads=1,
+        num_hidden_layers=3,
+        sliding_window_pattern=3,
         rms_norm_eps=0.1,
         final_logit_softcapping=5.0,
         attn_logit_softcapping=2.0,  # which the reference does not use
@@ -615,10 +626,8 @@ OTHER_MESHES = {  # meshes that replace (2, 2, 2): tp beyond the kv heads or div
 @pytest.mark.parametrize(
     ("name", "mesh"), [(name, mesh) for name in CASES for mesh in OTHER_MESHES.get(name, [(2, 2, 2)])], ids=str
 )
-def test_unequal_prompts_in_one_batch(checkpoints, name, mesh, monkeypatch):
-    """One program reads all prompts, and one decodes: others are compiled for the demos in test_device.py."""
+def test_unequal_prompts_in_one_batch(checkpoints, name, mesh):
     modules, path, reference = checkpoints(name)
-    monkeypatch.setattr(modules.generate, "SHORT_PIECES", (modules.model.PREFILL_PIECE,))
     prompts = random_prompts(5, 300, 1, 40)[: 4 if mesh == (2, 2, 2) else 3]
     prompts[0][-1] = 0  # a real token 0 is not padding
     assert_matches(reference, prompts, decode(modules, path, prompts, mesh, max_new_tokens=12))
@@ -633,7 +642,7 @@ def test_long_prompt_and_a_long_answer(checkpoints, name, monkeypatch):
         reference, atol = in_float64(reference, monkeypatch), 2e-3
     prompts = random_prompts(1100)
     assert_matches(reference, prompts, decode(modules, path, prompts, max_new_tokens=4))
-    monkeypatch.setattr(modules.model, "PREFILL_PIECE", 32)
+    read_in_pieces(monkeypatch, modules, 32)
     prompts = random_prompts(250, 60, *range(1, 8))
     assert_matches(reference, prompts, decode(modules, path, prompts, (1, 1, 2), max_new_tokens=150), atol)
 
@@ -661,7 +670,7 @@ def test_pieces_of_prefill_change_nothing(checkpoints, monkeypatch, quantize_cac
     modules, path, _ = checkpoints("llama 3.1")
     prompts = random_prompts(700, 90)
     whole = decode(modules, path, prompts, max_new_tokens=6, quantize_cache=quantize_cache)
-    monkeypatch.setattr(modules.model, "PREFILL_PIECE", 64)
+    read_in_pieces(monkeypatch, modules, 64)
     pieces = decode(modules, path, prompts, max_new_tokens=6, quantize_cache=quantize_cache)
     for row, other in zip(whole, pieces, strict=True):
         assert [token.id for token in row] == [token.id for token in other]
@@ -735,9 +744,10 @@ def test_rows_stop_on_their_own(checkpoints):
 def test_a_row_does_not_depend_on_its_batch(checkpoints, dtype):
     modules, path, _ = checkpoints("llama 3.1")
     prompts = random_prompts(9, 400, 50)
-    together = decode(modules, path, prompts, dtype=dtype, max_new_tokens=10)
+    options = {"dtype": dtype, "max_new_tokens": 10, "max_seq_len": 410}
+    together = decode(modules, path, prompts, **options)
     for prompt, row in zip(prompts, together, strict=True):
-        (alone,) = decode(modules, path, [prompt], dtype=dtype, max_new_tokens=10)
+        (alone,) = decode(modules, path, [prompt], **options)
         assert [token.id for token in alone] == [token.id for token in row]
 
 

@@ -19,6 +19,7 @@ from helpers import (
     floats,
     qwen_extra_layer_tensors,
     random_extra_layer,
+    read_in_pieces,
     save_random,
 )
 from jax.experimental import topologies
@@ -29,7 +30,6 @@ from test_parity import qwen3_5, qwen_35, qwen_35_moe, random_prompts
 from transformers import AutoConfig
 
 model, generate = qwen3_5.model, qwen3_5.generate
-TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}  # compile faster than four
 
 
 def random_tokens(B, T, N=3, H=16, W=24, decay=0.3, seed=0):
@@ -142,12 +142,12 @@ def test_the_kernel_compiles_for_tpus(topology, K, N, T, drafts):
 @pytest.mark.parametrize(("draft_tokens", "mesh"), [(1, (1, 2, 2)), (7, (2, 1, 2))])
 def test_drafts_change_no_token(tmp_path, monkeypatch, draft_tokens, mesh):
     """Of rows that repeat themselves, so that some drafts are kept and others fail; more prompts than rows."""
-    monkeypatch.setattr(model, "PREFILL_PIECE", 64)
+    read_in_pieces(monkeypatch, qwen3_5, 64)
     monkeypatch.setattr(generate, "REPEATING", 0.3)  # on CPUs, steps with drafts and without
-    _, *reference = qwen_35_moe(vocab_size=20)
+    _, *reference = qwen_35_moe(vocab_size=10)
     save_random(tmp_path, *reference)
     random = np.random.default_rng(0)
-    prompts = [[*random.integers(0, 20, 5)] * n for n in (30, 2, 9, 14)]
+    prompts = [[*random.integers(0, 10, 5)] * n for n in (30, 2, 9, 14)]
     prompts = [[int(token) for token in prompt] for prompt in prompts]
     options, stats = {"rows": 2, "max_new_tokens": 40, "mesh": mesh}, {}
     without = decode(qwen3_5, tmp_path, prompts, **options)
@@ -256,7 +256,7 @@ def test_experts_in_two_forms(released, tmp_path):
 
 def test_no_drift(tmp_path):
     """300 tokens of an answer, each of which changes the states, where decay is slow."""
-    _, *reference = qwen_35(layer_types=["linear_attention"] * 3 + ["full_attention"])
+    _, *reference = qwen_35(num_hidden_layers=4, full_attention_interval=4)
     reference = save_random(tmp_path, *reference, seed=1)
     prompts = random_prompts(100, 20)
     assert_matches(reference, prompts, decode(qwen3_5, tmp_path, prompts, (1, 1, 2), max_new_tokens=300))
@@ -264,13 +264,14 @@ def test_no_drift(tmp_path):
 
 def test_rows_take_the_places_of_others(tmp_path, monkeypatch):
     """More prompts than rows, which end at different times: the tokens are those of each row alone."""
-    monkeypatch.setattr(model, "PREFILL_PIECE", 64)
-    _, *reference = qwen_35_moe(**TWO_LAYERS)
+    read_in_pieces(monkeypatch, qwen3_5, 64)
+    _, *reference = qwen_35_moe()
     save_random(tmp_path, *reference)
     prompts = random_prompts(150, 9, 40, 70, 2)
-    alone = [decode(qwen3_5, tmp_path, [prompt], max_new_tokens=20)[0] for prompt in prompts]
+    options = {"max_new_tokens": 20, "max_seq_len": 170}
+    alone = [decode(qwen3_5, tmp_path, [prompt], **options)[0] for prompt in prompts]
     stop = alone[0][4].id
-    together = decode(qwen3_5, tmp_path, prompts, rows=2, max_new_tokens=20, stop_tokens=(stop,))
+    together = decode(qwen3_5, tmp_path, prompts, rows=2, stop_tokens=(stop,), **options)
     for row, others in zip(alone, together, strict=True):
         ids = [token.id for token in row]
         assert [token.id for token in others] == ids[: ids.index(stop) + 1 if stop in ids else None]
@@ -280,7 +281,7 @@ def test_rows_take_the_places_of_others(tmp_path, monkeypatch):
 def test_a_conversation_goes_on(tmp_path, draft):
     """A prompt that begins with all that the states have seen, after an answer that ended at its limit, with a stop
     token or broken off, and one that goes back: none depends on what was kept, and the first two read what is new."""
-    _, *reference = qwen_35(**TWO_LAYERS)
+    _, *reference = qwen_35()
     save_random(tmp_path, *reference)
     checkpoint = qwen3_5.convert.open_checkpoint(tmp_path)
     mesh = model.make_mesh(devices=jax.devices()[:1])
@@ -314,7 +315,7 @@ def test_what_is_refused(released):
     for changes, words in [
         ({"linear_num_key_heads": 3}, "linear_num_key_heads 3 does not divide linear_num_value_heads 4"),
         ({"attn_output_gate": False}, "attn_output_gate False"),
-        ({"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types"),
         ({"model_type": "qwen3_5_text", "intermediate_size": None}, "intermediate_size is missing"),
     ]:
         text = raw["text_config"] | changes
