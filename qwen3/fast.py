@@ -164,7 +164,7 @@ def pieces_of(w: Array | Format, size: int, least: int = 1) -> int:
     return next((n for n in range(fewest, 4 * fewest) if w.shape[0] % n == 0), 1)
 
 
-def over_rows(multiply, w: Array, pieces: int) -> Array:
+def over_rows(multiply, w: Array | Format, pieces: int) -> Array:
     """multiply(w), float32 [B, O], a piece of w [O, C] at a time."""
     if pieces == 1:
         return multiply(w)
@@ -174,7 +174,7 @@ def over_rows(multiply, w: Array, pieces: int) -> Array:
     def step(i, y):
         # The barrier ties w to i: else XLA would turn all of it to float32 before the loop.
         tied, i = jax.lax.optimization_barrier((w, i))
-        piece = jax.lax.dynamic_slice_in_dim(tied, i * rows, rows)
+        piece = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * rows, rows), tied)
         return jax.lax.dynamic_update_slice_in_dim(y, multiply(piece), i * rows, axis=1)
 
     return jax.lax.fori_loop(0, pieces, step, jnp.zeros((B, O), jnp.float32))
@@ -756,24 +756,17 @@ FORMATS["int4"] = Int4Groups()
 
 def int4_cpu_product(x: Array, w: Int4) -> Array:
     """product for CPUs in 4 bits. Up to 4 rows are multiplied one by one, in a loop that unpacks. For more rows, pieces
-    of the weight are unpacked while the piece before is multiplied. If the same turn of the loop did both, XLA would
-    fuse the change of shape between them with the unpacking, which then takes five times as long."""
-    x, O = w.in_order(padded(x, w)), w.shape[0]
+    of the weight are unpacked, and multiplied while they are in the processor's cache. Without the barrier, XLA would
+    fuse the change of shape with the unpacking, which then takes five times as long."""
+    x = w.in_order(padded(x, w))
     if len(x) <= 4:
         return jnp.concatenate([int4_row_product(row, w) for row in x])
-    pieces = pieces_of(w, 2**21, least=4)
-    rows = O // pieces
 
-    def unpack(i, w):
-        return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * rows, rows), w).numbers(x.dtype)
+    def unpack_first(piece):
+        numbers = jax.lax.optimization_barrier(piece.numbers(x.dtype))
+        return plain_cpu_product(x, numbers.reshape(piece.shape))
 
-    def step(i, state):
-        numbers, y = state
-        tied, i = jax.lax.optimization_barrier((w, i))  # as in over_rows
-        part = plain_cpu_product(x, numbers.reshape(rows, -1))
-        return unpack(i + 1, tied), jax.lax.dynamic_update_slice_in_dim(y, part, i * rows, axis=1)
-
-    return jax.lax.fori_loop(0, pieces, step, (unpack(0, w), jnp.zeros((len(x), O), jnp.float32)))[1]
+    return over_rows(unpack_first, w, pieces_of(w, 2**21))
 
 
 def int4_row_product(x: Array, w: Int4) -> Array:
