@@ -18,6 +18,7 @@ LINKING = [*PAGES, *ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("*/
 PROGRAMS = ["llama3/main.py", "llama3/convert.py"]
 PROGRAMS += ["benchmarks/plan.py", "benchmarks/bench.py", "benchmarks/precision.py", "benchmarks/check.py"]
 OTHER_FLAGS = {  # of other programs (pytest, say, or here gcloud, Slurm, mpirun and ipyparallel), by page
+    "performance": {"xla_backend_extra_options"},
     "hosts": {"accelerator", "command", "exclusive", "file", "gpus", "host", "ip", "nodes", "ntasks", "python",
               "version", "worker", "zone"},
 }  # fmt: skip
