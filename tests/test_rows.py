@@ -126,7 +126,7 @@ def test_the_first_row_reads_for_all(monkeypatch, name, mesh, rows, common, time
     folder, config, mesh, weights = demo(name, mesh, extra_layer=options.get("draft") == "mtp")
     generate, beginning = folder.generate, random_prompts([common])[0]
     monkeypatch.setattr(folder.model, "PREFILL_PIECE", 64)  # of windows of 32, rings have 256 slots
-    if "draft" not in options:
+    if "draft" not in options:  # those with drafts read in short pieces too
         read_in_pieces(monkeypatch, folder, 64)
     ends = random_prompts([7, 40, 3, 1, 20, 9, 5, 11, 2, 70], seed=1)
     prompts = [beginning + end for end in (*ends, ends[1] + ends[0], ends[2])]
