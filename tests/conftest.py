@@ -32,6 +32,7 @@ else:  # what one of the workers compiles is kept for all, and not in the user's
         NPROC="16",  # XLA's threads: a device that waits for another in an interpreted kernel occupies one
         OMP_NUM_THREADS="1",  # torch's, which spin when they have nothing to do
         HF_HUB_OFFLINE="1",
+        PYTHONDONTWRITEBYTECODE="",  # 14 folders are imported many times
         JAX_COMPILATION_CACHE_DIR=compiled.name,
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.1",
         JAX_TRACEBACK_IN_LOCATIONS_LIMIT="0",  # to note who traced what takes 3 % of the time

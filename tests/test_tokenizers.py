@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,22 +61,12 @@ def settings_of(tokens: dict[str, int], **more) -> dict:
     return {"added_tokens_decoder": {str(i): {"content": t, "special": True} | flags for t, i in tokens.items()}} | more
 
 
-def kimi() -> tiktoken.Encoding:
-    """Moonshot's tokenizer, with the vocabulary of Llama 4 in the place of its own, which no package carries. The
-    pattern as its tokenization_kimi.py has it."""
-    word = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]%s[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]%s"
-    ending = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    alternatives = [r"[\p{Han}]+", word % ("*", "+") + ending, word % ("+", "*") + ending, r"\p{N}{1,3}"]
-    alternatives += [r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"]
-    ranks = load_tiktoken_bpe(str(LLAMA4))
-    names = {0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>", 3: "<|im_user|>", 4: "<|im_assistant|>", 17: "[UNK]", 18: "[PAD]"}
-    special = {names[i]: len(ranks) + i for i in names}
-    return tiktoken.Encoding("kimi", pat_str="|".join(alternatives), mergeable_ranks=ranks, special_tokens=special)
-
-
-KIMI = kimi()
+KIMI_SPECIAL = {
+    "[BOS]": 200_000, "[EOS]": 200_001, "<|im_end|>": 200_002, "<|im_user|>": 200_003, "<|im_assistant|>": 200_004,
+    "[UNK]": 200_017, "[PAD]": 200_018,
+}  # fmt: skip
 KIMI_SETTINGS = settings_of(
-    KIMI._special_tokens,
+    KIMI_SPECIAL,
     auto_map={"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
     tokenizer_class="TikTokenTokenizer",
     bos_token="[BOS]",
@@ -84,6 +75,20 @@ KIMI_SETTINGS = settings_of(
     pad_token="[PAD]",
     additional_special_tokens=["<|im_end|>", "<|im_user|>", "<|im_assistant|>"],
 )
+
+
+@functools.cache
+def kimi() -> tiktoken.Encoding:
+    """Moonshot's tokenizer, with the vocabulary of Llama 4 in the place of its own, which no package carries. The
+    pattern as its tokenization_kimi.py has it."""
+    word = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]%s[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]%s"
+    ending = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    alternatives = [r"[\p{Han}]+", word % ("*", "+") + ending, word % ("+", "*") + ending, r"\p{N}{1,3}"]
+    alternatives += [r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"]
+    ranks = load_tiktoken_bpe(str(LLAMA4))  # 200,000
+    return tiktoken.Encoding("kimi", pat_str="|".join(alternatives), mergeable_ranks=ranks, special_tokens=KIMI_SPECIAL)
+
+
 OPEN_LLAMA = {
     "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "sp_model_kwargs": {},
     "bos_token": {"__type": "AddedToken", "content": "<s>", "lstrip": False, "normalized": True, "rstrip": False},
@@ -140,45 +145,50 @@ def qwen_case(family, model, **raw) -> Case:
     return Case(family, {"tokenizer.json": write}, settings, own.encode, decode, vocab_size, **raw)
 
 
-# The package's own encoder is a copy in Python, which differs from `tokenizers` where spaces precede a word.
-V3 = Tokenizer.from_file(str(DEEPSEEK / "tokenizer.json"))
-TEKKEN = Tekkenizer.from_file(MISTRAL / "data" / "tekken_240911.json")
+@functools.cache
+def deepseek_v3() -> Tokenizer:
+    """The package's own encoder is a copy in Python, which differs from `tokenizers` where spaces precede a word."""
+    return Tokenizer.from_file(str(DEEPSEEK / "tokenizer.json"))
+
+
+def deepseek_case() -> Case:
+    files = {name: DEEPSEEK / name for name in ("tokenizer.json", "tokenizer_config.json")}
+    own = deepseek_v3()
+    return Case(deepseek_3, files, None, lambda text: own.encode(text).ids, own.decode, 129_280)
+
+
+def kimi_case() -> Case:
+    own = kimi()
+    encode, of_model = partial(own.encode, allowed_special="all"), {"model_type": "kimi_k2"}
+    return Case(deepseek_3, {"tiktoken.model": LLAMA4}, KIMI_SETTINGS, encode, own.decode, 200_256, **of_model)
+
+
+def tekken_case() -> Case:
+    file, settings = MISTRAL / "data" / "tekken_240911.json", {"tokenizer_class": "LlamaTokenizer"}
+    own = Tekkenizer.from_file(file)
+    encode = partial(own.encode, bos=True, eos=False)
+    return Case(mistral, {"tekken.json": file}, settings, encode, own.decode, 131_072)
+
+
+V1, V3 = (MISTRAL / "data" / name for name in ("tokenizer.model.v1", "mistral_instruct_tokenizer_240323.model.v3"))
 CASES = {
-    "deepseek": Case(
-        deepseek_3,
-        {name: DEEPSEEK / name for name in ("tokenizer.json", "tokenizer_config.json")},
-        None,
-        lambda text: V3.encode(text).ids,
-        V3.decode,
-        129_280,
-    ),
-    "kimi k2": Case(
-        deepseek_3,
-        {"tiktoken.model": LLAMA4},
-        KIMI_SETTINGS,
-        lambda text: KIMI.encode(text, allowed_special="all"),
-        KIMI.decode,
-        200_256,
-        model_type="kimi_k2",
-    ),
-    "openllama": sentencepiece_case(llama, MISTRAL / "data" / "tokenizer.model.v1", OPEN_LLAMA),
-    "mistral v1, no settings": sentencepiece_case(mistral, MISTRAL / "data" / "tokenizer.model.v1", None),
-    "mistral v3": sentencepiece_case(
-        mistral, MISTRAL / "data" / "mistral_instruct_tokenizer_240323.model.v3", OPEN_LLAMA | {"legacy": True}
-    ),
-    "tekken": Case(
-        mistral,
-        {"tekken.json": MISTRAL / "data" / "tekken_240911.json"},
-        {"tokenizer_class": "LlamaTokenizer"},
-        lambda text: TEKKEN.encode(text, bos=True, eos=False),
-        TEKKEN.decode,
-        131_072,
-    ),
-    "llama 3": llama_case(llama, Llama3Tokenizer, LLAMA3),
-    "llama 4": llama_case(llama_4, Llama4Tokenizer, LLAMA4),
-    "qwen 3": qwen_case(qwen_3, "qwen2.5-72b-instruct"),
-    "qwen 3.5": qwen_case(qwen_35, "qwen3.5-27b", model_type="qwen3_5"),
+    "deepseek": deepseek_case,
+    "kimi k2": kimi_case,
+    "openllama": partial(sentencepiece_case, llama, V1, OPEN_LLAMA),
+    "mistral v1, no settings": partial(sentencepiece_case, mistral, V1, None),
+    "mistral v3": partial(sentencepiece_case, mistral, V3, OPEN_LLAMA | {"legacy": True}),
+    "tekken": tekken_case,
+    "llama 3": partial(llama_case, llama, Llama3Tokenizer, LLAMA3),
+    "llama 4": partial(llama_case, llama_4, Llama4Tokenizer, LLAMA4),
+    "qwen 3": partial(qwen_case, qwen_3, "qwen2.5-72b-instruct"),
+    "qwen 3.5": partial(qwen_case, qwen_35, "qwen3.5-27b", model_type="qwen3_5"),
 }
+
+
+@functools.cache
+def case_of(name: str) -> Case:
+    """A case by its name, made where it is first needed: every process of the tests reads this file."""
+    return CASES[name]()
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +197,7 @@ def of_case(tmp_path_factory):
 
     @functools.cache
     def get(name):
-        case, folder = CASES[name], tmp_path_factory.mktemp("tokenizer")
+        case, folder = case_of(name), tmp_path_factory.mktemp("tokenizer")
         case.write(folder)
         return read(folder, case.raw.get("model_type", case.family()[2].model_type))
 
@@ -211,7 +221,7 @@ def assert_same(tokenizer, encode, decode, texts=TEXTS) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_packages_own_tokens(of_case, name):
-    assert_same(of_case(name), CASES[name].encode, CASES[name].decode)
+    assert_same(of_case(name), case_of(name).encode, case_of(name).decode)
 
 
 @pytest.mark.parametrize(
@@ -225,13 +235,13 @@ def test_the_packages_own_tokens(of_case, name):
     ],
 )
 def test_special_tokens_of_tiktoken(of_case, name, text):
-    assert of_case(name)(text)["input_ids"] == CASES[name].encode(text)
+    assert of_case(name)(text)["input_ids"] == case_of(name).encode(text)
 
 
 @pytest.mark.parametrize("name", ["kimi k2", "openllama"])
 def test_the_whole_program(main, tmp_path, name):  # noqa: F811
     """A tiny checkpoint with the real vocabulary: ids of the prompt, and text of random ids as one and as it comes."""
-    case = CASES[name]
+    case = case_of(name)
     folder, model_class, config = case.family(vocab_size=case.vocab_size, hidden_size=16, num_hidden_layers=2)
     save_random(tmp_path, model_class, config, rewrite=lambda raw: raw | case.raw)
     case.write(tmp_path)
@@ -286,7 +296,7 @@ def test_text_after_a_special_token(tmp_path, legacy, special):
 @pytest.mark.parametrize("file", ["added_tokens.json", "tokenizer_config.json"])
 def test_tokens_added_to_a_sentencepiece_model(tmp_path, file):
     """Are found within a word too, and keep their ids, though some between them are missing."""
-    CASES["openllama"].write(tmp_path)
+    case_of("openllama").write(tmp_path)
     added = {"<|im_start|>": 32000, "<|im_end|>": 32005}
     entries = {str(i): {"content": token, "normalized": True, "special": False} for token, i in added.items()}
     content = added if file == "added_tokens.json" else OPEN_LLAMA | {"added_tokens_decoder": entries}
@@ -364,7 +374,7 @@ def test_any_tokens_as_they_come(of_case, tmp_path, monkeypatch, name):
     """Among them special tokens, bytes that are no character, and ids beyond the vocabulary: printed one by one they
     make the text that they make at once."""
     if name == "llama json":
-        CASES["openllama"].write(tmp_path / "source")
+        case_of("openllama").write(tmp_path / "source")
         LlamaTokenizer.from_pretrained(tmp_path / "source").save_pretrained(tmp_path)
         tokenizer = read(tmp_path, "llama")
     elif name in PIPELINES:
@@ -426,7 +436,7 @@ def test_a_tokenizer_json_that_cuts_and_pads(tmp_path):
 def test_a_large_vocabulary_of_mistral(tmp_path):
     """transformers has another splitting for it, and tokenizer_config.json may ask for that."""
     shutil.copy(DEEPSEEK / "tokenizer.json", tmp_path)
-    assert_as_it_stands(tmp_path, V3, "mistral", {"fix_mistral_regex": True})
+    assert_as_it_stands(tmp_path, deepseek_v3(), "mistral", {"fix_mistral_regex": True})
 
 
 @pytest.mark.parametrize("file", ["added_tokens.json", "tokenizer_config.json"])
@@ -498,7 +508,7 @@ def test_released_tokenizers(tmp_path, name):
 @pytest.mark.parametrize("name", ["kimi k2"])
 def test_tokenizer_json_beside_a_program(of_case, tmp_path, name):
     """Where a release, or somebody's copy of it, has both, tokenizer.json is read, and the program is not run."""
-    case = CASES[name]
+    case = case_of(name)
     case.write(tmp_path)
     of_case(name).save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -542,7 +552,7 @@ def test_refused(tmp_path, files, settings, words):
 
 def test_special_tokens_beyond_the_vocabulary(tmp_path):
     """transformers would make a token for each id up to the last."""
-    CASES["kimi k2"].write(tmp_path)
+    case_of("kimi k2").write(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings_of({"<q>": 10**20})))
     with pytest.raises(llama3.model.InputError, match="has an id beyond vocab_size"):
         read(tmp_path, "kimi_k2")
@@ -550,7 +560,7 @@ def test_special_tokens_beyond_the_vocabulary(tmp_path):
 
 def test_a_tiktoken_vocabulary_of_an_unknown_family(tmp_path):
     """How it splits text is not known: no tokens are better than wrong ones."""
-    CASES["kimi k2"].write(tmp_path)
+    case_of("kimi k2").write(tmp_path)
     with pytest.raises(llama3.model.InputError, match="how a glm4 splits text"):
         read(tmp_path, "glm4")
 
@@ -560,7 +570,7 @@ def test_pickled_weights_and_the_command_that_the_refusal_names(main, tmp_path):
     folder that loads, in float16 too, and whose name a shell would take apart."""
     tmp_path /= "a b's $HOME"
     tmp_path.mkdir()
-    case = CASES["openllama"]
+    case = case_of("openllama")
     _, model_class, config = case.family(vocab_size=case.vocab_size, hidden_size=16)
     reference = save_random(tmp_path, model_class, config, rewrite=lambda raw: raw | {"dtype": "float16"}).half()
     case.write(tmp_path)
@@ -585,7 +595,7 @@ def test_pickled_weights_and_the_command_that_the_refusal_names(main, tmp_path):
 
 @pytest.mark.parametrize("name", ["openllama", "kimi k2", "tekken"])
 def test_conversion_takes_the_tokenizer_along(tmp_path, name):
-    case = CASES[name]
+    case = case_of(name)
     folder, model_class, config = case.family(vocab_size=case.vocab_size, hidden_size=16, num_hidden_layers=2)
     save_random(tmp_path / "source", model_class, config, rewrite=lambda raw: raw | case.raw)
     case.write(tmp_path / "source")
