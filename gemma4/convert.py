@@ -54,11 +54,13 @@ NUMPY = {  # by safetensors' name
 }  # fmt: skip
 FLOATS = ("BF16", "F32", "F16")
 DTYPES = {name: np.dtype(name) for name in ("bfloat16", "float32", "float16")}  # of numbers that no format rounds
-METHODS = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "mxfp4", "awq", "gptq")  # which config.json may name
+METHODS = (  # which config.json may name; bitsandbytes only where it was left behind by weights that are not quantized
+    "fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "mxfp4", "awq", "gptq", "bitsandbytes",
+)  # fmt: skip
 OURS = {  # config.json's quantization_config of what convert writes
     "int8": {"quant_method": "int8_per_channel"}, "int4": {"quant_method": "int4_in_groups", "group_size": 32},
 }  # fmt: skip
-SCALES_OF_ACTIVATIONS = re.compile(r"\.((input|output|[qkv]|kv|prob)_scale|input_scale_ub)$")  # and of the cache
+OF_ACTIVATIONS = re.compile(r"\.((input|output|[qkv]|kv|prob)_(scale|zero_point)|input_scale_ub)$")  # and of the cache
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
 SMALL = 2**22  # loading checks weights with fewer numbers than this for NaN: norms, routers
@@ -134,6 +136,13 @@ class Scaled(NamedTuple):
         by_row = any(x.shape[1:] == (1,) != x.shape[:1] for name, x in found.items() if name.endswith("_scale"))
         has_one_scale = not by_row or "tensor" in [group.get("strategy") for group in groups_of(quantization)]
         for name in [name for name, tensor in found.items() if tensor.dtype in (ml_dtypes.float8_e4m3fn, np.int8)]:
+            if OF_ACTIVATIONS.search(name):
+                continue
+            if name.endswith("_zero_point"):
+                if found.pop(name).read().any():
+                    what = f"8 bits with zero points ({name:.200}) are not supported"
+                    raise InputError(f"{folder}: {what}; give the unquantized checkpoint")
+                continue
             values, ending = found[name], "_scale_inv" if f"{name}_scale_inv" in found else "_scale"
             scale, rows, is_int8 = found.pop(name + ending, None), values.shape[:-1], values.kind == "I8"
             if scale is None or (len(rows) != 1 and not is_int8):
@@ -538,10 +547,18 @@ def find_checkpoint(path: str, extra_layer: bool = False) -> Path:
 
     name, revision = hub_id.groups()
     about = [*COPIED, "config.json", INDEX, "adapter_config.json", "quantize_config.json"]
+
+    def snapshot(revision, files):
+        try:
+            return Path(snapshot_download(name, revision=revision, allow_patterns=files))
+        except errors.IncompleteSnapshotError as error:  # without the hub; what is needed is asked below
+            say(f"note: {one_line(error)}")
+            return Path(error.snapshot_path)
+
     try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=about))
+        folder = snapshot(revision, about)
         for files in needed_files(folder, extra_layer), ["config.json", "model.safetensors"]:  # an index can be stale
-            snapshot_download(name, revision=folder.name, allow_patterns=files)
+            snapshot(folder.name, files)
             if all((folder / file).is_file() for file in files):
                 return folder
         names = list_repo_files(name, revision=folder.name)  # raises an error if the hub does not answer
@@ -570,6 +587,10 @@ def needed_files(folder: Path, extra_layer: bool) -> list[str]:
 
 def something_else(folder: Path, names: Iterable[str]) -> str:
     """What files of these names are that are no checkpoint, and what to do, as the rest of a message."""
+    if lost := [name for name in names if name.endswith(".safetensors") and not (folder / name).exists()]:
+        return f": {lost[0]} is a link to a file that is not there; copy the files themselves (cp -L)"
+    if "params.json" in names:
+        return ": weights as Meta or Mistral write them; give those of the same release for transformers"
     if "adapter_config.json" in names:
         base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
         return f": a PEFT adapter of {base!r:.200}; merge it into that model (peft's merge_and_unload) and save this"
@@ -577,7 +598,8 @@ def something_else(folder: Path, names: Iterable[str]) -> str:
         return ": GGUF, which llama.cpp reads; give the safetensors that it was made from"
     if any(re.search(r"\.(bin|pth?)$", name) for name in names):
         return f"; pickled weights are never read, {unpickling(folder)} saves them as safetensors"
-    return ""
+    inner = sorted([*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json")])
+    return f"; give the folder in it that has one, such as {inner[-1].parent}" if inner else ""
 
 
 def unpickling(folder: Path | str) -> str:
@@ -605,6 +627,8 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
     if "config.json" not in names:
         other = something_else(folder, names) or ": no checkpoint, or a conversion to be run again until it finishes"
         raise InputError(f"{folder}: no config.json{other}")
+    if "adapter_config.json" in names:
+        say(f"note: {folder} has weights and a PEFT adapter beside them, which is not applied")
     raw_config = read_json(folder / "config.json")
     places = [place for place in (raw_config, raw_config.get("text_config")) if isinstance(place, dict)]
     keys = "quantization_config", "compression_config", "quantization"  # the last is MLX's
@@ -714,11 +738,16 @@ def stored_tensors(folder: Path) -> tuple[dict[str, Stored], dict[str, str]]:
                 raise InputError(f"{folder}: {name:.200} is both in {found[name].file.name} and in {shard}")
             if weight_map.get(name, shard) == shard:  # patched copies have a tensor twice
                 found[name] = stored
-    absent = {name: shard for name, shard in weight_map.items() if not (folder / shard).is_file()}
-    for name, shard in weight_map.items():
-        if name not in found and name not in absent:
-            raise InputError(f"{folder}: {shard} has no tensor {name:.200}, but the index says so; download it again")
-    return found, absent
+    if "embed_tokens.weight" in found:  # saved from transformers' class without the output head
+        found = {name if name.startswith("lm_head.") else f"model.{name}": tensor for name, tensor in found.items()}
+    return found, {name: shard for name, shard in weight_map.items() if not (folder / shard).is_file()}
+
+
+def download_again(file: Path) -> str:
+    """What to do about a damaged file. Without LFS, Git leaves a pointer in the place of a large one."""
+    with open(file, "rb") as f:
+        is_pointer = f.read(19) == b"version https://git"
+    return "it is a pointer of Git LFS: run git lfs pull, or download it" if is_pointer else "download it again"
 
 
 def read_header(file: Path) -> dict[str, Stored]:
@@ -726,7 +755,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     try:
         safe_open(file, framework="np")
     except SafetensorError as error:
-        raise InputError(f"{file}: truncated or damaged ({one_line(error)}); download it again") from error
+        raise InputError(f"{file}: truncated or damaged ({one_line(error)}); {download_again(file)}") from error
     with open(file, "rb") as f:
         start = 8 + int.from_bytes(f.read(8), "little")
         header = json.loads(f.read(start - 8))
@@ -763,14 +792,14 @@ def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict
         raise InputError(f"{folder}: {len(found)} tensors cannot be {config.num_hidden_layers} layers, see config.json")
     weights = jax.tree.leaves(weights_of(config))
     expected = {name: shape for weight in weights for name, shape in weight.tensors().items()}
-    problems = [f"{name} is missing" for name in expected if name not in found]
+    missing, problems = [f"{name} is missing" for name in expected if name not in found], []
     skipped = {}
     for name, tensor in found.items():
         if reason := model.left_out(name, config):
             skipped[name] = reason
         elif name not in expected and name.endswith(".bias") and not tensor.read().any():
             skipped[name] = "a bias of zeros"  # AutoGPTQ writes one for each matrix
-        elif name not in expected and SCALES_OF_ACTIVATIONS.search(name):
+        elif name not in expected and OF_ACTIVATIONS.search(name):
             skipped[name] = "for activations and the cache, which stay in the dtype of the model"
         elif name not in expected:
             problems.append(f"{name:.200} is not a tensor of this model")
@@ -778,7 +807,7 @@ def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict
             problems.append(f"{name} has shape {list(tensor.shape)}, and config.json asks for {list(expected[name])}")
         elif tensor.dtype not in DTYPES.values():
             problems.append(f"{name} has dtype {tensor.kind:.40}, which is not supported here")
-    if problems:
+    if problems := [*missing[:2], *problems, *missing[2:]]:  # names on both sides tell what differs
         more = f", and {len(problems) - 3} more such" if len(problems) > 3 else ""
         raise InputError(f"{folder}: {'; '.join(problems[:3])}{more}")
     return {name: found[name] for name in expected}, skipped

@@ -269,7 +269,8 @@ def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast | Sentence
         raise
     except Exception as error:  # a damaged file can raise almost anything
         what = f"{type(error).__name__}: {one_line(error)}"
-        raise InputError(f"{folder}: the tokenizer cannot be loaded ({what}); download its files again") from error
+        remedy = convert.download_again(folder / name)
+        raise InputError(f"{folder}: the tokenizer cannot be loaded ({what}); {remedy}") from error
 
 
 def json_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

@@ -307,6 +307,67 @@ def test_shards_and_their_index(tmp_path):
         llama3.convert.open_checkpoint(tmp_path)
 
 
+def edit_tensors(edit):
+    def edit_file(folder):
+        save_file(edit(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+
+    return edit_file
+
+
+def without_prefix(tensors):
+    return {name.removeprefix("model."): x for name, x in tensors.items()}
+
+
+def with_tensors_that_are_nowhere(folder):
+    names = [*load_file(folder / "model.safetensors"), "lm_head.weight", "model.layers.0.mlp.up_proj.weight_scale_inv"]
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    save_index(folder, dict.fromkeys(names, "model-00001-of-00001.safetensors"))
+
+
+def with_adapter(folder):
+    (folder / "adapter_config.json").write_text("{}")
+
+
+def with_bitsandbytes(folder):
+    edit_config(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+
+
+@pytest.mark.parametrize(
+    ("edit", "note"),
+    [
+        (edit_tensors(without_prefix), ""),  # saved by the class without an output head
+        (with_tensors_that_are_nowhere, ""),
+        (with_adapter, "a PEFT adapter beside them, which is not applied"),
+        (with_bitsandbytes, ""),  # of what was merged into 16 bits
+    ],
+)
+def test_what_others_leave_behind(tmp_path, capfd, edit, note):
+    folder, *reference = qwen_2(tie_word_embeddings=True)
+    reference = save_random(tmp_path, *reference)
+    edit(tmp_path)
+    assert_matches(reference, PROMPTS, decode(folder, tmp_path, PROMPTS, max_new_tokens=2))
+    assert note in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "form"), [("int8", BY_ROW), ("fp8", compressed("fp8", strategy="channel"))])
+def test_zero_points_that_change_nothing(tmp_path, kind, form):
+    """Those of activations, which are not rounded here, and zeros."""
+    folder, reference = qwen_2()[0], save_8_bits(tmp_path, qwen_2, kind, by_row, form)
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = [name for name in tensors if name.endswith("_proj.weight")]
+    more = {f"{name}_zero_point": torch.zeros(len(tensors[name]), 1).to(tensors[name].dtype) for name in names}
+    more |= {name.replace("weight", "input_zero_point"): torch.full((1,), 3, dtype=torch.int8) for name in names}
+    save_file(tensors | more, tmp_path / "model.safetensors")
+    checkpoint = folder.convert.open_checkpoint(tmp_path)
+    assert {name.rpartition(".")[2] for name in checkpoint.left_out} >= {"input_zero_point"}
+    rows = decode(folder, tmp_path, PROMPTS, max_new_tokens=1)
+    assert_matches(reference, PROMPTS, rows, atol=0.05 if kind == "int8" else 1e-3)
+    more = {names[0] + "_zero_point": torch.ones(len(tensors[names[0]]), 1).to(tensors[names[0]].dtype)}
+    save_file(tensors | more, tmp_path / "model.safetensors")
+    with pytest.raises(folder.model.InputError, match="8 bits with zero points"):
+        folder.convert.open_checkpoint(tmp_path)
+
+
 def scales_in(kind, dtype):
     def edit(folder):
         tensors = load_file(folder / "model.safetensors")
@@ -328,6 +389,22 @@ def only(name, text="{}"):
     return edit
 
 
+def inside(name):
+    def edit(folder):
+        (folder / name).mkdir(parents=True)
+        (folder / "config.json").rename(folder / name / "config.json")
+
+    return edit
+
+
+def link_to_nothing(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(folder / "blob")
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 2097152\n"
+
+
 def without_settings(folder):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.qweight"] = torch.ones(8, 8, dtype=torch.int32)
@@ -338,10 +415,19 @@ def without_settings(folder):
     ("edit", "words"),
     [
         (only("adapter_config.json", '{"base_model_name_or_path": "org/base"}'), "a PEFT adapter of 'org/base'; merge"),
+        (only("params.json"), "as Meta or Mistral write them; give those of the same release for transformers"),
         (only("model.Q4_K_M.gguf"), "GGUF, which llama.cpp reads; give the safetensors"),
         (lambda folder: edit_config(folder, quantization={"group_size": 64, "bits": 4}), "quantization 'MLX' is not"),
         (scales_in(torch.float8_e4m3fn, torch.uint8), "weights in NVFP4 .* give the unquantized checkpoint"),
         (scales_in(torch.uint8, torch.float8_e4m3fn), "weights in MXFP8 .* give the unquantized checkpoint"),
+        (inside("checkpoint-500"), "no config.json; give the folder .*checkpoint/checkpoint-500"),
+        (inside("snapshots/0123"), "no config.json; give the folder .*checkpoint/snapshots/0123"),
+        (link_to_nothing, "model.safetensors is a link to a file that is not there"),
+        (
+            edit_tensors(lambda tensors: {f"module.{name}": x for name, x in tensors.items()}),
+            "; module.lm_head.weight is not|; module.model.* is not",
+        ),
+        (lambda folder: (folder / "model.safetensors").write_text(POINTER), "it is a pointer of Git LFS: run git lfs"),
         (without_settings, "no quantization_config; download config.json again"),
         (
             lambda folder: [without_settings(folder), (folder / "quantize_config.json").touch()],
