@@ -90,7 +90,9 @@ def parse_arguments():
     json_object = functools.partial(checked, json.loads, lambda value: isinstance(value, dict), "a JSON object")
     add("--model_path", help="a Hugging Face checkpoint folder, one that convert.py wrote, or a hub id")
     prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument("--prompt", nargs="+", help="prompts, decoded as one batch; - is all of standard input")
+    prompts.add_argument(
+        "--prompt", nargs="+", action="extend", help="prompts, decoded as one batch; - is all of standard input"
+    )
     prompts.add_argument("--prompt_file", help="a file that is one prompt, - for standard input")
     prompts.add_argument("--prompts_file", help="one prompt a line, - for standard input")
     prompts.add_argument("--chat", action="store_true", help="a conversation")
@@ -197,10 +199,15 @@ def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:
 
 def read_stop_tokens(checkpoint: Checkpoint, tokenizer) -> tuple[int, ...]:
     """What ends an answer: eos_token_id, one or a list, of generation_config.json, of config.json and of the text model
-    in it, and the tokenizer's own end."""
+    in it, the tokenizer's own end, and what its chat template writes behind an answer."""
     file, config = checkpoint.folder / "generation_config.json", checkpoint.raw_config
     places = [read_json(file) if file.is_file() else {}, config, config.get("text_config") or {}]
     given = [*(place.get("eos_token_id") for place in places), tokenizer.get_vocab().get(tokenizer.eos_token)]
+    with contextlib.suppress(Exception):  # no template, or one that takes other messages alone
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "some answer"}]
+        behind = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("some answer")[2]
+        end = tokenizer(behind, add_special_tokens=False)["input_ids"][0]
+        given += [end] if end in tokenizer.added_tokens_decoder.keys() - read_markers(tokenizer) else []
     stop = [token for value in given for token in (value if isinstance(value, list) else [value]) if token is not None]
     if not all(type(token) is int and 0 <= token < 2**31 for token in stop):
         raise InputError(f"{checkpoint.folder}: eos_token_id {stop!r} is neither a token id nor a list of them")
@@ -427,8 +434,11 @@ class Answer:
         # An answer about these words has them as words, once it has others, or was begun by </think>.
         is_word = is_within and (part.text().strip() or (begun == part.kind and len(self.parts) > 1))
         if begun and not is_word:
-            if begun == "message":  # channels are analysis, commentary and final
-                begun = "answer" if part.text().startswith("final") else "reasoning"
+            if begun == "message":  # channels are analysis, commentary and final; whom a call is to= is shown
+                calls = [p for p in self.parts[-2:] if p.kind == "name" and " to=" in p.text()]
+                begun = "answer" if calls or part.text().startswith("final") else "reasoning"
+                for call in calls:
+                    call.kind, call.context, call.given = "answer", 0, 0
             self.parts.append(Part(self.tokenizer, "name" if begun == "turn" else begun))
         elif is_word or (i not in self.hidden and self.tokenizer.convert_ids_to_tokens(i)):
             part.ids.append(i)
@@ -673,10 +683,15 @@ def read_inputs(args) -> Inputs:
     is_raw = args.raw or not tokenizer.chat_template
     if is_raw and (args.chat or args.system or args.template_args):
         raise InputError(f"{folder}: --system, --template_args or --chat needs a chat template, and it has none")
-    remedy = "" if args.chat or args.system or args.template_args else "; --raw leaves the template out"
+    remedy = "" if args.chat or args.template_args else "; --raw leaves the template out"
+    remedy = "; the template may take no --system" if args.system else remedy
     system = [{"role": "system", "content": args.system}] if args.system else []
     prompt_tokens = encode(tokenizer, prompts, is_raw, system, args.template_args, remedy)
+    settings = folder / "tokenizer_config.json"
+    adds_bos = is_raw and settings.is_file() and read_json(settings).get("add_bos_token")
     for row, ids in enumerate(prompt_tokens, 1):
+        if adds_bos and ids[:1] != [tokenizer.bos_token_id]:  # Gemma 4's tokenizer.json adds none
+            ids.insert(0, tokenizer.bos_token_id)
         if is_raw and ids[:2] == [tokenizer.bos_token_id] * 2:
             del ids[0]
             say(f"note: prompt {row} begins with {tokenizer.bos_token}, and gets no other")
@@ -822,7 +837,9 @@ def chat(args, inputs: Inputs, generation) -> dict:
     # Any line end, a file's mark of its encoding; what is not in UTF-8 is refused by encode.
     sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401, input() then edits lines of any length
+        import readline  # input() then edits lines of any length, and takes what is pasted as one message
+
+        readline.parse_and_bind("set enable-bracketed-paste on")
     say("chat: /reset starts anew, Ctrl-C stops an answer, /exit or end of file ends")
     history, measured, kept, results = inputs.system, {}, {}, None
     is_shown = sys.stdin.isatty() and sys.stdout.isatty()

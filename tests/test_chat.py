@@ -223,6 +223,23 @@ FAMILIES = {  # what the template does with an answer, how it begins one; an ans
             "<|start|>assistant<|channel|>final<|message|>Paris, analysis.(They ask.\nI look.)<|end|>",
         ),
     ),
+    "gpt-oss, a call": (
+        CHANNELS,
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>They ask.<|end|><|start|>assistant<|channel|>commentary to=functions.f json"
+        '<|message|>{"x": 1}<|return|>',
+        (
+            "They ask.",
+            'commentary to=functions.f json{"x": 1}',
+            '<|start|>assistant<|channel|>final<|message|>commentary to=functions.f json{"x": 1}(They ask.)<|end|>',
+        ),
+    ),
+    "gpt-oss, a call whose channel comes last": (
+        CHANNELS,
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=f<|channel|>commentary<|message|>{}<|return|>",
+        ("Hm.", "assistant to=f{}", "<|start|>assistant<|channel|>final<|message|>assistant to=f{}(Hm.)<|end|>"),
+    ),
     "gpt-oss, the final channel begun": (
         CHANNELS,
         "<|start|>assistant<|channel|>final<|message|>",

@@ -252,6 +252,37 @@ def test_stop_tokens_and_no_chat_template(main, tmp_path):
         assert row["tokens"] == free[: end + 1] and row["finish_reason"] == "stop"
 
 
+def test_the_end_that_only_the_template_names(main, tmp_path):
+    """As in releases whose three files name the end of a text, and not that of a turn."""
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    for name in ("config.json", "generation_config.json"):
+        edit_json(name, eos_token_id=508)(tmp_path)
+    edit_json("tokenizer_config.json", eos_token="<|end_of_text|>")(tmp_path)
+    flags = ["--prompt", "What is 3 plus 4?", "--output", "json", "--max_new_tokens", "40"]
+    (row,), _ = json_rows(main("--model_path", tmp_path, *flags)[1])
+    assert (row["text"], row["finish_reason"]) == ("3 plus 4 is 7.", "stop")
+    (row,), _ = json_rows(main(*flags)[1])
+    assert row["text"] == "3 plus 4 is 7."
+
+
+def test_a_beginning_that_only_the_settings_name(main, tmp_path):
+    """Gemma 4's tokenizer.json adds no BOS to text. A template writes it itself."""
+    shutil.copytree(ROOT / "gemma4" / "demo", tmp_path, dirs_exist_ok=True)
+    edit_json("tokenizer.json", post_processor=None)(tmp_path)
+    edit_json("tokenizer_config.json", add_bos_token=True)(tmp_path)
+    for flags in (["--raw"], []):
+        flags += ["--prompt", "The capital of France is", "--output", "json", "--max_new_tokens", "1"]
+        (wanted,), _ = json_rows(main(*flags, folder="gemma4")[1])
+        (row,), _ = json_rows(main("--model_path", tmp_path, *flags, folder="gemma4")[1])
+        assert row["prompt_tokens"] == wanted["prompt_tokens"]
+
+
+def test_prompts_one_by_one(main):
+    """A flag that is given twice has the prompts of both."""
+    _, out, _ = main("--prompt", "Hello!", "--prompt", "What is 3 plus 4?", "Hello!", "--max_new_tokens", "1")
+    assert [line for line in out.splitlines() if line[:1] == ">"] == ["> Hello!", "> What is 3 plus 4?", "> Hello!"]
+
+
 def test_rows_that_end_at_once(main, tmp_path):
     """The first token of each is a stop token: steps of decoding are started, and none gives a token."""
     shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
