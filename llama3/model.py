@@ -1179,47 +1179,6 @@ def split_heads(qkv: Array, config: Config) -> tuple[Array, Array, Array]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Keys with biases
-
-
-def even_keys(weights: dict, config: Config) -> None:
-    """Changes `qkv` and its biases in each layer that has some, so that int8 suits its keys; convert.load calls it.
-
-    A key in the cache has one scale. A few large biases, up to 240 in Qwen2.5 0.5B, would fill its range, and leave a
-    few steps of it to the other numbers. So the rows that make a number of keys are divided by its size, and those of
-    queries multiplied by it. Rotation turns the two numbers of a pair into each other, so they have one size: the root
-    of 1 + (b1^2 + b2^2) / 4^2, where b1 and b2 are their biases, and 4 is about what tokens add to these. Rounded
-    to a power of two, it changes no bit of a score. Behind a norm, biases would be no measure of a size.
-    """
-    X, H, rope = model_shards(weights["norm"].sharding.mesh), config.head_dim, config.rope
-    K, i = ceil_div(config.num_key_value_heads, X), np.arange(H)
-    other = np.where(i < rope.dim, i ^ 1 if rope.interleaved else (i + rope.dim // 2) % rope.dim, i)  # of a pair
-
-    def even(qkv, biases):
-        heads = biases.astype(jnp.float32).reshape(X, -1, H)  # of each device
-        q, k, v = jnp.split(heads, [heads.shape[1] - 2 * K, heads.shape[1] - K], axis=1)
-        size = jnp.sqrt(1 + (k**2 + k[..., other] ** 2) / 4**2)
-        size = jax.lax.reduce_precision(size, exponent_bits=8, mantissa_bits=0)
-        factors = jnp.repeat(size, q.shape[1] // K, axis=1), 1 / size, jnp.ones_like(v)
-        factors = jnp.concatenate(factors, axis=1).reshape(-1)
-        return with_rows_times(qkv, factors), (biases * factors).astype(biases.dtype)
-
-    for w in (*weights["layers"], weights.get("extra", {})):
-        if "qkv_bias" in w and "k_norm" not in w:
-            arrays = w["qkv"], w["qkv_bias"]
-            shardings = jax.tree.map(lambda x: x.sharding, arrays)
-            w["qkv"], w["qkv_bias"] = jax.jit(even, out_shardings=shardings)(*arrays)
-
-
-def with_rows_times(w: Format, factors: Array) -> Format:
-    """A matrix [O, C] whose rows are multiplied by powers of two, [O]."""
-    if isinstance(w, Plain):
-        return Plain((w.values * factors[:, None]).astype(w.values.dtype))
-    scale = w.scale * factors if isinstance(w, Int8) else w.ordered(w.ordered(w.scale) * factors[:, None])
-    return dataclasses.replace(w, scale=scale.astype(w.scale.dtype))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Reading config.json
 
 

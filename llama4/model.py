@@ -855,59 +855,6 @@ ROPES["llama3"] = Llama3Rope
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Yarn
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class YarnRope(LinearRope):
-    """As Llama 3's, between `beta_slow` and `beta_fast` turns, but it interpolates along the number of the pair (Peng
-    et al. 2023, "YaRN"). It also scales what turns."""
-
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    mscale: float = 0.0
-    attention_factor: float = 0.0
-
-    def __post_init__(self):
-        if self.rope_theta <= 1:
-            raise InputError(f"config.json: rope_theta {self.rope_theta} must exceed 1: yarn divides by its logarithm")
-
-    def frequencies(self) -> np.ndarray:
-        def pair_that_turns(times):
-            wavelength = self.original_max_position_embeddings / (times * 2 * math.pi)
-            return self.dim * math.log(wavelength) / (2 * math.log(self.rope_theta))
-
-        first, last = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
-        if self.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, self.dim - 1)
-        last += 0.001 if first == last else 0
-        pairs = np.arange(self.dim // 2, dtype=np.float32)
-        kept = 1 - np.clip((pairs - np.float32(first)) / np.float32(last - first), 0, 1)
-        wavelengths = self.wavelengths()
-        return 1 / (np.float32(self.factor) * wavelengths) * (1 - kept) + 1 / wavelengths * kept
-
-    @property
-    def scale(self) -> float:
-        """As in transformers, attention_factor wins over the two mscales."""
-        if self.attention_factor:
-            return self.attention_factor
-        if self.mscale and self.mscale_all_dim:
-            return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
-        return yarn_mscale(self.factor, 1)
-
-
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """Yarn's factor of queries and of keys for a context `factor` times as long. Scores get its square."""
-    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
-
-
-ROPES["yarn"] = YarnRope
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Norm, embedding, vocabulary
 
 

@@ -159,7 +159,6 @@ def enlarge_sums(attention, size):
         (glm, enlarge_biases, (1, 1, 2)),
         (glm_moe, enlarge_biases, (1, 2, 4)),
         (partial(oss, num_experts_per_tok=8), enlarge_biases, (1, 2, 1)),  # all, or rounding would choose others
-        (partial(llama, attention_bias=True), enlarge_biases, (1, 1, 4)),
         (qwen_3, enlarge_norms, (1, 1, 4)),
         (partial(glm_moe, use_qk_norm=True), enlarge_norms, (1, 2, 1)),
         (gemma_3, enlarge_sums, (1, 1, 2)),
