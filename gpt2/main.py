@@ -34,7 +34,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's exception would wait until a library returns
 if __name__ == "__main__" and sys.stderr is not None and sys.stderr.isatty():  # in a log file, errors stand alone
     print("importing jax and transformers ...", file=sys.stderr)
-if __name__ == "__main__" and __package__:  # python3 -m llama3.main
+if __name__ == "__main__":  # python3 -m llama3.main, or python3 -P
     sys.path.insert(0, os.path.dirname(__file__))
 
 import convert
@@ -46,7 +46,11 @@ from generate import DRAFTS, Sampling, Token, check_prompts, generate
 from jax.experimental import multihost_utils
 from model import InputError
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, SentencePieceBackend
+
+try:
+    from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, SentencePieceBackend
+except ImportError as error:
+    sys.exit(f"error: transformers 5.23 or newer is needed: pip install -U transformers ({error})")
 
 DEMO = Path(__file__).resolve().parent / "demo"
 PROMPTS_CHARACTERS = 2**28  # a larger --prompts_file, such as /dev/zero, is refused
@@ -73,7 +77,7 @@ PEAK_GB_PER_S = {
 
 def parse_arguments():
     """The command line, each value checked for its range."""
-    parser = convert.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = convert.ArgumentParser(description="Prompt in, text out.")
     add = parser.add_argument
 
     def checked(kind, is_right, what, text):
@@ -357,7 +361,8 @@ def say_devices() -> None:
     device = jax.devices()[0]
     if device.platform == "cpu":
         name = jax.config.jax_platforms
-        say(f"{os.cpu_count()} CPU cores{f', as JAX_PLATFORMS={name} says' if name else ': jax found no GPU or TPU'}")
+        why = ", as JAX_PLATFORMS=cpu says" if name == "cpu" else ": jax found no GPU or TPU"
+        say(f"{os.cpu_count()} CPU cores{why}")
     else:
         memory = (device.memory_stats() or {}).get("bytes_limit")
         say(f"{jax.device_count()} x {device.device_kind}" + (f", {memory / 2**30:.0f} GiB" if memory else ""))
@@ -739,6 +744,7 @@ def main() -> None:
     args = parse_arguments()
     if sys.stdout is None or (args.chat and sys.stdin is None):
         raise InputError(f"standard {'output' if sys.stdout is None else 'input'} is closed")
+    jax.config.update("jax_enable_x64", False)  # what JAX_ENABLE_X64 asks for is for other programs
     join_hosts(args)
     convert.find_devices()
     if args.no_compilation_cache:  # JAX_COMPILATION_CACHE_DIR may name one
@@ -880,6 +886,6 @@ def chat(args, inputs: Inputs, generation) -> dict:
 
 
 if __name__ == "__main__":
-    if sys.stdout is not None:  # closed by the shell
+    if hasattr(sys.stdout, "reconfigure"):  # it may be closed, or a notebook's
         sys.stdout.reconfigure(errors="backslashreplace")  # whatever the terminal's encoding, an answer appears
     convert.run(main)

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-if __name__ == "__main__" and __package__:  # python3 -m llama3.convert
+if __name__ == "__main__":  # python3 -m llama3.convert, or python3 -P
     sys.path.insert(0, os.path.dirname(__file__))
 
 import jax
@@ -1176,11 +1176,19 @@ def users_line(error: BaseException) -> str | None:
 
 
 def find_devices() -> list[jax.Device]:
-    """jax.devices(), or InputError if it has none."""
+    """jax.devices(), or InputError if it has none, or not as many of each process."""
     try:
-        return jax.devices()
+        devices = jax.devices()
     except (RuntimeError, AssertionError) as error:
-        raise InputError(f"jax finds no devices ({one_line(error)}); see JAX_PLATFORMS") from error
+        name, remedy = jax.config.jax_platforms, "see JAX_PLATFORMS"
+        if name and name != "cpu":
+            remedy = f"JAX_PLATFORMS={name} needs a plugin of jax that works (pip install '.[cuda]' or '.[tpu]')"
+        raise InputError(f"jax finds no devices ({one_line(error)}); {remedy}") from error
+    counts = Counter(device.process_index for device in devices)
+    if len({*counts.values()}) > 1:
+        numbers = ", ".join(str(counts[i]) for i in sorted(counts))
+        raise InputError(f"processes 0 to {len(counts) - 1} have {numbers} devices; give each as many as the others")
+    return devices
 
 
 def run(main) -> None:

@@ -291,3 +291,9 @@ def test_one_was_started_otherwise(flags, words):
 
 def test_the_same_error_on_all():
     assert_all_end(start(2, "--model_path", "/nowhere"), "/nowhere: no such folder")
+
+
+def test_other_numbers_of_devices():
+    port = free_port()
+    processes = start(2, wanted=(0,), port=port, devices=2) + start(2, wanted=(1,), port=port, devices=3)
+    assert_all_end(processes, "error: processes 0 to 1 have 2, 3 devices; give each as many as the others")

@@ -493,13 +493,31 @@ def test_bad_checkpoints(main, tmp_path, edit, words):
 
 @pytest.mark.parametrize(
     ("variables", "words"),
-    [({"JAX_PLATFORMS": "cuda"}, "jax finds no devices"), ({"JAX_NUM_CPU_DEVICES": "0"}, "jax finds no devices")],
+    [({"JAX_PLATFORMS": "cuda"}, "JAX_PLATFORMS=cuda needs"), ({"JAX_NUM_CPU_DEVICES": "0"}, "see JAX_PLATFORMS")],
 )
 def test_no_devices(variables, words):
     command = [sys.executable, ROOT / "llama3" / "main.py"]
     finished = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
-    assert finished.returncode == 2 and finished.stderr.splitlines()[-1].startswith(f"error: {words}"), finished.stderr
+    line = finished.stderr.splitlines()[-1]
+    assert finished.returncode == 2 and line.startswith("error: jax finds no devices") and words in line, line
     assert "Traceback" not in finished.stderr
+
+
+def test_as_other_programs_want_python_and_jax(tmp_path):
+    """Without docstrings, with a path that lacks the program's folder, with 64-bit numbers, with a list of platforms of
+    which one alone is there."""
+    variables = {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cuda,cpu"}
+    command = [sys.executable, "-OO", "-P", ROOT / "llama3" / "main.py", "--prompt", "What is 3 plus 4?"]
+    finished = subprocess.run(command, env=environment_of_users(**variables), capture_output=True, text=True)
+    assert (finished.returncode, finished.stdout) == (0, "3 plus 4 is 7.\n"), finished.stderr
+    assert "CPU cores: jax found no GPU or TPU" in finished.stderr
+
+
+def test_a_transformers_that_is_too_old(tmp_path):
+    (tmp_path / "transformers.py").write_text("")
+    command = [sys.executable, ROOT / "llama3" / "main.py"]
+    finished = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert finished.returncode != 0 and finished.stderr.startswith("error: transformers 5.23 or newer is needed")
 
 
 def test_more_than_memory_holds(main, monkeypatch):
