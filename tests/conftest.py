@@ -70,6 +70,7 @@ interpreter.RaceDetectionState = recorded
 
 
 def pytest_addoption(parser):
+    parser.addoption("--one_in", type=int, default=1, help="run one in so many cases of each test, default 1: all")
     parser.addoption("--minutes", type=float, default=5, help="with -m device: begin no test after this, default 5")
 
 
@@ -81,12 +82,15 @@ def pytest_configure(config):
         config.option.dist, config.option.maxschedchunk = "load", 1  # each process takes the next test
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    seen = collections.Counter()
+    for item in items:
+        item.case = seen[item.function]
+        seen[item.function] += 1
+    left_out = [item for item in items if item.case % config.option.one_in]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.case % config.option.one_in]
     if ON_DEVICE:
-        seen = collections.Counter()
-        for item in items:
-            item.case = seen[item.function]
-            seen[item.function] += 1
         items.sort(key=lambda item: item.case)
 
 
