@@ -288,7 +288,7 @@ def left_out(name: str, config: Config) -> str | None:
 def softmax_scale(config: Config) -> float:
     """The factor of scores before the softmax."""
     scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
-    if isinstance(config.rope, LinearRope):  # yarn's class derives from it
+    if isinstance(config.rope, YarnRope):
         scale *= yarn_mscale(config.rope.factor, config.rope.mscale_all_dim) ** 2  # 1 without mscale_all_dim
     return scale
 
@@ -960,37 +960,22 @@ def turned(x: Array, cos: Array, sin: Array, rope: Rope) -> Array:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Linear rope
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearRope(Rope):
-    """All frequencies are divided by `factor`, for a context so many times as long."""
-
-    factor: float
-    mscale_all_dim: float = 0.0  # yarn's, and with latent attention that of any type with a factor
-
-    def frequencies(self) -> np.ndarray:
-        return super().frequencies() / np.float32(self.factor)
-
-
-ROPES["linear"] = LinearRope
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Yarn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class YarnRope(LinearRope):
-    """As Llama 3's, between `beta_slow` and `beta_fast` turns, but it interpolates along the number of the pair (Peng
-    et al. 2023, "YaRN"). It also scales what turns."""
+class YarnRope(Rope):
+    """Frequencies that make fewer than `beta_slow` turns over the original context are divided by `factor`, those that
+    make more than `beta_fast` stay. Between the two it interpolates along the number of the pair (Peng et al. 2023,
+    "YaRN"). It also scales what turns."""
 
+    factor: float
     original_max_position_embeddings: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
     mscale: float = 0.0
+    mscale_all_dim: float = 0.0
     attention_factor: float = 0.0
 
     def __post_init__(self):

@@ -781,7 +781,6 @@ class LinearRope(Rope):
     """All frequencies are divided by `factor`, for a context so many times as long."""
 
     factor: float
-    mscale_all_dim: float = 0.0  # yarn's, and with latent attention that of any type with a factor
 
     def frequencies(self) -> np.ndarray:
         return super().frequencies() / np.float32(self.factor)

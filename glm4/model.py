@@ -713,7 +713,6 @@ class LinearRope(Rope):
     """All frequencies are divided by `factor`, for a context so many times as long."""
 
     factor: float
-    mscale_all_dim: float = 0.0  # yarn's, and with latent attention that of any type with a factor
 
     def frequencies(self) -> np.ndarray:
         return super().frequencies() / np.float32(self.factor)
@@ -727,15 +726,18 @@ ROPES["linear"] = LinearRope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class YarnRope(LinearRope):
-    """As Llama 3's, between `beta_slow` and `beta_fast` turns, but it interpolates along the number of the pair (Peng
-    et al. 2023, "YaRN"). It also scales what turns."""
+class YarnRope(Rope):
+    """Frequencies that make fewer than `beta_slow` turns over the original context are divided by `factor`, those that
+    make more than `beta_fast` stay. Between the two it interpolates along the number of the pair (Peng et al. 2023,
+    "YaRN"). It also scales what turns."""
 
+    factor: float
     original_max_position_embeddings: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
     mscale: float = 0.0
+    mscale_all_dim: float = 0.0
     attention_factor: float = 0.0
 
     def __post_init__(self):

@@ -24,9 +24,8 @@ ALLOWED = {
         "triton_int4_product(interpret)",
     },
     "config.json's: read_rope gives what stands there": {
-        "LinearRope.mscale_all_dim", "ProportionalRope.factor",
-        "YarnRope.attention_factor", "YarnRope.beta_fast", "YarnRope.beta_slow", "YarnRope.mscale",
-        "YarnRope.truncate",
+        "ProportionalRope.factor", "YarnRope.attention_factor", "YarnRope.beta_fast", "YarnRope.beta_slow",
+        "YarnRope.mscale", "YarnRope.mscale_all_dim", "YarnRope.truncate",
     },
     "one Mask for all kernels": {"Mask.chosen", "Mask.chunk", "Mask.softcap", "Mask.window"},
     "a line, where a hook would take more text": {
