@@ -692,14 +692,14 @@ def read_inputs(args) -> Inputs:
     remedy = "; the template may take no --system" if args.system else remedy
     system = [{"role": "system", "content": args.system}] if args.system else []
     prompt_tokens = encode(tokenizer, prompts, is_raw, system, args.template_args, remedy)
-    settings = folder / "tokenizer_config.json"
-    adds_bos = is_raw and settings.is_file() and read_json(settings).get("add_bos_token")
+    bos, file = tokenizer.bos_token, folder / "tokenizer_config.json"
+    asks_for_bos = is_raw and file.is_file() and read_json(file).get("add_bos_token")
+    if asks_for_bos and any(ids[:1] != [tokenizer.bos_token_id] for ids in prompt_tokens):  # as in transformers
+        say(f"note: tokenizer.json puts no {bos} before a prompt, and tokenizer_config.json asks for it: write it")
     for row, ids in enumerate(prompt_tokens, 1):
-        if adds_bos and ids[:1] != [tokenizer.bos_token_id]:  # Gemma 4's tokenizer.json adds none
-            ids.insert(0, tokenizer.bos_token_id)
         if is_raw and ids[:2] == [tokenizer.bos_token_id] * 2:
             del ids[0]
-            say(f"note: prompt {row} begins with {tokenizer.bos_token}, and gets no other")
+            say(f"note: prompt {row} begins with {bos}, and gets no other")
     check_prompts(prompt_tokens, checkpoint.config, args.max_seq_len, args.max_new_tokens)
     check_context(prompt_tokens, checkpoint.raw_config)
     weights = model.in_format(checkpoint.weights, args.quantize)
