@@ -54,7 +54,7 @@ NUMPY = {  # by safetensors' name
 }  # fmt: skip
 FLOATS = ("BF16", "F32", "F16")
 DTYPES = {name: np.dtype(name) for name in ("bfloat16", "float32", "float16")}  # of numbers that no format rounds
-METHODS = (  # which config.json may name; bitsandbytes only where it was left behind by weights that are not quantized
+METHODS = (  # which config.json may name; bitsandbytes only for weights that were merged back into 16 bits
     "fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "mxfp4", "awq", "gptq", "bitsandbytes",
 )  # fmt: skip
 OURS = {  # config.json's quantization_config of what convert writes
@@ -829,8 +829,8 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 def mesh_shape(weights: dict, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None):
     """dp, ep and tp for a pytree of Weight on these devices. Those not given are 1, except tp, which takes the
     remaining devices. On TPUs ep leaves each device whole lanes of an expert's columns. Kernels take them in pieces of
-    model.Format.kernel_columns: ep is the smallest with which zeros that fill these up add a tenth at most, or else
-    that with the fewest."""
+    model.Format.kernel_columns: ep is the smallest with which the zeros that fill these up are a tenth at most, or else
+    the one with the fewest zeros."""
     dp = dp or 1
     left = len(devices) // dp
     if not ep and not tp and devices[0].platform == "tpu":

@@ -5,7 +5,7 @@
     python3 main.py --model_path PATH --chat                # a conversation
     python3 main.py --help                                  # all flags
 
-Results go to standard output, from process 0 alone; progress and statistics go to standard error.
+Results go to standard output, from process 0 alone; progress and notes go to standard error.
 """
 
 import argparse
@@ -121,8 +121,8 @@ def parse_arguments():
     add("--output", choices=["text", "json"], default="text", help="default text")
     add("--logprobs", action="store_true", help="JSON rows carry the log-probability of every generated token")
     add("--coordinator", metavar="HOST:PORT", help="several hosts, if the cluster does not tell: process 0's address")
-    add("--num_processes", type=number(int, 1, 2**16), help="how many there are")
-    add("--process_id", type=number(int, 0, 2**16), help="which of them this is, from 0")
+    add("--num_processes", type=number(int, 1, 2**16), help="how many processes there are")
+    add("--process_id", type=number(int, 0, 2**16), help="which of the processes this is, from 0")
     add("--no_compilation_cache", action="store_true", help="do not keep compiled programs for the next run")
     add("--profile", metavar="DIR", help="write a jax.profiler trace of the decode loop")
     args = parser.parse_args()
@@ -194,7 +194,7 @@ def encode(tokenizer, prompts, raw, history=(), template_args=None, remedy="") -
 
 def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:
     """Raises InputError for a prompt longer than both LONG_PROMPT and max_position_embeddings: it would take hours, and
-    the model was not trained for it. Released Gemma 3 does not say: it takes 131,072, transformers' default."""
+    the model was not trained for it. Released Gemma 3 does not say how many it takes, and is not limited."""
     context = (raw_config | (raw_config.get("text_config") or {})).get("max_position_embeddings")
     for row, prompt in enumerate(prompt_tokens, 1):
         if isinstance(context, int) and len(prompt) > (most := max(LONG_PROMPT, context)):
@@ -213,13 +213,13 @@ def read_stop_tokens(checkpoint: Checkpoint, tokenizer) -> tuple[int, ...]:
         end = tokenizer(behind, add_special_tokens=False)["input_ids"][0]
         given += [end] if end in tokenizer.added_tokens_decoder.keys() - read_markers(tokenizer) else []
     stop = [token for value in given for token in (value if isinstance(value, list) else [value]) if token is not None]
-    if not all(type(token) is int and 0 <= token < 2**31 for token in stop):
-        raise InputError(f"{checkpoint.folder}: eos_token_id {stop!r} is neither a token id nor a list of them")
+    if wrong := [token for token in stop if type(token) is not int or not 0 <= token < 2**31]:
+        raise InputError(f"{checkpoint.folder}: eos_token_id {wrong[0]!r:.40} is neither a token id nor a list of them")
     return tuple(dict.fromkeys(stop))
 
 
 # What a token begins: reasoning, the answer, or a name, which a line or <|message|> ends. A `turn` begins a name
-# wherever it stands. The last token of each row tells by the chat template which row is in use.
+# wherever it stands. A row is in use if the chat template has its last token.
 MARKERS = (
     {"<think>": "reasoning", "</think>": "answer"},  # Qwen3, DeepSeek, GLM, Kimi
     {"[THINK]": "reasoning", "[/THINK]": "answer"},  # Magistral
@@ -285,12 +285,13 @@ def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast | Sentence
 
 
 def json_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """tokenizer.json as it stands. transformers reads the template and the names of special tokens, and no more: its
-    class for the model, and tokenizer_config.json, would change what the file does to text."""
+    """tokenizer.json as it stands, and behind its tokens those that a fine-tune added in other files. transformers
+    reads the template and the names of special tokens, and no more: its class for the model, and tokenizer_config.json,
+    would change what the file does to text."""
     options = {"clean_up_tokenization_spaces": False, "split_special_tokens": False}
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, tokenizer_object=Tokenizer(models.BPE()), **options)
     file = tokenizer._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    for i, token in sorted(tokenizer.init_kwargs["added_tokens_decoder"].items()):  # a fine-tune's, of other files
+    for i, token in sorted(tokenizer.init_kwargs["added_tokens_decoder"].items()):
         if file.token_to_id(token.content) is file.id_to_token(i) is None and i == len(tokenizer):
             file.add_tokens([token])
     return tokenizer
@@ -360,8 +361,7 @@ def say_devices() -> None:
     """Says what the program runs on, at the first call alone. If there is more in the machine, jax has said why."""
     device = jax.devices()[0]
     if device.platform == "cpu":
-        name = jax.config.jax_platforms
-        why = ", as JAX_PLATFORMS=cpu says" if name == "cpu" else ": jax found no GPU or TPU"
+        why = ", as JAX_PLATFORMS=cpu says" if jax.config.jax_platforms == "cpu" else ": jax found no GPU or TPU"
         say(f"{os.cpu_count()} CPU cores{why}")
     else:
         memory = (device.memory_stats() or {}).get("bytes_limit")
@@ -436,7 +436,7 @@ class Answer:
         """A token begins a part, or has text in the last one, or none."""
         part, begun = self.parts[-1], self.markers.get(i)
         is_within = begun and part.kind != "name" and begun != "turn" and (part.kind, begun) != ("reasoning", "answer")
-        # An answer about these words has them as words, once it has others, or was begun by </think>.
+        # In an answer these marks are plain words once it has text, or if </think> began it.
         is_word = is_within and (part.text().strip() or (begun == part.kind and len(self.parts) > 1))
         if begun and not is_word:
             if begun == "message":  # channels are analysis, commentary and final; whom a call is to= is shown
@@ -837,8 +837,8 @@ def chat(args, inputs: Inputs, generation) -> dict:
     """A conversation: each line of input is a message, and the model answers it in the light of all before it. Returns
     what was measured of the last answer. A thought without an answer is forgotten, with its question.
 
-    The cache is kept, and a message is read from where its conversation differs from what is there. A conversation that
-    outgrows CHAT_SLOTS is read again, into twice as many: programs are compiled for a number of slots.
+    The cache is kept, and only what differs from it is read. A conversation that outgrows CHAT_SLOTS is read again into
+    twice as many: programs are compiled for a number of slots.
     """
     # Any line end, a file's mark of its encoding; what is not in UTF-8 is refused by encode.
     sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)

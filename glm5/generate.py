@@ -179,9 +179,9 @@ class Copies(NamedTuple):
     """What happens to the places of a batch between two steps.
 
     There may be two copies of the layers that forget. First, where `keeps`, bool [batch, 2], a copy is made of what
-    they have now. Then, one place after the other, each with `tokens`, int32 [batch], above 0 gets so many first tokens
-    of the place `sources`, int32 [batch], counted on each device of dp, and both its copies. Last, where `returns`,
-    bool [batch, 2], the layers that forget get back what the copy has.
+    they have now. Then, one place after the other, each whose `tokens`, int32 [batch], is above 0 gets that many first
+    tokens from the place `sources`, int32 [batch], counted on each device of dp, and both its copies. Last, where
+    `returns`, bool [batch, 2], the layers that forget get back what the copy has.
     """
 
     keeps: Array
@@ -392,8 +392,8 @@ class Places:
         return min([n + 1 for n in self.stops[p] if n > self.rows.filled[p]], default=whole)
 
     def stops_of(self, p: int) -> list[int]:
-        """How many tokens of its prompt a row has read where what its layers forget is kept: the `preamble`, and all
-        but the `opening`. Without these, states are kept where that saves the next prompts the most tokens."""
+        """After how many tokens of its prompt a copy is kept of a row's layers that forget: the `preamble`, and all but
+        the `opening`. Without these, states are kept where that saves the next prompts the most tokens."""
         if self.opening:
             return [n for n in (self.preamble, self.prompt_lengths[p] - self.opening) if n < self.prompt_lengths[p]]
         if not self.has_states or self.sources[p] >= 0:
@@ -514,10 +514,6 @@ class Places:
                 if reason:  # the place stands still on the device too
                     self.numbers[p], rows.filled[p], rows.lengths[p], rows.limits[p] = -1, known - 1, known, known
         return new
-
-    def is_busy(self) -> bool:
-        """Whether a row has not ended."""
-        return bool((self.numbers >= 0).any())
 
     def has_more(self) -> bool:
         """Whether another step would give a row a token, as far as the host knows."""
@@ -675,7 +671,7 @@ def generate(
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
     row_steps (places times steps), busy_row_steps (those that gave a token), drafts (verified in these) and
     drafts_accepted; at the end step_bytes, of a mean decode step. The time from one result to the next is prefill's if
-    the step behind it read a prompt, else decoding's. No time but the first includes compilation. `progress(stage,
+    the step of the later one read a prompt, else decoding's. Only compile_s includes compilation. `progress(stage,
     done, total)` is called before a compilation, and with the tokens that were read of the first prompts.
     """
     check_prompts(prompts, config, max_seq_len, max_new_tokens)
@@ -720,7 +716,7 @@ def generate(
         T, taken = places.choose(verifies)
         engine.program(T, taken.shape[1]), engine.program(1 + drafts * verifies(), batch // dp)
         progress("prefill", 0, engine.first_tokens)
-        while places.is_busy():
+        while (places.numbers >= 0).any():  # some row has not ended
             if places.has_more() and len(engine.results) <= LOOKAHEAD:
                 engine.start(*places.choose(verifies))
             else:

@@ -651,8 +651,8 @@ class Part:
     `tensors` maps names to numbers of rows; they are concatenated.
 
     The rows form `units` of equal size that are never cut, such as heads (0: each row is one). Units form `groups`,
-    such as the query heads of one kv head. A device holds whole groups. If R devices share a group, its units are
-    divided among them; a `replicated` part is copied to each. The last devices may get fewer groups or units, or none,
+    such as the query heads of one kv head. A device holds whole groups or, if R devices share a group, some of its
+    units; a `replicated` part is copied to each. The last devices may get fewer groups or units, or none,
     and have zeros for them. The units of a device are rounded up to a multiple of `multiple`, with zeros.
     """
 
@@ -846,8 +846,8 @@ def draft_by_extra_layer(
     It reads what a step has computed, the hidden states x [B, T, D] of the tokens at `span.positions`. What it caches
     of drafts that failed is overwritten before it is read. Sampled guesses are chosen by the key of their row and
     position, as the tokens themselves will be: the more alike the two distributions, the more often they are the same.
-    Behind a piece of a prompt there is one guess. Where a row begins like the one before it in its place, the last slot
-    that they share has the state of that row's next token: guesses may be worse for it, tokens are not.
+    Behind a piece of a prompt there is one guess. If a row begins like the one that had its place before, the last slot
+    that they share knows the other's next token: that can spoil a guess, and never a token.
     """
     history, w, T = rows.history, weights["extra"], span.positions.shape[1]
     tokens = jnp.take_along_axis(history, span.positions + 1, axis=1, mode="clip")
@@ -896,14 +896,14 @@ class Rope:
         return 1 / self.wavelengths()
 
 
-ROPES = {"default": Rope}  # of each rope_type that this model can have: the blocks below add theirs
+ROPES = {"default": Rope}  # of each rope_type that this model can have: blocks below may add some
 
 
 def read_rope(config: dict, field: str, size: int, **defaults) -> Rope:
     """The Rope of a config.json, whose `field` says that heads have `size` numbers. Its parameters stand in
     `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), or beside the other fields. As in
-    transformers, the table wins, except for original_max_position_embeddings, which defaults to
-    max_position_embeddings. `defaults` are the model's own, of Rope's fields. If partial_rotary_factor is not among
+    transformers, the table wins, but original_max_position_embeddings beside it wins over the table; without either it
+    is max_position_embeddings. `defaults` are the model's own, of Rope's fields. If partial_rotary_factor is not among
     them, heads turn whole.
 
     Raises InputError for a missing or impossible value and, by name, for what is not supported.
@@ -1219,7 +1219,7 @@ def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask
 # Attention over latents in plain JAX
 #
 # More letters: S is the slots of a row on a device, I the groups of rows that R devices divide among them, gcd(B, R).
-# In the block before this one, K counts heads that have keys and values, and G query heads for each.
+# In the block before this one, K counts heads that have keys and values.
 
 
 CACHE_SHARERS = 32  # more devices exchange so much that a second copy of the cache costs less
@@ -1241,9 +1241,9 @@ class LayerCache(NamedTuple):
 def abstract_cache(
     config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, quantize: str | None = None, drafts=0
 ) -> list[LayerCache]:
-    """The cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens and somewhat more, which has room for
-    `drafts`. Dtype and widths are as cache_layout has them, the format is FORMATS[quantize]. Which sides a layer has,
-    says the config's layer_caches(side, tokens), by a function that makes a side of some width."""
+    """The cache as jax.ShapeDtypeStructs, for rows of `max_seq_len` tokens or somewhat more. Dtype and widths are as
+    cache_layout has them, the format is FORMATS[quantize]. The config's layer_caches(side, tokens) says which sides a
+    layer has; `side` makes one of a given width."""
     X, dp = model_shards(mesh), mesh.shape["dp"]
     I, parts = row_groups(batch // dp, cache_sharers(config, X))
     slots = ceil_div(cache_slots(max_seq_len), parts)

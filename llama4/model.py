@@ -547,8 +547,8 @@ class Part:
     `tensors` maps names to numbers of rows; they are concatenated.
 
     The rows form `units` of equal size that are never cut, such as heads (0: each row is one). Units form `groups`,
-    such as the query heads of one kv head. A device holds whole groups. If R devices share a group, its units are
-    divided among them; a `replicated` part is copied to each. The last devices may get fewer groups or units, or none,
+    such as the query heads of one kv head. A device holds whole groups or, if R devices share a group, some of its
+    units; a `replicated` part is copied to each. The last devices may get fewer groups or units, or none,
     and have zeros for them. The units of a device are rounded up to a multiple of `multiple`, with zeros.
     """
 
@@ -754,14 +754,14 @@ class Rope:
         return 1 / self.wavelengths()
 
 
-ROPES = {"default": Rope}  # of each rope_type that this model can have: the blocks below add theirs
+ROPES = {"default": Rope}  # of each rope_type that this model can have: blocks below may add some
 
 
 def read_rope(config: dict, field: str, size: int, **defaults) -> Rope:
     """The Rope of a config.json, whose `field` says that heads have `size` numbers. Its parameters stand in
     `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), or beside the other fields. As in
-    transformers, the table wins, except for original_max_position_embeddings, which defaults to
-    max_position_embeddings. `defaults` are the model's own, of Rope's fields. If partial_rotary_factor is not among
+    transformers, the table wins, but original_max_position_embeddings beside it wins over the table; without either it
+    is max_position_embeddings. `defaults` are the model's own, of Rope's fields. If partial_rotary_factor is not among
     them, heads turn whole.
 
     Raises InputError for a missing or impossible value and, by name, for what is not supported.
@@ -1143,17 +1143,11 @@ def read_heads(cls: type, config: dict) -> dict:
     return given
 
 
-def with_sinks(out: Array, log_sum_exp: Array, sinks: Array | None) -> Array:
-    """Attention's output `out` [B, T, K, G, H] as if each softmax had one more logit, without a value, so that a head
-    can attend to nothing (as in Xiao et al. 2023, "attention sinks"). `sinks` float32 [N] has that logit for each query
-    head, or is None; `log_sum_exp` is that of the scores."""
-    return out if sinks is None else out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(*out.shape[2:4], 1))
-
-
 def cached_attention(q, k, v, cache: LayerCache, span: Span, mask: Mask, sinks=None) -> tuple[Array, LayerCache]:
     """Causal attention of the tokens of `span`, over all positions up to theirs: stores their keys and values, then
-    attends. q [B, T, N, H] is scaled already; k and v are float32 [B, T, K, H]; sinks as in with_sinks. Returns the
-    attention output [B, T, N H], and the cache.
+    attends. q [B, T, N, H] is scaled already; k and v are float32 [B, T, K, H]. `sinks` float32 [N], if any, add a
+    logit without a value to each head's softmax, so that a head can attend to nothing (as in Xiao et al. 2023,
+    "attention sinks"). Returns the attention output [B, T, N H], and the cache.
 
     Where R devices share a kv head, each attends to its own slots, with the query heads of all R. They exchange the
     queries before, and afterwards the outputs with the log-sum-exp of their scores, by which partial softmaxes merge
@@ -1181,8 +1175,9 @@ def cached_attention(q, k, v, cache: LayerCache, span: Span, mask: Mask, sinks=N
         out, log_sum_exp = joined(out[..., :-1], out[..., -1:], axis=0)
     else:
         out, log_sum_exp = (unfolded(x)[0] for x in (out[..., :-1], out[..., -1:]))
-    out = with_sinks(out, log_sum_exp, sinks).astype(q.dtype)
-    return out[..., :H].reshape(B, T, N * H), cache
+    if sinks is not None:
+        out = out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(*out.shape[2:4], 1))
+    return out[..., :H].astype(q.dtype).reshape(B, T, N * H), cache
 
 
 # ---------------------------------------------------------------------------------------------------------------------

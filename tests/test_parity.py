@@ -496,7 +496,6 @@ CASES = {
         head_dim=24,
         num_key_value_heads=1,
         rms_norm_eps=0.1,
-        rope_parameters=QWEN_YARN,
     ),
     "gpt-oss": oss(),
     "gpt-oss, tied, no biases of attention, small limit, one kv head": oss(

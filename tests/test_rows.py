@@ -524,7 +524,7 @@ def test_places(monkeypatch):
 
             begun = max(places.numbers)
             counts = np.array([places.rows.filled.sum(), 0, 0]) + update()
-            while places.is_busy():
+            while (places.numbers >= 0).any():
                 if places.has_more() and len(results) <= generate.LOOKAHEAD:
                     T, taken = places.choose(lambda chance=chance: chance.random() < 0.7)
                     places.start(T, taken)
