@@ -420,6 +420,7 @@ def output_logits(weights: dict, x: Array, config: Config) -> Array:
     return mask_padding(linear(x, weights.get("head", weights["embedding"])), config)
 
 
+@jax.named_scope("extra_layer")
 def predict(weights: dict, x: Array, norm: Array, tokens: Array, span: Span, cache, config: Config):
     """The extra layer, of multi-token prediction (DeepSeek-AI 2024, "DeepSeek-V3"). It takes the hidden states x
     [B, T, D] at `span.positions`, the weight of their norm, and the token that follows each, tokens [B, T]. It returns

@@ -187,9 +187,9 @@ def weights_of(config: Config) -> dict:
     the gates of its query heads, which q_proj has beside each of them. `qkvz` joins the projections of a layer with a
     state likewise, and `gate_up` gate_proj and up_proj. Experts are split over ep, and each like an MLP over tp. The
     router, which every device needs, is whole on each, and so are the norms. Norms in layers are float32, so that no
-    step converts them, and so are the weights of the convolution and what decides how fast a state decays. All norms
-    but that of the delta rule are stored less one. "Declaring weights" explains Part, by_output, by_input, bias and
-    whole; "Experts in plain JAX", of_experts.
+    step converts them, and so are the weights of the convolution and what decides how a state decays and learns. All
+    norms but that of the delta rule are stored less one. "Declaring weights" explains Part, by_output, by_input, bias
+    and whole; "Experts in plain JAX", of_experts.
     """
     D, H, E = config.hidden_size, config.head_dim, config.num_experts
     N, K = config.num_attention_heads, config.num_key_value_heads
@@ -339,8 +339,8 @@ def attention(x: Array, w: dict, cache: LayerCache, span: Span, config: Config, 
 @jax.named_scope("delta_net")
 def delta_net(x: Array, w: dict, cache: StateCache, span: Span, config: Config):
     """The first half of the other layers: norm, a gated delta rule (Yang, Kautz and Hatamizadeh 2024, "Gated Delta
-    Networks"), a gated norm of each head, residual. Args and results as in `attention`. cached_recurrence changes the
-    state by these tokens, and gives what they read, [B, T, N, W].
+    Networks"), a gated norm of each head, residual. Args and results as in `attention`, without its mask.
+    cached_recurrence changes the state by these tokens, and gives what they read, [B, T, N, W].
     """
     h = all_tokens(norm_plus_one(x, w["mixer_norm"], config.rms_norm_eps)).reshape(*span.positions.shape, -1)
     taps = w["taps"].values
