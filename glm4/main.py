@@ -201,12 +201,18 @@ def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:
             raise InputError(f"prompt {row} has {len(prompt)} tokens, more than {most}; the model takes {context}")
 
 
+def id_of(tokenizer, token: str | None) -> int | None:
+    """The id of a token, None if it has none. get_vocab takes 0.3 s for 262,144 tokens."""
+    i = tokenizer.convert_tokens_to_ids(token) if token else None
+    return i if i is not None and tokenizer.convert_ids_to_tokens(i) == token else None  # or the unknown token's
+
+
 def read_stop_tokens(checkpoint: Checkpoint, tokenizer) -> tuple[int, ...]:
     """What ends an answer: eos_token_id, one or a list, of generation_config.json, of config.json and of the text model
     in it, the tokenizer's own end, and what its chat template writes behind an answer."""
     file, config = checkpoint.folder / "generation_config.json", checkpoint.raw_config
     places = [read_json(file) if file.is_file() else {}, config, config.get("text_config") or {}]
-    given = [*(place.get("eos_token_id") for place in places), tokenizer.get_vocab().get(tokenizer.eos_token)]
+    given = [*(place.get("eos_token_id") for place in places), id_of(tokenizer, tokenizer.eos_token)]
     with contextlib.suppress(Exception):  # no template, or one that takes other messages alone
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "some answer"}]
         behind = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("some answer")[2]
@@ -231,9 +237,9 @@ MARKERS = (
 def read_markers(tokenizer) -> dict[int | str, str]:
     """MARKERS by id, of those that the tokenizer's chat template knows. <think> may be no token, but text: then its
     names stand here themselves."""
-    template, vocab = str(tokenizer.chat_template), tokenizer.get_vocab()
-    rows = [row for row in MARKERS if [*row][-1] in template]
-    found = {vocab[name]: kind for row in rows for name, kind in row.items() if name in vocab}
+    rows = [row for row in MARKERS if [*row][-1] in str(tokenizer.chat_template)]
+    found = {id_of(tokenizer, name): kind for row in rows for name, kind in row.items()}
+    found.pop(None, None)  # of names that are no tokens
     return found or (dict(MARKERS[0]) if MARKERS[0] in rows else {})
 
 
@@ -439,7 +445,7 @@ class Answer:
         # In an answer these marks are plain words once it has text, or if </think> began it.
         is_word = is_within and (part.text().strip() or (begun == part.kind and len(self.parts) > 1))
         if begun and not is_word:
-            if begun == "message":  # channels are analysis, commentary and final; whom a call is to= is shown
+            if begun == "message":  # channels are analysis, commentary, final; a call names its tool by to=
                 calls = [p for p in self.parts[-2:] if p.kind == "name" and " to=" in p.text()]
                 begun = "answer" if calls or part.text().startswith("final") else "reasoning"
                 for call in calls:
@@ -689,13 +695,14 @@ def read_inputs(args) -> Inputs:
     if is_raw and (args.chat or args.system or args.template_args):
         raise InputError(f"{folder}: --system, --template_args or --chat needs a chat template, and it has none")
     remedy = "" if args.chat or args.template_args else "; --raw leaves the template out"
-    remedy = "; the template may take no --system" if args.system else remedy
+    if args.system:
+        remedy = "; the template may take no --system"
     system = [{"role": "system", "content": args.system}] if args.system else []
     prompt_tokens = encode(tokenizer, prompts, is_raw, system, args.template_args, remedy)
     bos, file = tokenizer.bos_token, folder / "tokenizer_config.json"
     asks_for_bos = is_raw and file.is_file() and read_json(file).get("add_bos_token")
-    if asks_for_bos and any(ids[:1] != [tokenizer.bos_token_id] for ids in prompt_tokens):  # as in transformers
-        say(f"note: tokenizer.json puts no {bos} before a prompt, and tokenizer_config.json asks for it: write it")
+    if bos and asks_for_bos and any(ids[:1] != [tokenizer.bos_token_id] for ids in prompt_tokens):
+        say(f"note: the tokenizer puts no {bos} before a prompt, and {file.name} asks for it: write it yourself")
     for row, ids in enumerate(prompt_tokens, 1):
         if is_raw and ids[:2] == [tokenizer.bos_token_id] * 2:
             del ids[0]

@@ -271,7 +271,7 @@ def test_a_beginning_that_only_the_settings_name(main, tmp_path):
     edit_json("tokenizer.json", post_processor=None)(tmp_path)
     edit_json("tokenizer_config.json", add_bos_token=True)(tmp_path)
     flags = ["--model_path", tmp_path, "--output", "json", "--max_new_tokens", "1", "--prompt"]
-    note = "note: tokenizer.json puts no <bos> before a prompt"
+    note = "note: the tokenizer puts no <bos> before a prompt"
     for prompt, more, has_note in (("Hi", ["--raw"], True), ("<bos>Hi", ["--raw"], False), ("Hi", [], False)):
         _, out, err = main(*flags, prompt, *more, folder="gemma4")
         (row,), _ = json_rows(out)
