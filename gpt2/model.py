@@ -440,8 +440,8 @@ class Part:
 
     The rows form `units` of equal size that are never cut, such as heads (0: each row is one). Units form `groups`,
     such as the query heads of one kv head. A device holds whole groups or, if R devices share a group, some of its
-    units; a `replicated` part is copied to each. The last devices may get fewer groups or units, or none,
-    and have zeros for them. The units of a device are rounded up to a multiple of `multiple`, with zeros.
+    units; a `replicated` part is copied to each. The last devices may get fewer groups or units, or none, and have
+    zeros for them. The units of a device are rounded up to a multiple of `multiple`, with zeros.
     """
 
     tensors: dict[str, int]

@@ -514,8 +514,8 @@ class Part:
 
     The rows form `units` of equal size that are never cut, such as heads (0: each row is one). Units form `groups`,
     such as the query heads of one kv head. A device holds whole groups or, if R devices share a group, some of its
-    units; a `replicated` part is copied to each. The last devices may get fewer groups or units, or none,
-    and have zeros for them. The units of a device are rounded up to a multiple of `multiple`, with zeros.
+    units; a `replicated` part is copied to each. The last devices may get fewer groups or units, or none, and have
+    zeros for them. The units of a device are rounded up to a multiple of `multiple`, with zeros.
     """
 
     tensors: dict[str, int]
@@ -707,9 +707,9 @@ ROPES = {"default": Rope}  # of each rope_type that this model can have: blocks 
 def read_rope(config: dict, field: str, size: int, **defaults) -> Rope:
     """The Rope of a config.json, whose `field` says that heads have `size` numbers. Its parameters stand in
     `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), or beside the other fields. As in
-    transformers, the table wins, but original_max_position_embeddings beside it wins over the table; without either it
-    is max_position_embeddings. `defaults` are the model's own, of Rope's fields. If partial_rotary_factor is not among
-    them, heads turn whole.
+    transformers, the table wins. But original_max_position_embeddings beside it wins over the table's. Without either
+    it is max_position_embeddings. `defaults` are the model's own, of Rope's fields. If partial_rotary_factor is not
+    among them, heads turn whole.
 
     Raises InputError for a missing or impossible value and, by name, for what is not supported.
     """
