@@ -70,26 +70,27 @@ interpreter.RaceDetectionState = recorded
 
 
 def pytest_addoption(parser):
-    parser.addoption("--one_in", type=int, default=1, help="run one in so many cases of each test, default 1: all")
     parser.addoption("--minutes", type=float, default=5, help="with -m device: begin no test after this, default 5")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "optimized: compiles as users do, with all optimizations")
     config.addinivalue_line("markers", "device: runs on an accelerator too: pytest -m device")
+    config.addinivalue_line("markers", "slow: not in the default run; pytest -m 'not real' runs all")
+    config.addinivalue_line("markers", "sampled: all but one in four of its cases are slow")
     if ON_DEVICE:
         config.addinivalue_line("filterwarnings", "default")  # what a later library advises against is no failure there
         config.option.dist, config.option.maxschedchunk = "load", 1  # each process takes the next test
 
 
-def pytest_collection_modifyitems(config, items):
+@pytest.hookimpl(tryfirst=True)  # before -m leaves out what is slow
+def pytest_collection_modifyitems(items):
     seen = collections.Counter()
     for item in items:
         item.case = seen[item.function]
         seen[item.function] += 1
-    left_out = [item for item in items if item.case % config.option.one_in]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not item.case % config.option.one_in]
+        if item.get_closest_marker("sampled") and item.case % 4:
+            item.add_marker("slow")
     if ON_DEVICE:
         items.sort(key=lambda item: item.case)
 

@@ -46,6 +46,7 @@ def test_counts_and_both_sides(tmp_path):
     assert "--vs transformers" in report["command"] and report["versions"]["transformers"]
 
 
+@pytest.mark.slow
 def test_components_make_up_a_step(tmp_path):
     (row,) = run(tmp_path, "--components", "--quantize", "int8")["results"]
     parts = dict(row["components_ms"])

@@ -38,6 +38,7 @@ def run(tmp_path, monkeypatch, capsys):
     return call
 
 
+@pytest.mark.slow
 def test_a_table_whatever_happens(run, monkeypatch):
     """A size that fails is a row, what no table knows, such as a CPU's peak, is left out, and an interrupt loses no
     more than the batch under way."""

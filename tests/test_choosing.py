@@ -90,6 +90,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("mesh", "sharers", "starts", "T", "slots", "platform", "quantize"), CASES, ids=str)
 def test_against_float64(monkeypatch, platform, mesh, sharers, starts, T, slots, quantize):
     """Choosing and attention together, on what the cache holds."""
@@ -157,6 +158,7 @@ def sparse(request, tmp_path_factory):
     return folder, path, save_random(path, *reference)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("draft", "platform"), [(None, "cpu"), ("lookup", "cpu"), ("lookup", "gpu")])
 def test_pieces_and_drafts(sparse, monkeypatch, draft, platform):
     """A prompt in many pieces, unequal rows in two places, and drafts: transformers' tokens."""
@@ -169,6 +171,7 @@ def test_pieces_and_drafts(sparse, monkeypatch, draft, platform):
     assert_matches(reference, prompts, rows)
 
 
+@pytest.mark.sampled
 def test_shared_beginnings_and_a_conversation(sparse, monkeypatch):
     """Rows get the indexer's keys of what they share, too, and a conversation keeps them: transformers' tokens."""
     folder, path, reference = sparse
@@ -184,6 +187,7 @@ def test_shared_beginnings_and_a_conversation(sparse, monkeypatch):
     assert stats["prefill_tokens"] < 40
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SPARSE)
 def test_drafts_of_an_extra_layer(tmp_path, name):
     """It has an indexer of its own. With its guesses or without, the tokens are transformers'."""

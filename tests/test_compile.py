@@ -51,6 +51,7 @@ def tpu_mesh(topology, tp, ep=1):
     return FOLDERS["llama3"].model.make_mesh(1, ep, tp, devices=topology.devices[: ep * tp])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("folder", "name", "topology", "ep", "tp", "quantize", "slots", "T"),
     [
@@ -84,6 +85,7 @@ def test_full_size_on_tpus(folder, name, topology, ep, tp, quantize, slots, T):
     assert largest_copy(text) < 2**20
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("folder", "name", "topology", "ep_tp", "batch", "slots", "quantize", "T"),
     [
@@ -134,6 +136,7 @@ def test_experts_are_not_cut_finer_than_lanes():
     assert convert.mesh_shape(weights, devices) == (1, 16, 4)  # 512 columns
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("batch", "quantize_cache"), [(1, None), (128, "int8")])
 def test_latent_caches_of_other_shapes(batch, quantize_cache):
     """Few slots a device, and many rows: the cache is not copied."""
@@ -148,6 +151,7 @@ def test_latent_caches_of_other_shapes(batch, quantize_cache):
     assert largest_copy(program.as_text()) < (2**21 if batch == 128 else 2**18)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "batch", "quantize"),
     [("llama-3.2-1b", 1, "int8"), ("open-llama-3b", 4, None), ("mistral-7b-v0.1", 1, None)],

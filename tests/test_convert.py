@@ -69,6 +69,7 @@ def test_the_reference_class_reads_it(checkpoint, tmp_path):
     assert_matches(again, prompts, decode(llama3, tmp_path / "out", prompts, max_new_tokens=5))
 
 
+@pytest.mark.sampled
 def test_int8_is_what_loading_in_int8_gives(of_every_folder, tmp_path, monkeypatch):
     """Converted, and quantized while loading, are the same weights, on one device and on several."""
     modules, path, originals = of_every_folder
@@ -96,6 +97,7 @@ def test_int8_is_what_loading_in_int8_gives(of_every_folder, tmp_path, monkeypat
         jax.tree.map(np.testing.assert_array_equal, converted, loaded)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", ["llama 3.2, tied", "glm, tied, a quarter turned, one kv head"])
 def test_a_head_beside_tied_embeddings(case, tmp_path):
     """With numbers of its own it counts; if it is the same, it is left out; alone, it is the embedding too."""
@@ -172,6 +174,7 @@ def test_a_disk_that_is_full(checkpoint, tmp_path):
     assert refused.stderr == "error: [Errno 2] No such file or directory: '/proc/out'\n"
 
 
+@pytest.mark.slow
 def test_memory_is_bounded(tmp_path):
     """A checkpoint of 1.3 GB in one file, a third of it one tensor, converts in under 400 MB above the interpreter."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -96,6 +96,7 @@ def test_fp8_in_blocks_of_128(tmp_path):
     assert_matches(reference, prompts, decode(deepseek, tmp_path, prompts, (1, 1, 2), max_new_tokens=4))
 
 
+@pytest.mark.slow
 def test_fp8_converted(fp8, tmp_path, capsys):
     """To float32 it stays what it is, with its extra layer; to int8 it is what loading in int8 gives."""
     path, reference = fp8

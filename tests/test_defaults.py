@@ -116,6 +116,7 @@ def tables(config: dict):
             yield from tables(value)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", [written, released])
 @pytest.mark.parametrize(("folder", "kind"), TYPES)
 def test_what_is_left_out_is_the_default_or_asked_for(folder, kind, form):

@@ -119,6 +119,7 @@ HEADS = {
 FEW = {"1": 1, "4": 4}
 
 
+@pytest.mark.sampled
 @combined(shape=HEADS, T=FEW, quantize=FORMATS)
 def test_attention_of_a_decode_step(run, shape, T, quantize):
     """Rows of all lengths. With a window the cache is a ring, and one of them has begun it anew."""
@@ -134,6 +135,7 @@ PIECES = {
 }
 
 
+@pytest.mark.sampled
 @combined(shape=PIECES, quantize=FORMATS)
 def test_attention_of_a_piece_of_prefill(run, shape, quantize):
     """1,024 tokens of two rows, of which one is further on."""
@@ -142,6 +144,7 @@ def test_attention_of_a_piece_of_prefill(run, shape, quantize):
     check_attention(run, test_kernel.model, q, (128, 128), S, 1024, starts, window, quantize)
 
 
+@pytest.mark.sampled
 @combined(T=FEW, B={"1": 1, "8": 8}, quantize=FORMATS)
 def test_attention_to_latents(run, B, T, quantize):
     """A decode step of GLM-4.7-Flash on one device: 20 heads, latents of 512 and rope keys of 64, in whole lanes."""
@@ -157,6 +160,7 @@ def test_rounding():
     assert (np.abs(floats(rounded) - floats(x)) <= 0.501 * step[:, None]).all()
 
 
+@pytest.mark.sampled
 @combined(B={"1": 1, "8": 8}, quantize=FORMATS)
 def test_products(run, B, quantize):
     """gate_up of Llama 3.1 8B on two devices, which TPUs stream by a kernel."""
@@ -192,6 +196,7 @@ def from_4_bits(values, exponents, are_neighbours=False):
     return found.reshape(*exponents.shape[:-1], -1)
 
 
+@pytest.mark.sampled
 @combined(B={"1": 1, "8": 8, "256": 256}, quantize=FORMATS)
 def test_experts_that_were_chosen(run, B, quantize):
     """Experts of Qwen3-30B-A3B, 16 of its 128, and 8 of them for each token."""
@@ -201,6 +206,7 @@ def test_experts_that_were_chosen(run, B, quantize):
     test_experts.assert_close(out, test_experts.reference(*arguments), jnp.bfloat16)
 
 
+@pytest.mark.slow
 def test_experts_in_4_bits():
     """Those of gpt-oss-20b, 4 of its 32, with 2,944 columns as a device has them."""
     model, random = FOLDERS["gpt_oss"].model, np.random.default_rng(0)
@@ -303,6 +309,7 @@ def assert_near(record_property):
     return near
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", SHOWN)
 def test_demos_in_float32(folder, assert_near):
     """On all devices. On an accelerator, as on its host's CPU too, unless jax was told to leave that out."""

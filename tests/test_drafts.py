@@ -57,6 +57,7 @@ def test_accept(T):
         np.testing.assert_array_equal(column, values)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "mesh", "rows", "temperature", "drafts"),
     [
@@ -83,6 +84,7 @@ def test_drafts_change_no_token(monkeypatch, name, mesh, rows, temperature, draf
     assert stats["decode_tokens"] == stats["busy_row_steps"] + stats["drafts_accepted"]
 
 
+@pytest.mark.slow
 def test_a_ring_knows_how_far_drafts_wrote(monkeypatch):
     """Steps in flight, all of whose drafts are right, have filled a ring once around when a call is broken off. The
     next row shares its beginning with this one, which the ring has forgotten."""
@@ -143,6 +145,7 @@ def reference_drafts(reference, mtp, tokens, count):
     return guesses, hidden.numpy()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("case", "mesh"),
     [(deepseek_3, (2, 1, 4)), (flash, (1, 1, 1)), (glm_moe, (1, 4, 2)), (qwen_35_moe, (2, 2, 2))],
@@ -186,6 +189,7 @@ def test_the_extra_layer_guesses_as_the_reference(tmp_path, case, mesh):
         np.testing.assert_allclose(x, reference_drafts(reference, mtp, row.tolist(), 1)[1], atol=1e-3)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("case", "mesh", "temperature", "drafts", "quantize"),
     [
@@ -213,6 +217,7 @@ def test_guesses_of_the_extra_layer_change_no_token(tmp_path, monkeypatch, case,
     assert stats["drafts"] and stats["decode_tokens"] == stats["busy_row_steps"] + stats["drafts_accepted"]
 
 
+@pytest.mark.slow
 def test_the_demo_accepts_its_drafts(main):  # noqa: F811
     """Over 60 %, in rows that say how many. Without drafts the tokens are the same."""
     flags = "--dtype", "float32", "--output", "json", "--logprobs", "--batch_size", "2"
@@ -225,6 +230,7 @@ def test_the_demo_accepts_its_drafts(main):  # noqa: F811
         assert row == other
 
 
+@pytest.mark.slow
 def test_a_conversation_with_drafts():
     """Is one without: what is kept from turn to turn is right, though it includes the extra layer's cache."""
     turns = "Hello!\nWhat is the capital of France?\n/reset\nWhat is 3 plus 4?\nHello!\n"

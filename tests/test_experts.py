@@ -84,6 +84,7 @@ def select(monkeypatch, platform, model=model):
     monkeypatch.setattr(fast, "GROUP_BYTES", 2**17)  # 140 rows of 128 numbers are two groups
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("platform", "B", "k"),
     [
@@ -100,6 +101,7 @@ def test_against_float64(monkeypatch, platform, dtype, quantize, B, k):
     assert_close(on_mesh(mesh, *arguments), reference(*arguments), dtype)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("platform", "mesh"),
     [("cpu", (2, 2, 2)), ("gpu", (1, 4, 2)), ("tpu", (1, 2, 2))],
@@ -123,6 +125,7 @@ def test_devices_without_work(monkeypatch, platform, B):
     assert_close(on_mesh(model.make_mesh(1, 4, 2), *arguments), reference(*arguments), jnp.float32)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("platform", "B", "dtype", "quantize"),
     [
@@ -175,6 +178,7 @@ def test_rows_do_not_depend_on_others():
     assert_close(out[rest], reference(*arguments)[rest], jnp.float32)
 
 
+@pytest.mark.sampled
 @pytest.mark.optimized
 @pytest.mark.parametrize(("topology", "quantize"), [("v5e:4x4", "int8"), ("v5p:2x2x4", None)])
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ GOLDEN = json.loads((ROOT / "tests" / "golden_tokens.json").read_text())
 PLATFORMS = ("cpu", "gpu", "tpu")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", folders())
 def test_demos_without_it(name, monkeypatch):
     """As transformers in float32, on two devices, which share each expert and some kv head."""
@@ -30,6 +31,7 @@ def test_demos_without_it(name, monkeypatch):
         np.testing.assert_allclose([token.logprob for token in row], golden["logprobs"], atol=1e-3)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", folders())
 def test_model_alone(name, tmp_path):
     """`forward`, where there is only model.py: of an answer it gives the tokens, one after each before it."""
@@ -56,6 +58,7 @@ def test_model_alone(name, tmp_path):
     assert jnp.argmax(logits, axis=-1).tolist() == golden["tokens"]
 
 
+@pytest.mark.slow
 def test_numbers_of_4_bits_without_it(tmp_path, capsys):
     """What convert.py wrote in 4 bits gives the same tokens. To round to 4 bits is refused."""
     folder, without = import_folder("llama3"), import_folder("llama3", without="fast")

@@ -204,6 +204,7 @@ FBGEMM = {"quantization_config": {"quant_method": "fbgemm_fp8", "activation_scal
 MODELOPT = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "kind", "scale_of", "form", "mesh"),
     [
@@ -257,6 +258,7 @@ def save_index(folder, weight_map):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", [qwen_3_moe, mixtral_8, qwen_35_moe])
 def test_experts_as_transformers_holds_them(tmp_path, family):
     """In one tensor, under its own names; converted, too."""

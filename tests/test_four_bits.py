@@ -211,6 +211,7 @@ RELEASES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", RELEASES)
 def test_released_forms(tmp_path, name):
     folder, family, form, group, has_zeros, pattern, mesh = RELEASES[name]
@@ -246,6 +247,7 @@ FP8 = {  # the rows and columns that share a scale, its shape if it is none of [
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FP8)
 def test_fp8(tmp_path, name):
     """All matrices but the embeddings, in blocks, by row or with one scale. The scales of activations are not used."""
@@ -347,6 +349,7 @@ def test_damaged(tmp_path, change, words):
 # --quantize int4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("folder", "meshes"),
     [("llama3", [(1, 1, 1), (1, 1, 2), (1, 2, 4)]), ("gpt_oss", [(1, 2, 4)]), ("deepseek", [(1, 2, 4)])],
@@ -380,6 +383,7 @@ def in_groups(kind, *shape, size, has_zeros, width=None):
     return kind(jnp.asarray(kind.packed(codes)), *map(jnp.asarray, arrays)), numbers.reshape(shape)[..., :C]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("O", "C", "size", "has_zeros"),
     [(256, 1024, 32, False), (384, 1536, 128, True), (128, 512, 16, True), (128, 640, 64, True)],
@@ -424,6 +428,7 @@ def test_half_a_step():
     assert (errors <= 1.05 * steps).all() and (errors <= 0.51 * steps).mean() > 0.97
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("platform", "kind", "dtype"),
     [
@@ -446,6 +451,7 @@ def test_experts_against_float64(monkeypatch, platform, kind, dtype, B, k, F):
     test_experts.assert_close(out, test_experts.reference(*arguments, *numbers), dtype)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("topology", ["v5e:4x4", "v6e:4x4", "v5p:2x2x4"])
 def test_kernels_compile_for_tpus(topology):
     """A product of Llama 3.1 8B and the experts of Kimi K2 on 16 devices. Weights are not copied."""

@@ -68,6 +68,7 @@ def test_what_is_cached_and_what_is_read():
     assert generate.step_bytes(weights, cache, [4096, 4096], config) == others + read + 2 * 35 * 256 * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "mesh"), [(gemma_4_small, (2, 2, 2)), (gemma_4_moe, (1, 1, 2))])
 def test_rows_take_the_places_of_others(tmp_path, monkeypatch, family, mesh):
     """More prompts than rows, in several pieces and at different times, and drafts."""
@@ -78,6 +79,7 @@ def test_rows_take_the_places_of_others(tmp_path, monkeypatch, family, mesh):
     assert_matches(reference, prompts, decode(gemma4, tmp_path, prompts, mesh, rows=2, max_new_tokens=20, **options))
 
 
+@pytest.mark.slow
 def test_released_form(tmp_path):
     """Layers that share keys and values have tensors for them in a release, which say nothing."""
     layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -100,6 +102,7 @@ def test_released_form(tmp_path):
     assert [token.id for row in converted for token in row] == [token.id for row in loaded for token in row]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "layers", "ep", "tp", "quantize", "T"),
     [

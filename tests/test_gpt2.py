@@ -71,6 +71,7 @@ def test_beyond_the_last_position(released, main):  # noqa: F811
         decode(gpt2, path, random_prompts(65), max_new_tokens=1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_converted(released, tmp_path, monkeypatch, quantize):
     """Matrices are written as they were stored, in pieces or not, and int8 is what loading makes of them."""

@@ -39,6 +39,7 @@ def mxfp4(tmp_path_factory):
     return path, reference
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 1, 4)], ids=str)
 def test_mxfp4(mxfp4, mesh):
     path, reference = mxfp4
@@ -63,6 +64,7 @@ def test_mxfp4_for_tpus(mxfp4, monkeypatch):
         assert not wide[..., w.shape[-1] :].any()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("platform", "B", "dtype"),
     [
@@ -104,6 +106,7 @@ def test_experts_in_4_bits(monkeypatch, platform, B, dtype):
     np.testing.assert_allclose(out, wanted, atol=1e-3 if dtype == np.float32 else 5e-3 * np.abs(wanted).max())
 
 
+@pytest.mark.slow
 def test_mxfp4_converted(mxfp4, tmp_path):
     """To bfloat16 or float32 experts stay what they are, in the form of other checkpoints. To int8 they are what
     loading in int8 gives."""

@@ -96,6 +96,7 @@ def test_two_processes():
         assert row == expected
 
 
+@pytest.mark.slow
 def test_latents_and_experts():
     """The golden text of a model with both, from two processes, with drafts."""
     mesh = ["--dp", "1", "--ep", "2", "--quantize_cache", "int8", "--draft", "mtp"]
@@ -106,6 +107,7 @@ def test_latents_and_experts():
     assert "4 devices of 2 processes" in outputs[0][2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["llama3", "qwen3_5"])
 def test_prompts_that_begin_alike(folder):
     """Two processes copy caches, or states, from row to row, and give the answers of one."""
@@ -120,6 +122,7 @@ def test_prompts_that_begin_alike(folder):
     assert stats["prefill_tokens_per_s"] * stats["prefill_s"] < read_apart / 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("nodes", "tasks", "local"), [("localhost", "2", "01"), ("127.0.0.[1-2]", "1(x2)", "00")], ids=["a host", "two"]
 )
@@ -157,6 +160,7 @@ def test_a_lost_connection_is_tried_again(monkeypatch, failures, is_lost):
     assert not left
 
 
+@pytest.mark.slow
 def test_compiled_programs_of_several(tmp_path):
     """None are kept in a host's own folder, where only process 0 would find them in the next run. In a folder that the
     user names they are, and the next run reads them."""
@@ -201,6 +205,7 @@ def test_a_tpu_host_that_is_alone(monkeypatch, variables, is_alone):
         assert main.is_lone_tpu_host() == is_alone and time.monotonic() - begin < 7
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("number", "how"), [(0, signal.SIGKILL), (1, signal.SIGTERM)])
 def test_one_dies(number, how):
     """In the middle of a decode."""
@@ -222,6 +227,7 @@ convert.run(main.main)
 """
 
 
+@pytest.mark.slow
 def test_one_is_missing_or_stopped():
     """Three runs at once, since they wait: process 1 of three is missing, process 0 of two, and one stops answering.
     With jax's own limits they would wait five minutes."""
@@ -235,6 +241,7 @@ def test_one_is_missing_or_stopped():
     stopped[1].process.kill()
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_all(tmp_path):
     """As a terminal or srun sends it. Process 0 prints what was finished, though a row before it never will be."""
     llama3 = import_folder("llama3")
@@ -258,6 +265,7 @@ def test_an_interrupt_of_all(tmp_path):
     assert processes[0].written()[0].endswith("\n" + out.partition("> cde\n")[0])
 
 
+@pytest.mark.slow
 def test_one_has_another_checkpoint(tmp_path):
     """In its config.json, in the numbers of a tensor, or one that cannot be read."""
     demo = ROOT / "llama3" / "demo"
@@ -275,6 +283,7 @@ def test_one_has_another_checkpoint(tmp_path):
         assert_all_end(processes, "process 1 (", words)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -60,6 +60,7 @@ def environment(tmp_path):
     assert not left
 
 
+@pytest.mark.slow
 def test_the_notebook_of_the_page(environment):
     commands, cells, printed = from_the_page()
     assert len(cells) == 6 and sum(cell.startswith("%%px\n") for cell in cells) == 2

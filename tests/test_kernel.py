@@ -82,6 +82,7 @@ ATTENTION = in_turns(
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("shape", "T", "starts", "mask", "block", "dtype", "quantize"), ATTENTION)
 def test_against_float64(monkeypatch, shape, T, starts, mask, block, dtype, quantize):
     """The kernels, plain JAX, and the tiles of fast.py: outputs, log-sum-exps, and the cache, where nothing else
@@ -145,6 +146,7 @@ SHARED_HEADS += [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("mesh", "kv_heads", "G", "T", "starts", "mask", "platform", "quantize"), SHARED_HEADS)
 def test_devices_that_share_a_head(monkeypatch, platform, mesh, kv_heads, G, T, starts, mask, quantize):
     """Each has a part of the sequence, and they exchange queries and outputs, on TPUs by a kernel."""
@@ -278,6 +280,7 @@ def test_compiles_for_tpus(topology, quantize, shape, T, mask):
     assert memory.temp_size_in_bytes < expected + cache_bytes / 8
 
 
+@pytest.mark.sampled
 @pytest.mark.optimized
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ ATTENTION = in_turns(
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("mesh", "sharers", "starts", "T", "slots", "platform", "quantize"), ATTENTION, ids=str)
 def test_against_float64(monkeypatch, platform, mesh, sharers, starts, T, slots, quantize):
     width = 128 if platform == "tpu" else None  # as abstract_cache has it there

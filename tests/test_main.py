@@ -58,6 +58,7 @@ def test_golden_text_of_a_folder_copied_alone(tmp_path, folder):
     assert finished.stderr.splitlines()[-1].startswith("stats: {")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_model_py_alone(tmp_path, folder):
     alone = tmp_path / "alone"
@@ -66,6 +67,7 @@ def test_model_py_alone(tmp_path, folder):
     subprocess.run([sys.executable, "-c", "import model"], cwd=alone, check=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("folder", ["llama4", "glm4_flash"])
 def test_golden_text_in_int8_on_a_mesh(main, folder):
     options = ["--dp", "2", "--ep", "2", "--quantize", "int8", "--quantize_cache", "int8", "--dtype", "float16"]
@@ -192,6 +194,7 @@ def test_a_raw_prompt_with_its_own_bos(main):
     assert json_rows(out)[0][0]["prompt_tokens"] == wanted["prompt_tokens"] and "gets no other" in err
 
 
+@pytest.mark.slow
 def test_which_answers_were_cut(main):
     flags = ["--prompt", "Hello!", "What are the days of the week?", "--max_new_tokens"]
     assert "note: 2 of 2 answers ended at --max_new_tokens 3\n" in main(*flags, "3")[2]
@@ -553,6 +556,7 @@ def test_interrupted_while_importing():
         assert process.communicate(timeout=60) == ("", "") and process.returncode == -signal.SIGINT
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("output", ["json", "text"])
 def test_interrupted(main, tmp_path, output):
     """What was finished is printed, though a row before it never will be; status 130 and one line."""

@@ -10,6 +10,7 @@ import pytest
 from helpers import MODULES, ROOT, environment_of_users
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama3", "deepseek"])
 def test_it_runs_from_the_top(name, monkeypatch, capsys):
     """In this process, which has their eight devices already. A newcomer's starts in their folder, too."""
@@ -35,6 +36,7 @@ def test_it_runs_from_the_top(name, monkeypatch, capsys):
         assert prefilled == decoded
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="it clones the repository")
 def test_a_first_try(tmp_path):
     """On CPUs, by IPython, as on Kaggle and Colab: it installs nothing here, needs no hub, and takes fewer minutes."""

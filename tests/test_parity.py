@@ -622,6 +622,7 @@ OTHER_MESHES = {  # meshes that replace (2, 2, 2): tp beyond the kv heads or div
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "mesh"), [(name, mesh) for name in CASES for mesh in OTHER_MESHES.get(name, [(2, 2, 2)])], ids=str
 )
@@ -632,6 +633,7 @@ def test_unequal_prompts_in_one_batch(checkpoints, name, mesh):
     assert_matches(reference, prompts, decode(modules, path, prompts, mesh, max_new_tokens=12))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama 4 maverick", "deepseek v3", "gpt-oss", "qwen3.5 moe", "gemma 4 e2b"])
 def test_long_prompt_and_a_long_answer(checkpoints, name, monkeypatch):
     """Many pieces of prefill, then decoding over several blocks of the cache: of one row, and of more than 8."""
@@ -646,6 +648,7 @@ def test_long_prompt_and_a_long_answer(checkpoints, name, monkeypatch):
     assert_matches(reference, prompts, decode(modules, path, prompts, (1, 1, 2), max_new_tokens=150), atol)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "scale", "rope"),
     [
@@ -664,6 +667,7 @@ def test_sharp_attention_far_along(tmp_path, family, scale, rope):
     assert_matches(reference, prompts, decode(modules, tmp_path, prompts, max_new_tokens=6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize_cache", ["int8"])
 def test_pieces_of_prefill_change_nothing(checkpoints, monkeypatch, quantize_cache):
     modules, path, _ = checkpoints("llama 3.1")
@@ -739,6 +743,7 @@ def test_rows_stop_on_their_own(checkpoints):
     assert_matches(reference, prompts, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_a_row_does_not_depend_on_its_batch(checkpoints, dtype):
     modules, path, _ = checkpoints("llama 3.1")

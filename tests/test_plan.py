@@ -48,6 +48,7 @@ def test_errors(arguments, words):
     assert finished.stderr.splitlines()[-1].startswith("error: ")
 
 
+@pytest.mark.slow
 def test_a_sweep_as_a_table():
     command = [*PLAN, "llama3", "--config", "llama-3.1-70b", "--layers", "1", "--target", "v5e:4x4", "--tp", "8", "16"]
     command += ["--batch", "8", "32"]
@@ -62,6 +63,7 @@ def test_a_sweep_as_a_table():
     ]
 
 
+@pytest.mark.slow
 def test_devices_that_share_a_head_read_the_cache_once():
     command = [*PLAN, "llama3", "--config", "llama-3.1-70b", "--layers", "2", "--target", "v5e:4x4", "--json"]
     command += ["--quantize", "int8", "--quantize_cache", "int8", "--max_seq_len", "8192"]
@@ -71,6 +73,7 @@ def test_devices_that_share_a_head_read_the_cache_once():
     assert report["collectives"] == {"all-reduce": 5, "all-gather": 1}
 
 
+@pytest.mark.slow
 def test_collectives_count_the_devices_that_take_part():
     """A prompt's norms divide its tokens over ep, so devices join along ep, along tp, and all together."""
     command = [*PLAN, "qwen3", "--config", "qwen3-30b-a3b", "--layers", "1", "--target", "v5e:2x4", "--batch", "1"]
@@ -86,6 +89,7 @@ def test_collectives_count_the_devices_that_take_part():
     assert report["collective_ms"] == pytest.approx(11e-3 + nbytes / 200e9 * 1e3, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_prefill_of_two_pieces():
     command = [*PLAN, "llama3", "--config", "llama-3.1-8b", "--layers", "1", "--target", "v6e:2x2", "--batch", "1"]
     command += ["--prefill", "2000", "--json"]
@@ -103,6 +107,7 @@ def test_prefill_of_two_pieces():
     assert report["collective_ms"] == pytest.approx(seconds * 1e3, rel=0.1)
 
 
+@pytest.mark.slow
 def test_devices_along_ep_divide_the_tokens_of_a_piece():
     """By a reduce-scatter and an all-gather for each sum. XLA may also make all-reduces of them, which cost more."""
     command = [*PLAN, "qwen3", "--config", "qwen3-30b-a3b", "--layers", "1", "--target", "v5e:2x4", "--batch", "1"]

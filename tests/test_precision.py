@@ -43,6 +43,7 @@ def log_probabilities(folder, dtype, quantize=None, quantize_cache=None, mesh_sh
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("folder", "dtype", "quantize", "quantize_cache", "mesh", "limit"),
     [
@@ -89,6 +90,7 @@ def test_a_single_row_on_a_cpu_is_one_loop(monkeypatch, quantize):
     assert len(reductions) == 1 and "kind=kLoop" in reductions[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.optimized
 @pytest.mark.parametrize("quantize", [None, "int8"], ids=["", "int8"])
 @pytest.mark.parametrize(
@@ -152,6 +154,7 @@ def enlarge_sums(attention, size):
     enlarge_norms(attention, size, 1, [6, *TURNED])  # in Qwen3.5 a quarter of a key turns
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("build", "enlarge", "mesh"),
     [
@@ -185,6 +188,7 @@ def test_an_int8_cache_of_keys_with_large_numbers(tmp_path, build, enlarge, mesh
     assert 0 < means[1] < 2 * means[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("build", "enlarge", "quantize", "mesh"),
     [

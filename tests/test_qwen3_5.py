@@ -77,6 +77,7 @@ def test_equal_keys():
     np.testing.assert_allclose(state, states[-1], atol=1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_kernel", [False, True], ids=["plain", "kernel"])
 @pytest.mark.parametrize(("T", "drafts"), [(1, 0), (4, 0), (4, 3), (1, 3), (8, 7), (40, 3)])
 def test_states_and_drafts_against_float64(T, drafts, is_kernel):
@@ -139,6 +140,7 @@ def test_the_kernel_compiles_for_tpus(topology, K, N, T, drafts):
     assert not re.findall(rf"f32\[{B},{N},128,128\]\S* (?:copy|fusion)\(", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("draft_tokens", "mesh"), [(1, (1, 2, 2)), (7, (2, 1, 2))])
 def test_drafts_change_no_token(tmp_path, monkeypatch, draft_tokens, mesh):
     """Of rows that repeat themselves, so that some drafts are kept and others fail; more prompts than rows."""
@@ -220,6 +222,7 @@ def released(tmp_path_factory):
     return path, reference
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 1, 8)], ids=str)
 def test_released_form(released, mesh):
     path, reference = released
@@ -227,6 +230,7 @@ def test_released_form(released, mesh):
     assert_matches(reference, prompts, decode(qwen3_5, path, prompts, mesh, max_new_tokens=8))
 
 
+@pytest.mark.slow
 def test_released_form_converted(released, tmp_path):
     path, reference = released
     prompts = random_prompts(30)
@@ -262,6 +266,7 @@ def test_no_drift(tmp_path):
     assert_matches(reference, prompts, decode(qwen3_5, tmp_path, prompts, (1, 1, 2), max_new_tokens=300))
 
 
+@pytest.mark.slow
 def test_rows_take_the_places_of_others(tmp_path, monkeypatch):
     """More prompts than rows, which end at different times: the tokens are those of each row alone."""
     read_in_pieces(monkeypatch, qwen3_5, 64)
@@ -277,6 +282,7 @@ def test_rows_take_the_places_of_others(tmp_path, monkeypatch):
         assert [token.id for token in others] == ids[: ids.index(stop) + 1 if stop in ids else None]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("draft", [None, "lookup"])
 def test_a_conversation_goes_on(tmp_path, draft):
     """A prompt that begins with all that the states have seen, after an answer that ended at its limit, with a stop

@@ -137,6 +137,7 @@ def test_a_released_form_says_what_the_demo_says(name):
     assert read(form(json.loads(raw))) == read(json.loads(raw))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", NESTED)
 def test_the_demo_with_a_released_configuration(main, tmp_path, name):  # noqa: F811
     folder, form = FORMS[name]

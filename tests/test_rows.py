@@ -58,6 +58,7 @@ def assert_equal(rows, others, atol=1e-4):
         np.testing.assert_allclose([t.logprob for t in row], [t.logprob for t in other], atol=atol)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "mesh", "rows", "temperature"),
     [
@@ -119,6 +120,7 @@ SHARED = [  # the folder; mesh; rows; tokens that all share; how often they are 
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "mesh", "rows", "common", "times", "options"), SHARED, ids=str)
 def test_the_first_row_reads_for_all(monkeypatch, name, mesh, rows, common, times, options):
     """Tokens are those of rows that read all themselves: prompts that go on after what they share, of which one is the
@@ -148,6 +150,7 @@ def test_the_first_row_reads_for_all(monkeypatch, name, mesh, rows, common, time
     assert not times or times * common <= stats["prefill_tokens"] <= times * common + own + common
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "mesh", "temperature", "quantize_cache", "T"),
     [
@@ -201,6 +204,7 @@ SMALL = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [("full", (1, 1, 1)), ("window", (1, 1, 4)), ("chunks", (1, 1, 1)), ("both", (1, 1, 4))],
@@ -254,6 +258,7 @@ def test_a_conversation_keeps_its_cache(tmp_path, monkeypatch, kind, mesh):
     assert read == [300, 40, 70, 33, 5 if kind == "full" or mesh != (1, 1, 1) else 25, 500, 60, 1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [
@@ -302,6 +307,7 @@ def test_a_conversation_whose_thoughts_are_dropped(monkeypatch, name, mesh, opti
         assert stats["prefill_tokens"] == len(prompt) - 150 * (prompt is not other)
 
 
+@pytest.mark.slow
 def test_a_row_gets_states_that_its_source_has_just_got():
     """Of three equal prompts, the first goes on in the last place, and gives its states to the second; that to the
     third."""
@@ -315,6 +321,7 @@ def test_a_row_gets_states_that_its_source_has_just_got():
     assert_equal(rows, alone * 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_oss", "llama4"])
 def test_a_place_keeps_its_rings_when_it_gets_tokens(monkeypatch, name):
     """A row that could go back to what its place kept gets more tokens from another place instead, and a later one goes
@@ -330,6 +337,7 @@ def test_a_place_keeps_its_rings_when_it_gets_tokens(monkeypatch, name):
         assert_equal(rows, [collected(steps, 1)[0] for steps in alone])
 
 
+@pytest.mark.slow
 def test_a_full_cache_forgets_nothing():
     """Whatever was stored behind it, a beginning stays, and is not read again; neither is one that ends behind a
     piece."""
@@ -346,6 +354,7 @@ def test_a_full_cache_forgets_nothing():
     assert stats["prefill_tokens"] == 1900 + 9 + 3
 
 
+@pytest.mark.slow
 def test_what_ends_behind_a_piece_is_copied(monkeypatch):
     """Of a ring, too, the tokens that prompts share are read once, wherever they end."""
     folder, config, mesh, weights = demo("gemma", (1, 1, 1))

@@ -22,6 +22,7 @@ def smollm2() -> Path:
     return real_checkpoint("smollm2-135m-instruct")
 
 
+@pytest.mark.slow
 def test_it_answers(smollm2):
     """As its users run it."""
     command = [sys.executable, ROOT / "llama3" / "main.py", "--model_path", smollm2, "--max_new_tokens", "48"]
@@ -44,6 +45,7 @@ def test_parity_in_float32(smollm2):
     assert_matches(reference, prompts, rows, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_number_formats_cost_on_real_text(smollm2, monkeypatch):
     """benchmarks/precision.py on fewer tokens and formats than the README has; the limits are two to three times its
     figures."""

@@ -219,6 +219,7 @@ def assert_same(tokenizer, encode, decode, texts=TEXTS) -> None:
         assert tokenizer.decode(ids, skip_special_tokens=True) == decode([i for i in ids if i not in special])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_the_packages_own_tokens(of_case, name):
     assert_same(of_case(name), case_of(name).encode, case_of(name).decode)
@@ -238,6 +239,7 @@ def test_special_tokens_of_tiktoken(of_case, name, text):
     assert of_case(name)(text)["input_ids"] == case_of(name).encode(text)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["kimi k2", "openllama"])
 def test_the_whole_program(main, tmp_path, name):  # noqa: F811
     """A tiny checkpoint with the real vocabulary: ids of the prompt, and text of random ids as one and as it comes."""
@@ -565,6 +567,7 @@ def test_a_tiktoken_vocabulary_of_an_unknown_family(tmp_path):
         read(tmp_path, "glm4")
 
 
+@pytest.mark.slow
 def test_pickled_weights_and_the_command_that_the_refusal_names(main, tmp_path):  # noqa: F811
     """OpenLLaMA's form: float16 in pytorch_model.bin, with buffers, and a sentencepiece model. The command makes a
     folder that loads, in float16 too, and whose name a shell would take apart."""
@@ -593,6 +596,7 @@ def test_pickled_weights_and_the_command_that_the_refusal_names(main, tmp_path):
     np.testing.assert_allclose(row["logprobs"], wanted.max(-1), atol=1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["openllama", "kimi k2", "tekken"])
 def test_conversion_takes_the_tokenizer_along(tmp_path, name):
     case = case_of(name)
