@@ -855,6 +855,7 @@ def chat(args, inputs: Inputs, generation) -> dict:
         readline.parse_and_bind("set enable-bracketed-paste on")
     say("chat: /reset starts anew, Ctrl-C stops an answer, /exit or end of file ends")
     history, measured, kept, results = inputs.system, {}, {}, None
+    seeds = itertools.count(args.seed)  # one for each answer, so that a question asked again may get another
     is_shown = sys.stdin.isatty() and sys.stdout.isatty()
     # How many tokens every conversation begins with.
     preamble = next((i for i, pair in enumerate(zip(*inputs.prompt_tokens)) if len({*pair}) > 1), 0)
@@ -876,7 +877,7 @@ def chat(args, inputs: Inputs, generation) -> dict:
             slots = max(CHAT_SLOTS, model.power_of_two(len(prompt_tokens[0]) + args.max_new_tokens - 1))
             slots, of_turn = min(slots, args.max_seq_len or slots), {}
             with interrupts_noted() as check:
-                of_chat = {"max_seq_len": slots, "kept": kept, "preamble": preamble}
+                of_chat = {"max_seq_len": slots, "kept": kept, "preamble": preamble, "seed": next(seeds) % 2**32}
                 for tokens in generation(prompt_tokens, **of_chat, stats=of_turn, progress=Progress(check)):
                     results.add(tokens)
                     check()

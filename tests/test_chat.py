@@ -85,6 +85,19 @@ def test_lines_of_windows():
     assert finished.stdout.decode().splitlines() == reference_answers(DEMO, ["Hello!", "What is 3 plus 4?"], 40)
 
 
+def test_a_question_asked_again():
+    """Sampled, it gets another answer; the whole chat is the same with the same seed."""
+    options = ["--temperature", "3", "--seed", "4294967295", "--max_new_tokens", "12"]
+    chats = [
+        subprocess.run(
+            [*CHAT, *options], env=ENVIRONMENT, input=b"Hello!\n/reset\nHello!\n", capture_output=True
+        ).stdout
+        for _ in range(2)
+    ]
+    first, again = chats[0].splitlines()
+    assert first and again and first != again and chats[0] == chats[1]
+
+
 def test_nobody_reads_the_answers():
     """The conversation ends, as a list of prompts would."""
     with open("/dev/full", "w") as full:
