@@ -722,6 +722,34 @@ ROPES["linear"] = LinearRope
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Llama 3's rope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Rope(LinearRope):
+    """Only frequencies that make fewer than `low_freq_factor` turns over the original context are divided by `factor`.
+    Those that make more than `high_freq_factor` stay, and between the two it interpolates."""
+
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self):
+        if self.low_freq_factor > self.high_freq_factor:
+            raise InputError("config.json: low_freq_factor must not be above high_freq_factor")
+
+    def frequencies(self) -> np.ndarray:
+        frequencies = 1 / self.wavelengths()
+        turns = self.original_max_position_embeddings / (np.float32(2 * np.pi) / frequencies)
+        span = max(self.high_freq_factor - self.low_freq_factor, 1e-30)  # not 0
+        kept = np.clip((turns - self.low_freq_factor) / span, 0, 1)
+        return (1 - kept) * frequencies / self.factor + kept * frequencies
+
+
+ROPES["llama3"] = Llama3Rope
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Norm, embedding, vocabulary
 
 

@@ -490,6 +490,7 @@ CASES = {
     "mixtral": mixtral_8(),
     "mixtral, tied, window, three of four experts, wide heads, one kv head, large eps": mixtral_8(
         tie_word_embeddings=True,
+        rope_parameters=LLAMA3_ROPE,  # as in mergekit's Mixtrals of Llama 3.1
         sliding_window=50,
         num_local_experts=4,
         num_experts_per_tok=3,
