@@ -68,7 +68,7 @@ class Config:
     n_head: int
     n_inner: int = 0  # from_dict sets it
     layer_norm_epsilon: float = 1e-5
-    activation_function: str = "gelu_new"  # the tanh form of gelu; "gelu" is the exact one
+    activation_function: str = "gelu_new"  # "gelu" is the exact one, all others its tanh form
     scale_attn_by_inverse_layer_idx: bool = False  # scores of layer i are divided by i + 1 too
     prefix: str = ""  # of all tensors' names: transformers writes "transformer.", OpenAI's releases have none
 
@@ -85,9 +85,10 @@ class Config:
 
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
+        activations = "gelu_new", "gelu", "gelu_fast", "gelu_pytorch_tanh"
         check_supported(
             model_type=(config.get("model_type"), ("gpt2",)),
-            activation_function=(config.get("activation_function", "gelu_new"), ("gelu_new", "gelu")),
+            activation_function=(config.get("activation_function", "gelu_new"), activations),
             scale_attn_weights=(config.get("scale_attn_weights", True), (True,)),
             tie_word_embeddings=(config.get("tie_word_embeddings", True), (True,)),
         )
@@ -182,7 +183,7 @@ def feed_forward(x: Array, w: dict, config: Config) -> Array:
     """The second half of a layer, on x [B T, D]: norm, MLP, residual."""
     h = layer_norm(x, w["mlp_norm"], w["mlp_norm_bias"], config.layer_norm_epsilon)
     h = linear(h, w["up"], w["up_bias"])
-    h = jax.nn.gelu(h, approximate=config.activation_function == "gelu_new").astype(x.dtype)
+    h = jax.nn.gelu(h, approximate=config.activation_function != "gelu").astype(x.dtype)
     return x + jax.lax.psum(linear(h, w["down"]).astype(x.dtype), MODEL_AXES) + w["down_bias"]
 
 

@@ -40,9 +40,10 @@ def test_a_released_checkpoint(released, capsys):
     "options",
     [
         {"activation_function": "gelu"},
+        {"activation_function": "gelu_fast"},
         {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True, "n_layer": 4},
     ],
-    ids=["Cerebras-GPT", "Stanford"],
+    ids=["Cerebras-GPT", "rinna", "Stanford"],
 )
 def test_relatives(tmp_path, options):
     reference = save_random(tmp_path, *gpt_2(**options)[1:])
