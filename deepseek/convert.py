@@ -793,6 +793,8 @@ def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict
     weights = jax.tree.leaves(weights_of(config))
     expected = {name: shape for weight in weights for name, shape in weight.tensors().items()}
     missing, problems = [f"{name} is missing" for name in expected if name not in found], []
+    if len(missing) == 1 and missing[0].startswith("lm_head."):
+        missing[0] += " (if the embedding is the head, set tie_word_embeddings to true in config.json)"
     skipped = {}
     for name, tensor in found.items():
         if reason := model.left_out(name, config):

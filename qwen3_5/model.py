@@ -297,7 +297,7 @@ def left_out(name: str, config: Config) -> str | None:
         return "computed from config.json"
     if name == "lm_head.weight" and config.tie_word_embeddings:
         return "tied to embed_tokens.weight"
-    if name.startswith("model.visual."):
+    if ".visual." in name:  # model.language_model.visual. where transformers 5.5 saved it
         return "for images, and this model reads text"
     if name.startswith("mtp.") and not config.uses_extra_layer:
         return "for multi-token prediction, which --draft mtp uses"

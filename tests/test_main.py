@@ -437,7 +437,7 @@ def template(text):
         (edit_json("config.json", num_key_value_heads=3), "num_key_value_heads 3"),
         (edit_json("config.json", hidden_size=256), "config.json asks for"),
         (edit_json("config.json", vocab_size=511), "[512, 128]"),
-        (edit_json("config.json", tie_word_embeddings=False), "lm_head.weight is missing"),
+        (edit_json("config.json", tie_word_embeddings=False), "missing (if the embedding is the head, set tie_word"),
         (edit_json("config.json", hidden_act="gelu"), "'gelu'"),
         (edit_json("config.json", rope_parameters={"rope_type": "longrope", "factor": 4.0}), "'longrope'"),
         (

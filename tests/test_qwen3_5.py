@@ -211,7 +211,8 @@ def released(tmp_path_factory):
             tensors[name] = parameter.detach()
     tensors = {name: x for name, x in tensors.items() if not name.endswith("proj.weight") or ".experts." not in name}
     tensors = {name.replace("model.", "model.language_model.", 1): x.contiguous() for name, x in tensors.items()}
-    tensors |= {"model.visual.pos_embed.weight": tensors["lm_head.weight"].clone()}
+    for prefix in ("model.visual.", "model.language_model.visual."):  # transformers 5.5 wrote the second
+        tensors[f"{prefix}pos_embed.weight"] = tensors["lm_head.weight"].clone()
     tensors |= qwen_extra_layer_tensors(random_extra_layer(reference))
     save_file(tensors, path / "model.safetensors")
     text = json.loads((path / "config.json").read_text())
