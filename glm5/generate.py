@@ -332,7 +332,7 @@ class Places:
     states. `past`, the places of an earlier call, has the same batch and slots; its cache is still there.
     """
 
-    prompts: list[list[int]]
+    prompts: list[np.ndarray]
     count: int
     batch: int
     dp: int
@@ -374,15 +374,16 @@ class Places:
         free = np.flatnonzero(self.numbers[: self.count] < 0).tolist()
         while free and self.waiting:
             prompt = self.prompts[number := self.waiting.popleft()]
-            p, length = max(free, key=lambda p: self.shared(p, prompt)[0]), len(prompt)
+            agreeing, length = self.agreeing(prompt), len(prompt)
+            p = max(free, key=lambda p: self.shared(p, agreeing[p])[0])
             free.remove(p)
             self.is_new[p], self.numbers[p] = True, number
-            rows.filled[p], self.saved[p] = self.shared(p, prompt)
+            rows.filled[p], self.saved[p] = self.shared(p, agreeing[p])
             if rows.filled[p] in self.saved[p]:  # it returns to what is kept, or begins anew
                 self.stored[p] = rows.filled[p] + self.pieces[0]  # with padding
             rows.history[p, :length], rows.seeds[p] = prompt, (number, self.seed)
             self.prompt_lengths[p] = self.known[p] = rows.lengths[p] = length
-            self.sources[p], self.common[p] = self.source(p)
+            self.sources[p], self.common[p] = self.source(p, agreeing)
             self.stops[p] = self.stops_of(p)
             rows.limits[p] = self.limit(p)
 
@@ -399,14 +400,13 @@ class Places:
         if not self.has_states or self.sources[p] >= 0:
             return []
         following = itertools.islice(self.waiting, self.count)
-        common = sorted(min(self.agreeing(p, self.prompts[n]), self.prompt_lengths[p] - 1) for n in following)
+        common = sorted(min(self.agreeing(self.prompts[n], [p])[0], self.prompt_lengths[p] - 1) for n in following)
         best = max([((len(common) - i) * n, n) for i, n in enumerate(common)], default=(0, 0))[1]
         return [best] if best >= FEWEST_COPIED else []
 
-    def shared(self, p: int, prompt: list[int]) -> tuple[int, np.ndarray]:
-        """How many tokens at the beginning of a prompt the cache of a place can keep, and `saved`, 0 in place of tokens
-        with which the prompt does not begin."""
-        most = self.agreeing(p, prompt)
+    def shared(self, p: int, most: int) -> tuple[int, np.ndarray]:
+        """How many tokens of a prompt, `most` of which agree, the cache of a place can keep, and `saved`, 0 in place of
+        tokens with which the prompt does not begin."""
         n, saved = min(most, self.known[p] - 1, self.rows.filled[p]), self.saved[p] * (self.saved[p] <= most)
         stays = n == self.rows.filled[p] if self.has_states else self.offers(p, n)
         return n if n > 0 and stays else max(saved), saved
@@ -418,18 +418,19 @@ class Places:
             return n in self.saved[p]
         return self.stored[p] <= self.held or self.stored[p] - n <= model.PREFILL_PIECE
 
-    def agreeing(self, p: int, prompt: list[int]) -> int:
-        """How many tokens at the beginning of a prompt, but for its last one, are those in the history of a place."""
-        return int(np.argmin(np.append(self.rows.history[p, : len(prompt) - 1] == prompt[:-1], False)))
+    def agreeing(self, prompt: np.ndarray, places=slice(None)) -> np.ndarray:
+        """How many tokens at the beginning of a prompt, but for its last one, are those in the histories of places."""
+        same = self.rows.history[places, : len(prompt) - 1] == prompt[:-1]
+        return np.argmin(np.pad(same, ((0, 0), (0, 1))), axis=1)
 
-    def source(self, p: int) -> tuple[int, int]:
+    def source(self, p: int, agreeing: np.ndarray) -> tuple[int, int]:
         """The place of another row from which a new one can have the most tokens, and how many; -1 if these are too few
         to wait for."""
-        prompt, filled, source, most = self.prompts[self.numbers[p]], self.rows.filled, -1, 0
-        first = p // self.together * self.together
-        for q in range(first, first + self.together):
-            if self.numbers[q] >= 0 and q != p:
-                n = min(self.agreeing(q, prompt), max(self.prompt_lengths[q], self.known[q] - 1))
+        filled, source, most = self.rows.filled, -1, 0
+        is_near = np.arange(self.batch) // self.together == p // self.together
+        for q in np.flatnonzero(is_near & (self.numbers >= 0) & (agreeing >= filled[p] + FEWEST_COPIED)).tolist():
+            if q != p:
+                n = min(agreeing[q], max(self.prompt_lengths[q], self.known[q] - 1))
                 ends = [end for end in (*self.stops[q], *self.saved[q]) if end <= n] if self.has_states else [n]
                 n = max((end for end in ends if end > filled[q] or self.offers(q, end)), default=0)
                 if n > most:
@@ -701,7 +702,7 @@ def generate(
     together = jax.tree.leaves(wanted)[0].shape[0] // dp
     given = dict(drafts=drafts, seed=seed, max_new_tokens=max_new_tokens, max_seq_len=max_seq_len)
     given |= dict(together=together, held=min(held), opening=OPENING if forgetful and keeps else 0, preamble=preamble)
-    places = Places(prompts, count, batch, dp, pieces, **given, stop_tokens=stop_tokens, past=past)
+    places = Places([*map(np.int32, prompts)], count, batch, dp, pieces, **given, stop_tokens=stop_tokens, past=past)
     options = dict(config=config, mesh=mesh, draft=draft, drafts=drafts, sampling=sampling, stop_tokens=stop_tokens)
     stats = {} if stats is None else stats
     engine = Engine(weights, *caches, programs, places, options, stats, progress)
