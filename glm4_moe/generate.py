@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -783,11 +784,23 @@ def memory_of(mesh: Mesh) -> float:
     call it, and get the same result, from the process with the least."""
     devices = mesh.local_devices
     if devices[0].platform == "cpu":
-        local = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        local = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), memory_limit())
     else:
         local = sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in devices)
     least = float(np.min(multihost_utils.process_allgather(np.float32(local))))
     return least * mesh.size / len(devices)
+
+
+def memory_limit(root: str = "/") -> float:
+    """Bytes that control groups allow this process, as containers and Slurm set them; infinite if none is set."""
+    file, found = Path(root, "proc/self/cgroup"), [math.inf]
+    for line in file.read_text().splitlines() if file.exists() else []:
+        _, kind, group = line.split(":", 2)  # of version 2 the kind is empty
+        if kind in ("", "memory"):
+            folder, name = Path(root, "sys/fs/cgroup", kind, group[1:]), f"memory.{'limit_in_bytes' if kind else 'max'}"
+            files = [above / name for above in (folder, *folder.parents) if (above / name).is_file()]
+            found += [int(text) for text in (one.read_text() for one in files) if text.strip().isdigit()]
+    return min(found)
 
 
 def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config, tokens=1.0) -> int:

@@ -420,6 +420,32 @@ def test_how_many_rows_memory_holds(monkeypatch):
         list(generate.generate(weights, prompts, config, mesh, max_new_tokens=100))
 
 
+def test_what_memory_a_container_has(tmp_path):
+    """Control groups of both versions: the least of a group and those around it."""
+    limit = import_folder("llama3").generate.memory_limit
+    assert limit(tmp_path) == np.inf  # no such files, as on macOS
+    groups = tmp_path / "sys" / "fs" / "cgroup"
+    for folder, name, text in (
+        ("job/step", "memory.max", "max\n"),
+        ("job", "memory.max", "4294967296\n"),
+        ("", "memory.max", "8589934592\n"),
+        ("memory/docker/a", "memory.limit_in_bytes", "1073741824\n"),
+        ("memory", "memory.limit_in_bytes", "9223372036854771712\n"),
+    ):
+        (groups / folder).mkdir(parents=True, exist_ok=True)
+        (groups / folder / name).write_text(text)
+    own = tmp_path / "proc" / "self" / "cgroup"
+    own.parent.mkdir(parents=True)
+    for text, wanted in (
+        ("0::/job/step\n", 2**32),
+        ("0::/\n", 2**33),
+        ("0::/seen/from/outside\n", 2**33),
+        ("9:cpu,cpuacct:/\n4:memory:/docker/a\n0::/\n", 2**30),
+    ):
+        own.write_text(text)
+        assert limit(tmp_path) == wanted, text
+
+
 def accepted(history: list, filled: int, lengths: int, limits: int, chosen: list, stops: tuple, T: int):
     """What generate.accept makes of a row, token by token."""
     for position in range(filled, filled + T):
