@@ -18,7 +18,6 @@ model, by a profiler's trace. --save NAME writes benchmarks/results/NAME.json, w
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import re
@@ -39,7 +38,7 @@ if "--components" in sys.argv:  # in a captured graph, a GPU's kernels would not
 import jax
 import jax.numpy as jnp
 import numpy as np
-from folders import flops, import_from, provenance, read_config, run, save
+from folders import check_batch, count, flops, import_from, provenance, read_config, run, save, with_drafts
 
 # Published dense bfloat16 peak in TFLOP/s of a device, by the beginning of jax's device_kind; sources as main.py's.
 PEAK_TFLOPS = {
@@ -212,11 +211,13 @@ def bench(args) -> dict:
     )
     model = folder.model
     raw_config = read_config(args.folder, args.config, args.layers)
-    config = model.Config.from_dict(raw_config)
-    if args.draft == "mtp":
-        config = dataclasses.replace(config, uses_extra_layer=True)
+    config = with_drafts(model.Config.from_dict(raw_config), args)
+    if not 0 <= args.accepted <= 1:
+        raise ValueError(f"--accepted {args.accepted} is no probability")
     declared = model.in_format(model.weights_of(config), args.quantize)
     mesh = model.make_mesh(*folder.convert.mesh_shape(declared, jax.devices(), args.dp, args.ep, args.tp))
+    for batch in args.batch:
+        check_batch(batch, mesh)
     with tempfile.TemporaryDirectory() as checkpoint:
         rival = None
         if args.vs:
@@ -303,11 +304,6 @@ def show(row: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-
-    def count(text):
-        if not text.isdigit() or int(text) == 0:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-        return int(text)
 
     add("folder", help="a model folder, such as llama3")
     add("--config", required=True, help="a released size, FOLDER/configs without .json, or a config.json")

@@ -1,5 +1,6 @@
 """What the programs of this folder share: model folders and their released sizes, files of results, errors."""
 
+import argparse
 import dataclasses
 import datetime
 import importlib
@@ -65,6 +66,28 @@ def read_config(folder: str, name: str, layers: int | None = None) -> dict:
         if "layer_types" in text:
             text["layer_types"] = text["layer_types"][:layers]
     return config
+
+
+def with_drafts(config, args):
+    """The configuration for --draft, with an extra layer for mtp. Raises ValueError if the folder knows of none."""
+    if args.draft != "mtp":
+        return config
+    if not hasattr(config, "uses_extra_layer"):
+        raise ValueError(f"{args.folder} has no layer of multi-token prediction for --draft mtp")
+    return dataclasses.replace(config, uses_extra_layer=True)
+
+
+def check_batch(batch: int, mesh) -> None:
+    """Raises ValueError for a batch that dp does not divide."""
+    if batch % mesh.shape["dp"]:
+        raise ValueError(f"--batch {batch} is no multiple of dp {mesh.shape['dp']}")
+
+
+def count(text: str) -> int:
+    """A positive number of the command line."""
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
 
 
 def shape_of(weight) -> tuple[int, ...]:

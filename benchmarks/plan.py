@@ -58,7 +58,18 @@ os.environ |= {
 
 import jax
 import jax.numpy as jnp
-from folders import attention_flops, flops, import_from, provenance, read_config, run, save
+from folders import (
+    attention_flops,
+    check_batch,
+    count,
+    flops,
+    import_from,
+    provenance,
+    read_config,
+    run,
+    save,
+    with_drafts,
+)
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -122,6 +133,8 @@ def devices_of(target: str) -> list:
     """The devices of a machine that is not at hand, as jax.experimental.topologies describes them."""
     chip, _, shape = target.partition(":")
     if chip in ("h100", "h200"):
+        if shape:
+            raise ValueError(f"--target {target}: GPUs are planned one at a time, as {chip}")
         text = GPU.format(bandwidth=CHIPS[chip].bandwidth, memory=CHIPS[chip].memory)
         options = {"platform": "cuda", "topology_name": "h100", "topology": "1x1x1", "target_config": text}
         extra = "plan-gpu"
@@ -133,7 +146,8 @@ def devices_of(target: str) -> list:
     try:
         return topologies.get_topology_desc(**options).devices
     except Exception as error:  # a missing plugin and a wrong name show as many kinds of it
-        raise ValueError(f"no compiler for {target}; is '.[{extra}]' installed? ({str(error)[:200]})") from error
+        what = f"no compiler for {target}: is it a slice such as v5e:2x4, and is '.[{extra}]' installed?"
+        raise ValueError(f"{what} ({str(error)[:200]})") from error
 
 
 def nbytes(shapes: str) -> int:
@@ -166,9 +180,9 @@ def lower_program(generate, config, mesh, args, T: int, b: int | None):
 def plan(args) -> dict:
     """The report on one configuration: the keys of --json."""
     model, generate, convert = (import_from(args.folder, name) for name in ("model", "generate", "convert"))
-    config = model.Config.from_dict(read_config(args.folder, args.config, args.layers))
-    if args.draft == "mtp":
-        config = dataclasses.replace(config, uses_extra_layer=True)
+    config = with_drafts(model.Config.from_dict(read_config(args.folder, args.config, args.layers)), args)
+    if args.tokens > model.FEW:
+        raise ValueError(f"--tokens {args.tokens} is more than a decode step takes of a row, {model.FEW}")
     name = args.target.partition(":")[0]
     if name not in CHIPS:
         raise ValueError(f"--target {args.target} is of none of {', '.join(CHIPS)}")
@@ -177,6 +191,7 @@ def plan(args) -> dict:
     dp = args.dp or (max(1, len(devices) // ((args.ep or 1) * args.tp)) if args.tp else None)
     declared = model.in_format(model.weights_of(config), args.quantize)
     mesh = model.make_mesh(*convert.mesh_shape(declared, devices, dp, args.ep, args.tp), devices=devices)
+    check_batch(args.batch, mesh)
     R, piece, taken = model.cache_sharers(config, model.model_shards(mesh)), None, None
     if hasattr(model, "row_groups"):  # R: devices that share the tokens of a row
         R = model.row_groups(args.batch // mesh.shape["dp"], R)[1]
@@ -448,25 +463,25 @@ def main() -> None:
     add = parser.add_argument
     add("folder", help="a model folder, such as llama3")
     add("--config", required=True, help="a released size, FOLDER/configs without .json, or a config.json")
-    add("--layers", type=int, help="so many layers of it")
+    add("--layers", type=count, help="so many layers of it")
     add("--target", required=True, nargs="+", help="v5e:4x4, v6e:2x4, v5p:2x2x4, .., h100, h200")
-    add("--batch", type=int, nargs="+", default=[8])
-    add("--max_seq_len", type=int, nargs="+", default=[2048], help="cache slots for a sequence, all of them filled")
-    add("--tokens", type=int, default=1, help="of a row in a decode step, all but one of them drafts, default 1")
+    add("--batch", type=count, nargs="+", default=[8])
+    add("--max_seq_len", type=count, nargs="+", default=[2048], help="cache slots for a sequence, all of them filled")
+    add("--tokens", type=count, default=1, help="of a row in a decode step, all but one of them drafts, default 1")
     add("--draft", choices=["lookup", "mtp"], help="where these come from, by default from the caller")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     add("--quantize", choices=["int8", "int4"])
     add("--quantize_cache", choices=["int8"])
     add(
         "--prefill",
-        type=int,
+        type=count,
         nargs="+",
         metavar="P",
         help="the prefill of P tokens a row, in all its pieces, not the decode step",
     )
-    add("--dp", type=int)
-    add("--ep", type=int)
-    add("--tp", type=int, nargs="+")
+    add("--dp", type=count)
+    add("--ep", type=count)
+    add("--tp", type=count, nargs="+")
     add("--json", action="store_true", help="a line for each combination of targets, batches, slots and tp")
     add("--save", metavar="NAME", help="all of it in benchmarks/results/NAME.json")
     args = parser.parse_args()

@@ -40,6 +40,10 @@ def test_8b_on_two_by_four_chips():
         (["llama3", "--config", "llama-9b", "--target", "v5e:2x4"], "llama-9b"),
         (["llama3", "--config", "llama-3.1-8b", "--target", "v9:2x4"], "v9:2x4"),
         (["qwen3", "--config", "qwen3-30b-a3b", "--target", "v5e:2x4", "--ep", "3"], "1 x 3 x 2 needs 6"),
+        (["qwen3", "--config", "qwen3-0.6b", "--target", "v5e:2x2", "--draft", "mtp"], "no layer of multi-token"),
+        (["qwen3", "--config", "qwen3-0.6b", "--target", "v5e:2x2", "--batch", "3", "--dp", "2"], "multiple of dp 2"),
+        (["qwen3", "--config", "qwen3-0.6b", "--target", "h100:8"], "one at a time"),
+        (["qwen3", "--config", "qwen3-0.6b", "--target", "v5e:3x3"], "a slice such as v5e:2x4"),
     ],
 )
 def test_errors(arguments, words):
