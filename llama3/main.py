@@ -127,13 +127,13 @@ def parse_arguments():
     add("--profile", metavar="DIR", help="write a jax.profiler trace of the decode loop")
     args = parser.parse_args()
     for name, value in vars(args).items():
-        if value == "":
+        if value == "" and name != "system":  # an empty message takes the place of a template's own
             raise InputError(f"--{name} is empty")
     if 0 < args.temperature < 1e-6:
         raise InputError(f"--temperature {args.temperature} is neither 0 nor at least 1e-6")
     if args.chat and (args.raw or args.output == "json" or args.logprobs or args.profile):
         raise InputError("--chat prints text by the template: leave out --raw, --output json, --logprobs, --profile")
-    if args.raw and (args.system or args.template_args):
+    if args.raw and (args.system is not None or args.template_args):
         raise InputError("--system and --template_args are for the chat template, which --raw leaves out")
     if args.prompt and "-" in args.prompt and len(args.prompt) > 1:
         raise InputError("--prompt - stands alone, since it is all of standard input")
@@ -184,12 +184,22 @@ def encode(tokenizer, prompts, raw, history=(), template_args=None, remedy="") -
             raise InputError(f"prompt {row} cannot be encoded: it, or --system, is not in UTF-8")
         try:
             if not raw:
-                options = {"add_generation_prompt": True, "tokenize": False}
-                prompt = tokenizer.apply_chat_template(messages, **options, **(template_args or {}))
+                prompt = render(tokenizer, messages, add_generation_prompt=True, **(template_args or {}))
             found.append(tokenizer(prompt, add_special_tokens=raw)["input_ids"])
         except BaseException as error:  # from jinja or the template; a tokenizer's panic is no Exception
             raise InputError(f"prompt {row} cannot be encoded: {one_line(error)}{'' if raw else remedy}") from error
     return found
+
+
+def render(tokenizer, messages: list[dict], **options) -> str:
+    """Messages by the chat template. Llama Guard's takes content as a list alone, and leaves out what is text without a
+    word: if the last message changes nothing, all get lists."""
+    template = functools.partial(tokenizer.apply_chat_template, tokenize=False, **options)
+    text, last = template(messages), messages[-1]
+    with contextlib.suppress(Exception):
+        if last["content"].strip() and text == template([*messages[:-1], last | {"content": ""}]):
+            return template([m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages])
+    return text
 
 
 def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:
@@ -215,7 +225,7 @@ def read_stop_tokens(checkpoint: Checkpoint, tokenizer) -> tuple[int, ...]:
     given = [*(place.get("eos_token_id") for place in places), id_of(tokenizer, tokenizer.eos_token)]
     with contextlib.suppress(Exception):  # no template, or one that takes other messages alone
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "some answer"}]
-        behind = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("some answer")[2]
+        behind = render(tokenizer, messages).rpartition("some answer")[2]
         end = tokenizer(behind, add_special_tokens=False)["input_ids"][0]
         given += [end] if end in tokenizer.added_tokens_decoder.keys() - read_markers(tokenizer) else []
     stop = [token for value in given for token in (value if isinstance(value, list) else [value]) if token is not None]
@@ -692,12 +702,12 @@ def read_inputs(args) -> Inputs:
         raise InputError(f"{folder}: no layer of multi-token prediction for --draft mtp; try --draft lookup")
     tokenizer = read_tokenizer(checkpoint)
     is_raw = args.raw or not tokenizer.chat_template
-    if is_raw and (args.chat or args.system or args.template_args):
+    if is_raw and (args.chat or args.system is not None or args.template_args):
         raise InputError(f"{folder}: --system, --template_args or --chat needs a chat template, and it has none")
     remedy = "" if args.chat or args.template_args else "; --raw leaves the template out"
     if args.system:
         remedy = "; the template may take no --system"
-    system = [{"role": "system", "content": args.system}] if args.system else []
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
     prompt_tokens = encode(tokenizer, prompts, is_raw, system, args.template_args, remedy)
     bos, file = tokenizer.bos_token, folder / "tokenizer_config.json"
     asks_for_bos = is_raw and file.is_file() and read_json(file).get("add_bos_token")
@@ -707,6 +717,11 @@ def read_inputs(args) -> Inputs:
         if is_raw and ids[:2] == [tokenizer.bos_token_id] * 2:
             del ids[0]
             say(f"note: prompt {row} begins with {bos}, and gets no other")
+    asked = {"temperature": 1.0} | (read_json(file) if (file := folder / "generation_config.json").is_file() else {})
+    if asked.get("do_sample") is True and args.temperature == 0:
+        flags = {name: asked.get(name) for name in ("temperature", "top_k", "top_p")}
+        flags = [f"--{name} {value}" for name, value in flags.items() if type(value) in (int, float)]
+        say(f"note: {file.name} asks for {' '.join(flags)}; without them, the most probable token is taken")
     check_prompts(prompt_tokens, checkpoint.config, args.max_seq_len, args.max_new_tokens)
     check_context(prompt_tokens, checkpoint.raw_config)
     weights = model.in_format(checkpoint.weights, args.quantize)
@@ -883,6 +898,8 @@ def chat(args, inputs: Inputs, generation) -> dict:
                     check()
             measured = of_turn
             results.note_cut()
+            if not results.answers[0].message():
+                say("note: that was a thought without an answer; it is forgotten, with its question")
         except KeyboardInterrupt:
             write("\n")
         except EOFError:

@@ -173,6 +173,7 @@ def test_a_system_message_and_what_a_template_takes(main, tmp_path):
     for more, wanted in (
         ([], "[user]Hello!none>"),
         (["--system", "Be brief."], "[system]Be brief.[user]Hello!none>"),
+        (["--system", ""], "[system][user]Hello!none>"),  # in the place of a template's own
         (["--template_args", '{"mood": "glad"}'], "[user]Hello!glad>"),
     ):
         (row,), _ = json_rows(main(*flags, *more)[1])
@@ -183,6 +184,33 @@ def test_a_system_message_and_what_a_template_takes(main, tmp_path):
         result = main(*flags[:2], *more, "--system", "Be brief.")
         assert_refused(result, "I take no system role")
         assert "--raw" not in result[2]
+
+
+def test_a_template_that_takes_lists_alone(main, tmp_path):
+    """As Llama Guard's, which leaves out a content that is text. A word that its own text has is no exception."""
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    parts = "{% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ part.text | trim }}{% endfor %}"
+    template("Is it safe?{% for m in messages %}[{{ m.role }}]" + parts + "{% endfor %}>")(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    flags = ["--model_path", tmp_path, "--output", "json", "--max_new_tokens", "1", "--system", "Be brief."]
+    for prompt in "How tall is he?", " safe ":
+        (row,), _ = json_rows(main(*flags, "--prompt", prompt)[1])
+        contents = [{"type": "text", "text": "Be brief."}], [{"type": "text", "text": prompt}]
+        messages = [{"role": role, "content": x} for role, x in zip(("system", "user"), contents, strict=True)]
+        wanted = tokenizer.apply_chat_template(messages, tokenize=False)
+        assert row["prompt_tokens"] == tokenizer(wanted, add_special_tokens=False)["input_ids"]
+
+
+def test_sampling_that_a_release_asks_for(main, tmp_path):
+    """A note says so, unless there is sampling."""
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    asked = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": None, "eos_token_id": 1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(asked))
+    flags = ["--model_path", tmp_path, "--prompt", "Hello!", "--max_new_tokens", "1"]
+    assert "generation_config.json asks for --temperature 0.6 --top_k 20;" in main(*flags)[2]
+    assert "asks for" not in main(*flags, "--temperature", "0.6")[2]
+    edit_json("generation_config.json", do_sample=False)(tmp_path)
+    assert "asks for" not in main(*flags)[2]
 
 
 def test_a_raw_prompt_with_its_own_bos(main):
