@@ -766,7 +766,8 @@ def main() -> None:
     args = parse_arguments()
     if sys.stdout is None or (args.chat and sys.stdin is None):
         raise InputError(f"standard {'output' if sys.stdout is None else 'input'} is closed")
-    jax.config.update("jax_enable_x64", False)  # what JAX_ENABLE_X64 asks for is for other programs
+    for name in ("jax_enable_x64", "jax_disable_jit"):  # what these variables ask for is for other programs
+        jax.config.update(name, False)
     join_hosts(args)
     convert.find_devices()
     if args.no_compilation_cache:  # JAX_COMPILATION_CACHE_DIR may name one
@@ -779,11 +780,11 @@ def main() -> None:
         jax.config.update("jax_compilation_cache_max_size", 4 * 2**30)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     processes = jax.process_count()
-    if processes > 1:  # process 0 alone prints results; what libraries print goes to standard error
+    if jax.distributed.is_initialized():  # process 0 alone prints results; what libraries print goes to standard error
         results = os.dup(1) if jax.process_index() == 0 else os.open(os.devnull, os.O_WRONLY)
         sys.stdout = os.fdopen(results, "w", encoding="utf-8", errors="backslashreplace")
         os.dup2(2, 1)
-        if args.chat:
+        if args.chat and processes > 1:
             raise InputError(f"--chat needs one process alone, and there are {processes}")
         say(f"{jax.device_count()} devices of {processes} processes")
     inputs = read_together(args)

@@ -57,6 +57,14 @@ def start(count, *arguments, wanted=None, port=None, **options):
     return [Process(*coordinator, "--process_id", i, *arguments, **options) for i in wanted]
 
 
+def test_one_process_of_one():
+    """What a script gives that was written for several: standard output has the results alone."""
+    (process,) = start(1, "--prompt", "Hello!", "--output", "json")
+    status, out, err = process.wait(120)
+    row, stats = map(json.loads, out.splitlines())
+    assert status == 0 and row["text"] and stats["stats"]["devices"] == 1, err
+
+
 def start_endless(**options):
     """Two processes in the middle of a decode."""
     processes = start(2, *ENDLESS, **options)
