@@ -60,7 +60,8 @@ METHODS = (  # which config.json may name; bitsandbytes only for weights that we
 OURS = {  # config.json's quantization_config of what convert writes
     "int8": {"quant_method": "int8_per_channel"}, "int4": {"quant_method": "int4_in_groups", "group_size": 32},
 }  # fmt: skip
-OF_ACTIVATIONS = re.compile(r"\.((input|output|[qkv]|kv|prob)_(scale|zero_point)|input_scale_ub)$")  # and of the cache
+# And of the cache.
+OF_ACTIVATIONS = re.compile(r"\.((input|output|activation|[qkv]|kv|prob)_(scale|zero_point)|input_scale_ub)$")
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
 SMALL = 2**22  # loading checks weights with fewer numbers than this for NaN: norms, routers
@@ -111,7 +112,7 @@ class Stored(NamedTuple):
     def read(self, *index: slice | int) -> np.ndarray:
         """A part of the tensor, memory-mapped: it is read from disk when used, and leaves memory when dropped."""
         on_disk = swapped(self.shape) if self.is_transposed else self.shape
-        array = np.memmap(self.file, NUMPY.get(self.kind, np.uint8), "r", self.offset, on_disk)
+        array = np.memmap(str(self.file), NUMPY.get(self.kind, np.uint8), "r", self.offset, on_disk)
         return (array.swapaxes(-1, -2) if self.is_transposed else array)[index]
 
 
@@ -140,8 +141,7 @@ class Scaled(NamedTuple):
                 continue
             if name.endswith("_zero_point"):
                 if found.pop(name).read().any():
-                    what = f"8 bits with zero points ({name:.200}) are not supported"
-                    raise InputError(f"{folder}: {what}; give the unquantized checkpoint")
+                    raise InputError(f"{folder}: 8 bits with zero points ({name:.200}) are not supported")
                 continue
             values, ending = found[name], "_scale_inv" if f"{name}_scale_inv" in found else "_scale"
             scale, rows, is_int8 = found.pop(name + ending, None), values.shape[:-1], values.kind == "I8"
@@ -411,7 +411,7 @@ class Gptq(Awq):
             if first != {8}:  # a symmetric zero is 8, whatever checkpoint_format says
                 less = int(quantization.get("checkpoint_format") != "gptq_v2" or first == {7})
                 found[name] = dataclasses.replace(tensor, less=less)
-                unsettled += [name] * less
+                unsettled += [name] * (less and first != {7})  # a zero of 7 borrows from none
         if is_less_by_words([found[name] for name in unsettled], quantization.get("meta")):
             found |= {name: dataclasses.replace(found[name], less=0, words_less=0x11111111) for name in unsettled}
 
@@ -635,9 +635,8 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
     quantization = next((place[key] for place in places for key in keys if key in place), None)
     method = quantization.get("quant_method", "MLX") if isinstance(quantization, dict) and quantization else None
     remedy = "give the unquantized checkpoint"
-    unsupported = f"{folder}: quantization {method or quantization!r:.40} is not supported; {remedy}"
     if quantization not in (None, *OURS.values()) and method not in METHODS:
-        raise InputError(unsupported)
+        raise InputError(f"{folder}: quantization {method or quantization!r:.40} is not supported; {remedy}")
     try:
         Config.from_dict(raw_config)  # reports what is wrong with config.json before what is wrong with the tensors
     except InputError as error:
@@ -665,25 +664,28 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
             found[name] = found[name]._replace(shape=swapped(found[name].shape), is_transposed=True)
         if weight.experts and not weight.is_packed():
             unpack_experts(found, weight)
-    for form in FORMS:
-        form.collect(folder, found, quantization or {})
-    if config.tie_word_embeddings:
-        config = with_head(folder, found, config)
     try:
+        for form in FORMS:
+            form.collect(folder, found, quantization or {})
+        config = with_head(folder, found, config) if config.tie_word_embeddings else config
         tensors, left_out = check_tensors(folder, found, config)
     except InputError as error:
-        if quantization is None or any(type(tensor) is not Stored for tensor in found.values()):
+        if quantization in (None, *OURS.values()):
             raise
-        raise InputError(f"{unsupported} ({error})") from error  # these methods have forms that are not read
+        why = f"damaged, or a form of quantization {method!r} that is not supported"
+        raise InputError(f"{error}: {why}; {remedy}") from error
 
-    def as_stored(weight):
+    def as_stored(path, weight):
         formats = {tensors[name].format for name in weight.tensors()}
-        is_one = weight.is_matrix() and len(formats) == 1
-        return dataclasses.replace(weight, format=formats.pop() if is_one else Plain)
+        if not weight.is_matrix() or len(formats) > 1:
+            return dataclasses.replace(weight, format=Plain)
+        (format,) = formats
+        is_table = path[0].key.endswith("embedding") and format.bits == 4  # its rows are looked up
+        return dataclasses.replace(weight, format=Plain if is_table else format)
 
     if not fast and any(isinstance(tensor, InGroups) for tensor in tensors.values()):
         say("note: without fast.py, weights in 4 bits are held in the dtype of the others")
-    weights = jax.tree.map(as_stored, weights_of(config))
+    weights = jax.tree_util.tree_map_with_path(as_stored, weights_of(config))
     return Checkpoint(folder, config, raw_config, weights, tensors, skipped | left_out)
 
 
@@ -723,24 +725,26 @@ def weight_map_of(folder: Path) -> dict[str, str]:
             return of_whole
     if weight_map:
         return weight_map
-    raise InputError(f"{folder}: neither model.safetensors nor {INDEX}{something_else(folder, os.listdir(folder))}")
+    other = something_else(folder, os.listdir(folder)) or "; download the index, or name the only file so"
+    raise InputError(f"{folder}: neither model.safetensors nor {INDEX}{other}")
 
 
 def stored_tensors(folder: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """The tensors of all shards, by name, and the files of those whose shard is not there."""
     weight_map = weight_map_of(folder)
     found: dict[str, Stored] = {}
-    for shard in sorted(set(weight_map.values())):
+    shards = {shard: (folder / shard).is_file() for shard in sorted(set(weight_map.values()))}
+    for shard, is_there in shards.items():
         if Path(shard).name != shard:
             raise InputError(f"{folder / INDEX}: the shard {shard!r:.200} is not a file of this folder")
-        for name, stored in read_header(folder / shard).items() if (folder / shard).is_file() else ():
+        for name, stored in read_header(folder / shard).items() if is_there else ():
             if name in found and name not in weight_map:
                 raise InputError(f"{folder}: {name:.200} is both in {found[name].file.name} and in {shard}")
             if weight_map.get(name, shard) == shard:  # patched copies have a tensor twice
                 found[name] = stored
     if "embed_tokens.weight" in found:  # saved from transformers' class without the output head
         found = {name if name.startswith("lm_head.") else f"model.{name}": tensor for name, tensor in found.items()}
-    return found, {name: shard for name, shard in weight_map.items() if not (folder / shard).is_file()}
+    return found, {name: shard for name, shard in weight_map.items() if not shards[shard]}
 
 
 def download_again(file: Path) -> str:

@@ -407,6 +407,16 @@ def link_to_nothing(folder):
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 2097152\n"
 
 
+def in_int8_of_bitsandbytes(folder):
+    """With a scale for each row, by which the rows are multiplied and divided by 127."""
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj."
+    scale = tensors[f"{name}weight"].float().abs().amax(1)
+    tensors[f"{name}weight"] = torch.round(tensors[f"{name}weight"] / scale[:, None] * 127).to(torch.int8)
+    save_file(tensors | {f"{name}SCB": scale}, folder / "model.safetensors")
+    edit_config(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+
+
 def without_settings(folder):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.qweight"] = torch.ones(8, 8, dtype=torch.int32)
@@ -420,6 +430,7 @@ def without_settings(folder):
         (only("params.json"), "as Meta or Mistral write them; give those of the same release for transformers"),
         (only("model.Q4_K_M.gguf"), "GGUF, which llama.cpp reads; give the safetensors"),
         (lambda folder: edit_config(folder, quantization={"group_size": 64, "bits": 4}), "quantization 'MLX' is not"),
+        (in_int8_of_bitsandbytes, "a form of quantization 'bitsandbytes' that is not supported; give the unquantized"),
         (scales_in(torch.float8_e4m3fn, torch.uint8), "weights in NVFP4 .* give the unquantized checkpoint"),
         (scales_in(torch.uint8, torch.float8_e4m3fn), "weights in MXFP8 .* give the unquantized checkpoint"),
         (inside("checkpoint-500"), "no config.json; give the folder .*checkpoint/checkpoint-500"),

@@ -221,6 +221,15 @@ def test_released_forms(tmp_path, name):
     assert_matches(reference, prompts, decode(folder, tmp_path, prompts, mesh, max_new_tokens=6))
 
 
+def test_an_embedding_in_4_bits(tmp_path):
+    """As compressed-tensors writes it. It is the head too."""
+    _, *reference = qwen_2(tie_word_embeddings=True)
+    pattern = rf"{LINEAR}|embed_tokens\.weight$"
+    reference = save_in_4_bits(tmp_path, reference, pack_quantized, 16, False, pattern)
+    prompts = random_prompts(23)
+    assert_matches(reference, prompts, decode(qwen3, tmp_path, prompts, (1, 1, 2), max_new_tokens=6))
+
+
 def test_kimi_k25(tmp_path):
     """Kimi K2 in a model that sees: a nested config.json, a prefix of names, other tensors; experts in 4 bits."""
     _, model_class, config = deepseek_3(n_group=1, topk_group=1)
@@ -341,7 +350,7 @@ def test_damaged(tmp_path, change, words):
     damaged(tensors, config, change)
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(model.InputError, match=words):
+    with pytest.raises(model.InputError, match=f"{words}.*: damaged, .* not supported; give the unquantized"):
         llama3.convert.open_checkpoint(tmp_path)
 
 
