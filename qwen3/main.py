@@ -49,8 +49,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 try:
     from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, SentencePieceBackend
-except ImportError as error:
-    sys.exit(f"error: transformers 5.23 or newer is needed: pip install -U transformers ({error})")
+except (ImportError, OSError) as error:  # it imports torch where that is installed, and a broken one fails so
+    remedy = "pip install -U transformers; if the reason names torch, install that anew, or remove it"
+    sys.exit(f"error: transformers 5.23 or newer cannot be imported ({error}): {remedy}")
 
 DEMO = Path(__file__).resolve().parent / "demo"
 PROMPTS_CHARACTERS = 2**28  # a larger --prompts_file, such as /dev/zero, is refused
@@ -872,7 +873,8 @@ def chat(args, inputs: Inputs, generation) -> dict:
     with contextlib.suppress(ImportError):
         import readline  # input() then edits lines of any length, and takes what is pasted as one message
 
-        readline.parse_and_bind("set enable-bracketed-paste on")
+        readline.parse_and_bind(f"set enable-bracketed-paste {'off' if os.environ.get('TERM') == 'dumb' else 'on'}")
+        readline.parse_and_bind("tab: tab-insert")  # in the place of file names
     say("chat: /reset starts anew, Ctrl-C stops an answer, /exit or end of file ends")
     history, measured, kept, results = inputs.system, {}, {}, None
     seeds = itertools.count(args.seed)  # one for each answer, so that a question asked again may get another
