@@ -57,6 +57,11 @@ DTYPES = {name: np.dtype(name) for name in ("bfloat16", "float32", "float16")}  
 METHODS = (  # which config.json may name; bitsandbytes only for weights that were merged back into 16 bits
     "fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "mxfp4", "awq", "gptq", "bitsandbytes",
 )  # fmt: skip
+AUTO_ROUND = {  # how GPTQ or AWQ would name what AutoRound calls packing_format: one alone has zeros less one
+    "auto_round:auto_gptq": {"quant_method": "gptq"}, "auto_round:auto_awq": {"quant_method": "awq"},
+    "auto_round": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+    "auto_round:gptqmodel": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+}  # fmt: skip
 OURS = {  # config.json's quantization_config of what convert writes
     "int8": {"quant_method": "int8_per_channel"}, "int4": {"quant_method": "int4_in_groups", "group_size": 32},
 }  # fmt: skip
@@ -633,6 +638,8 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
     places = [place for place in (raw_config, raw_config.get("text_config")) if isinstance(place, dict)]
     keys = "quantization_config", "compression_config", "quantization"  # the last is MLX's
     quantization = next((place[key] for place in places for key in keys if key in place), None)
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "auto-round":
+        quantization = quantization | AUTO_ROUND.get(str(quantization.get("packing_format")), {})
     method = quantization.get("quant_method", "MLX") if isinstance(quantization, dict) and quantization else None
     remedy = "give the unquantized checkpoint"
     if quantization not in (None, *OURS.values()) and method not in METHODS:
@@ -807,6 +814,8 @@ def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict
             skipped[name] = "a bias of zeros"  # AutoGPTQ writes one for each matrix
         elif name not in expected and OF_ACTIVATIONS.search(name):
             skipped[name] = "for activations and the cache, which stay in the dtype of the model"
+        elif name.startswith("v_head."):
+            skipped[name] = "a value head, which training needs"
         elif name not in expected:
             problems.append(f"{name:.200} is not a tensor of this model")
         elif tensor.shape != expected[name]:
@@ -815,6 +824,8 @@ def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict
             problems.append(f"{name} has dtype {tensor.kind:.40}, which is not supported here")
     if problems := [*missing[:2], *problems, *missing[2:]]:  # names on both sides tell what differs
         more = f", and {len(problems) - 3} more such" if len(problems) > 3 else ""
+        if wrapped := next((name for name in found if missing and name.endswith(f".{missing[0].split()[0]}")), None):
+            more += f"; {wrapped} stands in a wrapper: save the model in it"
         raise InputError(f"{folder}: {'; '.join(problems[:3])}{more}")
     return {name: found[name] for name in expected}, skipped
 

@@ -16,9 +16,11 @@ from test_deepseek import as_fp8
 from test_four_bits import (
     LINEAR,
     RELEASES,
+    awq,
     config_of,
     dense_parameter,
     gptq,
+    gptq_2,
     nibbles_first,
     pack_quantized,
     save_in_4_bits,
@@ -135,6 +137,20 @@ def test_gptq_says_who_wrote_it(tmp_path):
     save_gptq(tmp_path, llama, by_word, True, seed=2, **settings)
     read = llama3.convert.open_checkpoint(tmp_path).tensors["model.layers.0.mlp.up_proj.weight"]
     assert read.words_less and not read.less
+
+
+AUTO_ROUND = {"auto_gptq": gptq, "gptqmodel": gptq_2, "auto_awq": awq}
+
+
+@pytest.mark.parametrize("packing", ["auto_round", *(f"auto_round:{name}" for name in AUTO_ROUND)])
+def test_auto_round(tmp_path, packing):
+    """It packs as GPTQ or AWQ does, and names that otherwise."""
+    _, *reference = llama()
+    form = AUTO_ROUND.get(packing.partition(":")[2], gptq_2)
+    reference = save_in_4_bits(tmp_path, reference, form, 32, True, LINEAR)
+    quantization = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False, "data_type": "int"}
+    edit_config(tmp_path, quantization_config=quantization | {"packing_format": packing})
+    assert_matches(reference, PROMPTS, decode(llama3, tmp_path, PROMPTS, max_new_tokens=2))
 
 
 @pytest.mark.parametrize(("stored", "version"), [(8, "gptq"), (7, "gptq_v2"), (7, "gptq"), (8, None)])
@@ -326,6 +342,10 @@ def with_tensors_that_are_nowhere(folder):
     save_index(folder, dict.fromkeys(names, "model-00001-of-00001.safetensors"))
 
 
+def with_a_value_head(tensors):
+    return tensors | {"v_head.summary.weight": torch.ones(1, 64), "v_head.summary.bias": torch.ones(1)}
+
+
 def with_adapter(folder):
     (folder / "adapter_config.json").write_text("{}")
 
@@ -339,6 +359,7 @@ def with_bitsandbytes(folder):
     [
         (edit_tensors(without_prefix), ""),  # saved by the class without an output head
         (with_tensors_that_are_nowhere, ""),
+        (edit_tensors(with_a_value_head), "a value head, which training needs"),
         (with_adapter, "a PEFT adapter beside them, which is not applied"),
         (with_bitsandbytes, ""),  # of what was merged into 16 bits
     ],
@@ -438,7 +459,7 @@ def without_settings(folder):
         (link_to_nothing, "model.safetensors is a link to a file that is not there"),
         (
             edit_tensors(lambda tensors: {f"module.{name}": x for name, x in tensors.items()}),
-            "; module.lm_head.weight is not|; module.model.* is not",
+            "module.model.embed_tokens.weight stands in a wrapper: save the model in it",
         ),
         (lambda folder: (folder / "model.safetensors").write_text(POINTER), "it is a pointer of Git LFS: run git lfs"),
         (without_settings, "no quantization_config; download config.json again"),
