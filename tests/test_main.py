@@ -600,21 +600,20 @@ def test_interrupted(main, tmp_path, output):
     command += ["--output", output]
     command += ["--max_new_tokens", "100000", "--no_compilation_cache"]
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        first = ""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, bufsize=0, **pipes) as process:  # no line is read ahead of its turn
+        first = b""
         for line in process.stdout:  # the first row ends in the same step as the last
             first += line
-            if output == "json" or line == "> cde\n":
+            if output == "json" or line == b"> cde\n":
                 break
         process.send_signal(signal.SIGINT)
         rest, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and err.endswith("error: interrupted\n") and "Traceback" not in err
+    assert process.returncode == 130 and err.endswith(b"error: interrupted\n") and b"Traceback" not in err
     if output == "json":
         assert json.loads(first)["tokens"][-1] == stop and rest == first
     else:
-        assert (first + rest).endswith("\n" + first.removesuffix("> cde\n"))
+        assert (first + rest).endswith(b"\n" + first.removesuffix(b"> cde\n"))
 
 
 def test_a_mesh_that_does_not_divide_the_experts(main, tmp_path):
