@@ -655,8 +655,9 @@ def generate(
     caches. The first `next` raises InputError for what check_prompts refuses, wrong draft_tokens or too large a cache.
 
     A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
-    `max_seq_len` slots (by default as many as the longest row needs). What a row generates does not depend on the
-    others: sampling uses the seed and the row's number in `prompts`, `Token.row`.
+    `max_seq_len` slots (by default as many as the longest row needs; programs are compiled for a number of slots, so
+    calls with the same share them). What a row generates does not depend on the others: sampling uses the seed and the
+    row's number in `prompts`, `Token.row`.
 
     With `draft`, a name in DRAFTS, steps verify `draft_tokens` guesses of each row, fewer than FEW. The tokens are the
     same, but for rounding where two are as likely. On CPUs a draft costs nearly as much as a token, so there "lookup"
