@@ -906,7 +906,7 @@ def chat(args, inputs: Inputs, generation) -> dict:
             measured = of_turn
             results.note_cut()
             if not results.answers[0].message():
-                say("note: that was a thought without an answer; it is forgotten, with its question")
+                say("note: there is no answer, so the question is forgotten; a longer --max_new_tokens may help")
         except KeyboardInterrupt:
             write("\n")
         except EOFError:

@@ -85,6 +85,16 @@ def test_lines_of_windows():
     assert finished.stdout.decode().splitlines() == reference_answers(DEMO, ["Hello!", "What is 3 plus 4?"], 40)
 
 
+def test_a_thought_without_an_answer(tmp_path):
+    """The conversation forgets the question, and says so."""
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}<think>\n"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    command = [*CHAT, "--model_path", tmp_path, "--max_new_tokens", "3"]
+    finished = subprocess.run(command, env=ENVIRONMENT, input="Hello!\n", capture_output=True, text=True)
+    assert "note: there is no answer, so the question is forgotten" in finished.stderr and finished.stdout.strip()
+
+
 def test_a_question_asked_again():
     """Sampled, it gets another answer; the whole chat is the same with the same seed."""
     options = ["--temperature", "3", "--seed", "4294967295", "--max_new_tokens", "12"]
