@@ -57,7 +57,7 @@ DTYPES = {name: np.dtype(name) for name in ("bfloat16", "float32", "float16")}  
 METHODS = (  # which config.json may name; bitsandbytes only for weights that were merged back into 16 bits
     "fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "mxfp4", "awq", "gptq", "bitsandbytes",
 )  # fmt: skip
-AUTO_ROUND = {  # how GPTQ or AWQ would name what AutoRound calls packing_format: one alone has zeros less one
+AUTO_ROUND = {  # by its packing_format, what GPTQ or AWQ would say; the first alone stores zeros less one
     "auto_round:auto_gptq": {"quant_method": "gptq"}, "auto_round:auto_awq": {"quant_method": "awq"},
     "auto_round": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
     "auto_round:gptqmodel": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
@@ -65,7 +65,7 @@ AUTO_ROUND = {  # how GPTQ or AWQ would name what AutoRound calls packing_format
 OURS = {  # config.json's quantization_config of what convert writes
     "int8": {"quant_method": "int8_per_channel"}, "int4": {"quant_method": "int4_in_groups", "group_size": 32},
 }  # fmt: skip
-# And of the cache.
+# What rounds activations and the cache, and no weight.
 OF_ACTIVATIONS = re.compile(r"\.((input|output|activation|[qkv]|kv|prob)_(scale|zero_point)|input_scale_ub)$")
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
@@ -732,7 +732,7 @@ def weight_map_of(folder: Path) -> dict[str, str]:
             return of_whole
     if weight_map:
         return weight_map
-    other = something_else(folder, os.listdir(folder)) or "; download the index, or name the only file so"
+    other = something_else(folder, os.listdir(folder)) or "; download the index, or rename a single file to the first"
     raise InputError(f"{folder}: neither model.safetensors nor {INDEX}{other}")
 
 
