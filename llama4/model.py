@@ -235,7 +235,7 @@ def left_out(name: str, config: Config) -> str | None:
 
 def l2_norm(x: Array, eps: float) -> Array:
     """float32 x [..., H] over its root mean square: the reference's name for an RMS norm without weights."""
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x * inverse_rms(x, eps)
 
 
 def attention_temperature(positions: Array, config: Config) -> Array:
@@ -857,11 +857,16 @@ ROPES["llama3"] = Llama3Rope
 # Norm, embedding, vocabulary
 
 
+@by_machine
+def inverse_rms(x: Array, eps: float) -> Array:
+    """One over the root mean square of float32 x [.., C] along the last dimension: [.., 1], or repeated, [.., C]."""
+    return jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """x over its root mean square along the last dimension, times weight; float32 inside, x's dtype outside."""
     x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * weight.astype(jnp.float32)).astype(x.dtype)
+    return (x32 * inverse_rms(x32, eps) * weight.astype(jnp.float32)).astype(x.dtype)
 
 
 @jax.named_scope("embed")

@@ -474,6 +474,22 @@ FAST["attend_to_stored", "tpu"] = prefill_kernel
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Norms on TPUs
+
+
+def tpu_inverse_rms(x: Array, eps: float) -> Array:
+    """inverse_rms for TPUs, a number for each of x: the compiler then takes the root along with what it multiplies, and
+    not in a kernel of its own, by estimate 1.2 us each. The maximum is the sum, since no square is larger, but the
+    compiler does not know that, and would take the root before it repeats the number."""
+    squares = x * x
+    total = jnp.maximum(jnp.sum(squares, axis=-1, keepdims=True), squares)
+    return jax.lax.rsqrt(total / x.shape[-1] + eps)
+
+
+FAST["inverse_rms", "tpu"] = tpu_inverse_rms
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Products on TPUs
 
 

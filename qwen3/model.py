@@ -832,11 +832,16 @@ ROPES["yarn"] = YarnRope
 # Norm, embedding, vocabulary
 
 
+@by_machine
+def inverse_rms(x: Array, eps: float) -> Array:
+    """One over the root mean square of float32 x [.., C] along the last dimension: [.., 1], or repeated, [.., C]."""
+    return jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """x over its root mean square along the last dimension, times weight; float32 inside, x's dtype outside."""
     x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * weight.astype(jnp.float32)).astype(x.dtype)
+    return (x32 * inverse_rms(x32, eps) * weight.astype(jnp.float32)).astype(x.dtype)
 
 
 @jax.named_scope("embed")

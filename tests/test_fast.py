@@ -88,6 +88,18 @@ def test_each_machine_has_a_row_for_each_format(name):
         assert getattr(model, function).plain and platform in PLATFORMS
 
 
+@pytest.mark.parametrize("shape", [(1, 8), (3, 5, 640), (8, 2, 4, 128)])
+def test_norms_of_tpus(shape):
+    """Rows of every size, one of zeros among them, against numpy in float64."""
+    x = np.random.default_rng(1).standard_normal(shape) * np.logspace(-12, 12, shape[0]).reshape(
+        -1, *[1] * len(shape[1:])
+    )
+    x = np.concatenate([x, 0 * x[:1]]).astype(np.float32)
+    found = import_folder("llama3").model.FAST["inverse_rms", "tpu"](x, 1e-5)
+    wanted = 1 / np.sqrt((x.astype(float) ** 2).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(found, np.broadcast_to(wanted, x.shape), rtol=1e-6)
+
+
 def test_an_error_in_it_is_no_absence(tmp_path):
     """generate.py goes on without fast.py where there is none, and not where a package is missing."""
     shutil.copytree(ROOT / "llama3", tmp_path / "llama3", ignore=shutil.ignore_patterns("demo", "configs"))
