@@ -869,6 +869,7 @@ def cos_and_sin(positions: Array, rope: Rope) -> tuple[Array, Array]:
     return rope.scale * jnp.cos(angles), rope.scale * jnp.sin(angles)
 
 
+@by_machine
 def turned(x: Array, cos: Array, sin: Array, rope: Rope) -> Array:
     """Turns pairs of x [B, T, heads, H] by their cos_and_sin: rotate, where many layers share these."""
     x, rest = jnp.split(x, [rope.dim], axis=-1)

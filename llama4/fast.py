@@ -490,6 +490,31 @@ FAST["inverse_rms", "tpu"] = tpu_inverse_rms
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Rope on TPUs
+
+
+def tpu_turned(x: Array, cos: Array, sin: Array, rope) -> Array:
+    """turned for TPUs. A product with zeros and ones puts each number where the other one of its pair was. It is exact,
+    and takes one kernel, where halves that are cut out and put together again take several: by estimate 4 of 34 us in a
+    layer of Qwen3 30B."""
+    H, half = x.shape[-1], rope.dim // 2
+    pairs, rest = np.arange(rope.dim), np.arange(rope.dim, H)
+    first, second = pairs.reshape(half, 2).T if rope.interleaved else pairs.reshape(2, half)
+
+    def taken(*columns):
+        return einsum("bthi,oi->btho", x, np.eye(H, dtype=np.float32)[np.concatenate(columns)])
+
+    def factors(*halves, of_rest):
+        return jnp.pad(jnp.concatenate(halves, -1), [(0, 0)] * 3 + [(0, len(rest))], constant_values=of_rest)
+
+    own = taken(first, second, rest) if rope.interleaved else x
+    return own * factors(cos, cos, of_rest=1) + taken(second, first, rest) * factors(-sin, sin, of_rest=0)
+
+
+FAST["turned", "tpu"] = tpu_turned
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Products on TPUs
 
 

@@ -100,6 +100,19 @@ def test_norms_of_tpus(shape):
     np.testing.assert_allclose(found, np.broadcast_to(wanted, x.shape), rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", [name for name in folders() if "tpu_turned" in (ROOT / name / "fast.py").read_text()])
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_heads_turned_for_tpus(name, share, interleaved):
+    """The same numbers to the last bit, in the same order."""
+    model = import_folder(name).model
+    rope = model.Rope(size=48, interleaved=interleaved, rope_theta=1e4, partial_rotary_factor=share)
+    x = jax.random.normal(jax.random.key(1), (2, 3, 5, 48)) * 100
+    cos, sin = model.cos_and_sin(jnp.array([[0, 1, 2], [7, 1000, 1001]]), rope)
+    found = model.FAST["turned", "tpu"](x, cos, sin, rope)
+    np.testing.assert_array_equal(found, model.turned.plain(x, cos, sin, rope))
+
+
 def test_an_error_in_it_is_no_absence(tmp_path):
     """generate.py goes on without fast.py where there is none, and not where a package is missing."""
     shutil.copytree(ROOT / "llama3", tmp_path / "llama3", ignore=shutil.ignore_patterns("demo", "configs"))
