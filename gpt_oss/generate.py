@@ -403,7 +403,8 @@ class Places:
         following = itertools.islice(self.waiting, self.count)
         common = sorted(min(self.agreeing(self.prompts[n], [p])[0], self.prompt_lengths[p] - 1) for n in following)
         best = max([((len(common) - i) * n, n) for i, n in enumerate(common)], default=(0, 0))[1]
-        return [best] if best >= FEWEST_COPIED else []
+        # The copy takes the place of the one that the row has: a word more, in which some agree, is not worth that.
+        return [best] if best >= max(self.saved[p]) + FEWEST_COPIED else []
 
     def shared(self, p: int, most: int) -> tuple[int, np.ndarray]:
         """How many tokens of a prompt, `most` of which agree, the cache of a place can keep, and `saved`, 0 in place of
@@ -664,7 +665,8 @@ def generate(
     verifies drafts only while most rows repeat what they have.
 
     A prompt that begins like the row before it in its place is read from where they differ. What it shares with another
-    row is copied from there, so what all prompts begin with is read once on each device of dp. `kept`, a dict that is
+    row is copied from there, so what all prompts begin with is read once on each device of dp. (Where groups of prompts
+    begin alike and there are few rows, those of a group should follow one another.) `kept`, a dict that is
     empty at first, takes the places to the next call with the same weights, even after a call that was broken off: so a
     conversation reads only what is new. A state cannot go back, and a ring has forgotten what is far behind. So a copy
     of these is kept where OPENING tokens of a prompt are left, and another after the first `preamble` tokens, if these

@@ -101,6 +101,30 @@ def test_what_prompts_share_is_read_once():
     assert stats["row_steps"] == stats["decode_tokens"] == 6 * 7  # no place waits: each first token is prefill's
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_word_in_common_moves_no_copy_of_states(rows):
+    """What all prompts share is read once, though each agrees with some of the next ones for a word more."""
+    generate = import_folder("llama3").generate
+    beginning, *words = random_prompts([400, 2, 2, 2])
+    prompts = [
+        np.array(beginning + words[i * i % 7 % 3] + end) for i, end in enumerate(random_prompts([10] * 30, seed=1))
+    ]
+    sizes = {"count": rows, "batch": rows, "dp": 1, "pieces": [512, 64, 16], "drafts": 0, "seed": 0, "together": rows}
+    limits = {"max_new_tokens": 2, "max_seq_len": 500, "stop_tokens": (), "held": 0, "opening": 0, "preamble": 0}
+    places, read = generate.Places(prompts, **sizes, **limits), 0
+    while (places.numbers >= 0).any():
+        places.copies()
+        places.is_new[:] = False
+        if places.has_more():
+            places.start(*places.choose(lambda: False))
+            read += places.in_flight[-1].prompt_tokens
+        else:
+            n = len(places.in_flight[0].places)
+            places.read(places.rows.lengths[places.in_flight[0].places], [[5]] * n, [[0.0]] * n)
+            places.fill()
+    assert read <= 400 + 30 * 12 + rows
+
+
 SHARED = [  # the folder; mesh; rows; tokens that all share; how often they are read; options
     ("llama3", (1, 1, 1), 8, 300, 1, {"quantize_cache": "int8"}),
     ("llama3", (2, 1, 4), 8, 300, 2, {"temperature": 2.0}),  # two devices share a head
