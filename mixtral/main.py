@@ -92,7 +92,8 @@ def parse_arguments():
         return functools.partial(checked, kind, lambda value: low <= value <= high, what)
 
     count = number(int, 1, 2**30)
-    json_object = functools.partial(checked, json.loads, lambda value: isinstance(value, dict), "a JSON object")
+    what = 'a JSON object such as {"enable_thinking": false}'
+    json_object = functools.partial(checked, json.loads, lambda value: isinstance(value, dict), what)
     add("--model_path", help="a Hugging Face checkpoint folder, one that convert.py wrote, or a hub id")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument(
@@ -102,7 +103,7 @@ def parse_arguments():
     prompts.add_argument("--prompts_file", help="one prompt a line, - for standard input")
     prompts.add_argument("--chat", action="store_true", help="a conversation")
     add("--system", help="a system message before each prompt or conversation")
-    add("--template_args", type=json_object, metavar="JSON", help="what else the chat template takes, an object")
+    add("--template_args", type=json_object, metavar="JSON", help=f"what else the chat template takes, {what}")
     add("--raw", action="store_true", help="continue the prompt as it is, no chat template")
     add("--max_new_tokens", type=count, default=128, help="default 128")
     add("--max_seq_len", type=count, help="cache slots for a sequence, default what prompts and max_new_tokens need")
@@ -454,7 +455,7 @@ class Answer:
         part, begun = self.parts[-1], self.markers.get(i)
         is_within = begun and part.kind != "name" and begun != "turn" and (part.kind, begun) != ("reasoning", "answer")
         # In an answer these marks are plain words once it has text, or if </think> began it.
-        is_word = is_within and (part.text().strip() or (begun == part.kind and len(self.parts) > 1))
+        is_word = is_within and (part.text().strip() or len(self.parts) > 1)
         if begun and not is_word:
             if begun == "message":  # channels are analysis, commentary, final; a call names its tool by to=
                 calls = [p for p in self.parts[-2:] if p.kind == "name" and " to=" in p.text()]
@@ -704,7 +705,8 @@ def read_inputs(args) -> Inputs:
     tokenizer = read_tokenizer(checkpoint)
     is_raw = args.raw or not tokenizer.chat_template
     if is_raw and (args.chat or args.system is not None or args.template_args):
-        raise InputError(f"{folder}: --system, --template_args or --chat needs a chat template, and it has none")
+        what = "--system, --template_args or --chat needs a chat template, and it has none"
+        raise InputError(f"{folder}: {what}; a chat_template.jinja that is put there is read")
     remedy = "" if args.chat or args.template_args else "; --raw leaves the template out"
     if args.system:
         remedy = "; the template may take no --system"
@@ -799,7 +801,8 @@ def main() -> None:
     weights = jax.block_until_ready(load(inputs.checkpoint, inputs.mesh, args.dtype, args.quantize))
     load_s = time.perf_counter() - begin
     if not inputs.tokenizer.chat_template and not args.raw:
-        say("note: this tokenizer has no chat template; the prompts are continued as they are")
+        what = "this tokenizer has no chat template; the prompts are continued as they are"
+        say(f"note: {what} (a chat_template.jinja in its folder would be read)")
     same = "max_new_tokens", "seed", "draft", "draft_tokens", "quantize_cache"  # the names that generate has for them
     options = {name: getattr(args, name) for name in same} | {"rows": args.batch_size, "progress": Progress()}
     options |= {"stop_tokens": inputs.stop_tokens, "sampling": Sampling(args.temperature, args.top_k, args.top_p)}

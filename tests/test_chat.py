@@ -208,6 +208,12 @@ FAMILIES = {  # what the template does with an answer, how it begins one; an ans
         "<think>\nOk\n</think>\n\n</think> is it.<e>",
         ("Ok", "</think> is it.", "<a></think> is it.<e>"),
     ),
+    "qwen3, the other as a first word": (
+        THINK_APART,
+        "<a>",
+        "<think>\nOk\n</think>\n\n<think> begins it, </think> ends it.<e>",
+        ("Ok", "<think> begins it, </think> ends it.", "<a><think> begins it, </think> ends it.<e>"),
+    ),
     "qwen3, not thinking": (THINK_APART, "<a><think>\n\n</think>\n\n", "Yes.\n<e>", ("", "Yes.\n", "<a>Yes.\n<e>")),
     "qwen3, no thought": (THINK_APART, "<a>", "No </think>!\n<e>", ("", "No </think>!\n", "<a>No </think>!\n<e>")),
     "r1": (
