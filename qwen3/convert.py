@@ -57,6 +57,7 @@ DTYPES = {name: np.dtype(name) for name in ("bfloat16", "float32", "float16")}  
 METHODS = (  # which config.json may name; bitsandbytes only for weights that were merged back into 16 bits
     "fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "mxfp4", "awq", "gptq", "bitsandbytes",
 )  # fmt: skip
+QUANTIZATION = "quantization_config", "compression_config", "quantization"  # in config.json; the last is MLX's
 AUTO_ROUND = {  # by its packing_format, what GPTQ or AWQ would say; the first alone stores zeros less one
     "auto_round:auto_gptq": {"quant_method": "gptq"}, "auto_round:auto_awq": {"quant_method": "awq"},
     "auto_round": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
@@ -594,7 +595,7 @@ def something_else(folder: Path, names: Iterable[str]) -> str:
     """What files of these names are that are no checkpoint, and what to do, as the rest of a message."""
     if lost := [name for name in names if name.endswith(".safetensors") and not (folder / name).exists()]:
         return f": {lost[0]} is a link to a file that is not there; copy the files themselves (cp -L)"
-    if "params.json" in names:
+    if {"params.json", "consolidated.safetensors"} & {*names}:
         return ": weights as Meta or Mistral write them; give those of the same release for transformers"
     if "adapter_config.json" in names:
         base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
@@ -636,8 +637,7 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
         say(f"note: {folder} has weights and a PEFT adapter beside them, which is not applied")
     raw_config = read_json(folder / "config.json")
     places = [place for place in (raw_config, raw_config.get("text_config")) if isinstance(place, dict)]
-    keys = "quantization_config", "compression_config", "quantization"  # the last is MLX's
-    quantization = next((place[key] for place in places for key in keys if key in place), None)
+    quantization = next((place[key] for place in places for key in QUANTIZATION if key in place), None)
     if isinstance(quantization, dict) and quantization.get("quant_method") == "auto-round":
         quantization = quantization | AUTO_ROUND.get(str(quantization.get("packing_format")), {})
     method = quantization.get("quant_method", "MLX") if isinstance(quantization, dict) and quantization else None
@@ -732,8 +732,11 @@ def weight_map_of(folder: Path) -> dict[str, str]:
             return of_whole
     if weight_map:
         return weight_map
-    other = something_else(folder, os.listdir(folder)) or "; download the index, or rename a single file to the first"
-    raise InputError(f"{folder}: neither model.safetensors nor {INDEX}{other}")
+    names = os.listdir(folder)
+    remedy = "; it has no safetensors: give what transformers' save_pretrained wrote"
+    if any(name.endswith(".safetensors") for name in names):
+        remedy = "; download the index, or rename a single file to the first"
+    raise InputError(f"{folder}: neither model.safetensors nor {INDEX}{something_else(folder, names) or remedy}")
 
 
 def stored_tensors(folder: Path) -> tuple[dict[str, Stored], dict[str, str]]:
@@ -1023,9 +1026,11 @@ def convert(source: Path, output: Path, dtype: str, quantize: str | None = None)
     if (ours := checkpoint.raw_config.get("quantization_config")) in OURS.values():
         raise InputError(f"{source}: is converted already, to {ours['quant_method']}; convert the original checkpoint")
     shards = planned_shards(checkpoint, dtype, quantize)
-    config = checkpoint.raw_config | {"dtype": dtype, "quantization_config": OURS.get(quantize)}
-    for name in ["torch_dtype"] if quantize else ["torch_dtype", "quantization_config"]:
-        config.pop(name, None)
+    config, former = checkpoint.raw_config, {*QUANTIZATION, "torch_dtype"}
+    if isinstance(of_text := config.get("text_config"), dict):  # Kimi K2.5's quantization stands there
+        config = config | {"text_config": {name: value for name, value in of_text.items() if name not in former}}
+    config = {name: value for name, value in config.items() if name not in former} | {"dtype": dtype}
+    config |= {"quantization_config": OURS[quantize]} if quantize else {}
     metadata = {"format": "pt", "source": fingerprint(checkpoint)}
     written = [(*output, file) for file, shard in shards.items() for *_, outputs in shard for output in outputs]
     total, weight_map = sum(size for *_, size, _ in written), {name: file for name, *_, file in written}
@@ -1081,8 +1086,11 @@ def claimed(output: Path, source: Path, first: str):
     start of a conversion to go on with."""
     if os.path.realpath(output) == os.path.realpath(source):
         raise InputError(f"{output}: is the source; choose another --output")
-    output.mkdir(parents=True, exist_ok=True)
-    lock = os.open(output, os.O_RDONLY)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        lock = os.open(output, os.O_RDONLY)
+    except OSError as error:
+        raise InputError(f"{output}: cannot be created ({error.strerror}); choose another --output") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         names = os.listdir(output)

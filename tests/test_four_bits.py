@@ -244,6 +244,13 @@ def test_kimi_k25(tmp_path):
     assert set(checkpoint.left_out) == {"vision_tower.encoder.weight", "mm_projector.linear_1.weight"}
     prompts = random_prompts(23)
     assert_matches(reference, prompts, decode(deepseek, tmp_path, prompts, (1, 2, 1), max_new_tokens=6))
+    for quantize in (None, "int8"):  # of the former quantization, config.json keeps nothing
+        deepseek.convert.convert(tmp_path, tmp_path / str(quantize), "float32", quantize)
+        text = (tmp_path / str(quantize) / "config.json").read_text()
+        assert "pack-quantized" not in text and json.loads(text).get("quantization_config") == (
+            quantize and deepseek.convert.OURS[quantize]
+        )
+        deepseek.convert.open_checkpoint(tmp_path / str(quantize))
 
 
 FP8 = {  # the rows and columns that share a scale, its shape if it is none of [rows, columns], where experts are

@@ -486,7 +486,12 @@ def template(text):
         (truncate("model.safetensors", 1), "truncated or damaged"),
         (truncate("model.safetensors", 0), "truncated or damaged"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 64), "truncated or damaged"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "give what transformers' save_pretrained wrote"),
+        (lambda folder: (folder / "model.safetensors").rename(folder / "x.safetensors"), "rename a single file"),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "consolidated.safetensors"),
+            "as Meta or Mistral",
+        ),
         (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "never read"),
         (edit_tensors(lambda t: t.pop("model.norm.weight")), "model.norm.weight is missing"),
         (edit_tensors(lambda t: t.update({"model.norm.weight": np.ones(5, np.float32)})), "shape [5]"),
