@@ -34,7 +34,8 @@ def draw_plans(report: dict) -> plt.Figure:
     axes.invert_yaxis()
     axes.set_xlabel("decode steps/s")
     arguments = report["arguments"]
-    kinds = [arguments["dtype"], arguments["quantize"] and "int8 weights", arguments["quantize_cache"] and "int8 cache"]
+    kinds = [arguments["dtype"], arguments["quantize"] and f"{arguments['quantize']} weights"]
+    kinds += [arguments["quantize_cache"] and "int8 cache"]
     axes.set_title(", ".join([arguments["config"], *filter(None, kinds)]), fontsize=9)
     axes.legend(fontsize=7)
     return figure
@@ -72,6 +73,8 @@ def main() -> None:
     parser.add_argument("names", nargs="+", metavar="NAME", help="a file of benchmarks/results without .json")
     for name in parser.parse_args().names:
         report = json.loads((RESULTS / f"{name}.json").read_text())
+        if "plans" not in report and "read_bytes_per_s" not in report:
+            raise ValueError(f"{name}: neither plan.py nor bench.py wrote it; only what they write is drawn")
         figure = draw_plans(report) if "plans" in report else draw_roofline(report)
         figure.savefig(RESULTS / f"{name}.svg", metadata={"Date": None})
 

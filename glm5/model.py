@@ -1,6 +1,6 @@
 """GLM-5 inference in JAX: the whole model in one file.
 
-It covers `GlmMoeDsaForCausalLM` of transformers: GLM-5, 5.1 and 5.2. Their layer of multi-token prediction is loaded to
+It covers `GlmMoeDsaForCausalLM` of transformers: GLM-5 to 5.3. Their layer of multi-token prediction is loaded to
 draft tokens alone. The file has two parts. "The model" is what makes this a GLM-5: its configuration, its weights, its
 layers. "Running it" is the rest in plain JAX: sharding, attention over the cache, int8. The latter consists of blocks:
 each is the same text in every model that has it. The file needs only jax and numpy. generate.py decodes with it, and
