@@ -572,8 +572,9 @@ class Weight:
 
     `split` is the dimension that devices split: 0 the output, 1 the input, None: each device holds all of it.
     `other_dim` is the size of the other dimension of a matrix, None for a vector. `dtype` is a fixed one, also in
-    converted checkpoints. `transposed` says that the checkpoint has the matrix as [input, output]. A matrix is held in
-    what `format.on` gives.
+    converted checkpoints: a layer's norms are float32, since XLA for TPUs may widen a vector in a kernel of its own, by
+    estimate a tenth of a layer's time. `transposed` says that the checkpoint has the matrix as [input, output]. A
+    matrix is held in what `format.on` gives.
     """
 
     parts: tuple[Part, ...]

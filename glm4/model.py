@@ -54,6 +54,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection
+from functools import partial
 from typing import NamedTuple, get_type_hints
 
 import jax
@@ -120,7 +121,7 @@ def weights_of(config: Config) -> dict:
     "Declaring weights" explains Part, by_output, by_input, bias and whole.
     """
     D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
-    N, K = config.num_attention_heads, config.num_key_value_heads
+    N, K, float32_vector = config.num_attention_heads, config.num_key_value_heads, partial(whole, dtype="float32")
 
     def layer(i):
         attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
@@ -132,18 +133,18 @@ def weights_of(config: Config) -> dict:
         )
         gate, up = (PartOfTensor({f"{mlp}.gate_up_proj": 2 * F}, rows=rows) for rows in ((0, F), (F, 2 * F)))
         weights = {
-            "attention_norm": whole(f"model.layers.{i}.input_layernorm.weight", D),
+            "attention_norm": float32_vector(f"model.layers.{i}.input_layernorm.weight", D),
             "qkv": by_output(D, q, k, v),
             "o": by_input(D, o),
-            "mlp_norm": whole(f"model.layers.{i}.post_attention_layernorm.weight", D),
+            "mlp_norm": float32_vector(f"model.layers.{i}.post_attention_layernorm.weight", D),
             "gate_up": by_output(D, gate, up),
             "down": by_input(D, Part({f"{mlp}.down_proj": F})),
         }
         if config.attention_bias:
-            weights["qkv_bias"] = bias(q, k, v)
+            weights["qkv_bias"] = bias(q, k, v, dtype="float32")
         if config.model_type == "glm4":
-            weights["post_attention_norm"] = whole(f"model.layers.{i}.post_self_attn_layernorm.weight", D)
-            weights["post_mlp_norm"] = whole(f"model.layers.{i}.post_mlp_layernorm.weight", D)
+            weights["post_attention_norm"] = float32_vector(f"model.layers.{i}.post_self_attn_layernorm.weight", D)
+            weights["post_mlp_norm"] = float32_vector(f"model.layers.{i}.post_mlp_layernorm.weight", D)
         return weights
 
     weights = {
@@ -485,8 +486,9 @@ class Weight:
 
     `split` is the dimension that devices split: 0 the output, 1 the input, None: each device holds all of it.
     `other_dim` is the size of the other dimension of a matrix, None for a vector. `dtype` is a fixed one, also in
-    converted checkpoints. `transposed` says that the checkpoint has the matrix as [input, output]. A matrix is held in
-    what `format.on` gives.
+    converted checkpoints: a layer's norms are float32, since XLA for TPUs may widen a vector in a kernel of its own, by
+    estimate a tenth of a layer's time. `transposed` says that the checkpoint has the matrix as [input, output]. A
+    matrix is held in what `format.on` gives.
     """
 
     parts: tuple[Part, ...]

@@ -111,7 +111,7 @@ def weights_of(config: Config) -> dict:
     psum adds the sums. c_attn gives the queries of all heads, then keys, then values. "Declaring weights" explains
     Part, by_output, by_input, bias and whole.
     """
-    D, N = config.n_embd, config.n_head
+    D, N, float32_vector = config.n_embd, config.n_head, partial(whole, dtype="float32")
 
     def layer(i):
         h = f"{config.prefix}h.{i}"
@@ -123,16 +123,16 @@ def weights_of(config: Config) -> dict:
         o = Part({f"{h}.attn.c_proj": D}, units=N, groups=N)
         up, down = (Part({f"{h}.mlp.{name}": config.n_inner}) for name in ("c_fc", "c_proj"))
         return {
-            "attention_norm": whole(f"{h}.ln_1.weight", D),
-            "attention_norm_bias": whole(f"{h}.ln_1.bias", D),
+            "attention_norm": float32_vector(f"{h}.ln_1.weight", D),
+            "attention_norm_bias": float32_vector(f"{h}.ln_1.bias", D),
             "qkv": by_output(D, q, k, v, transposed=True),
-            "qkv_bias": bias(q, k, v),
+            "qkv_bias": bias(q, k, v, dtype="float32"),
             "o": by_input(D, o, transposed=True),
             "o_bias": whole(f"{h}.attn.c_proj.bias", D),
-            "mlp_norm": whole(f"{h}.ln_2.weight", D),
-            "mlp_norm_bias": whole(f"{h}.ln_2.bias", D),
+            "mlp_norm": float32_vector(f"{h}.ln_2.weight", D),
+            "mlp_norm_bias": float32_vector(f"{h}.ln_2.bias", D),
             "up": by_output(D, up, transposed=True),
-            "up_bias": bias(up),
+            "up_bias": bias(up, dtype="float32"),
             "down": by_input(D, down, transposed=True),
             "down_bias": whole(f"{h}.mlp.c_proj.bias", D),
         }
@@ -482,8 +482,9 @@ class Weight:
 
     `split` is the dimension that devices split: 0 the output, 1 the input, None: each device holds all of it.
     `other_dim` is the size of the other dimension of a matrix, None for a vector. `dtype` is a fixed one, also in
-    converted checkpoints. `transposed` says that the checkpoint has the matrix as [input, output]. A matrix is held in
-    what `format.on` gives.
+    converted checkpoints: a layer's norms are float32, since XLA for TPUs may widen a vector in a kernel of its own, by
+    estimate a tenth of a layer's time. `transposed` says that the checkpoint has the matrix as [input, output]. A
+    matrix is held in what `format.on` gives.
     """
 
     parts: tuple[Part, ...]

@@ -133,10 +133,10 @@ def weights_of(config: Config) -> dict:
         )
         gate, up, down = (Part({f"{mlp}.{name}": F}) for name in ("gate_proj", "up_proj", "down_proj"))
         weights = {
-            "attention_norm": whole(f"model.layers.{i}.input_layernorm.weight", D),
+            "attention_norm": whole(f"model.layers.{i}.input_layernorm.weight", D, dtype="float32"),
             "qkv": by_output(D, q, k, v),
             "o": by_input(D, o),
-            "mlp_norm": whole(f"model.layers.{i}.post_attention_layernorm.weight", D),
+            "mlp_norm": whole(f"model.layers.{i}.post_attention_layernorm.weight", D, dtype="float32"),
             "gate_up": by_output(D, gate, up),
             "down": by_input(D, down),
         }
@@ -487,8 +487,9 @@ class Weight:
 
     `split` is the dimension that devices split: 0 the output, 1 the input, None: each device holds all of it.
     `other_dim` is the size of the other dimension of a matrix, None for a vector. `dtype` is a fixed one, also in
-    converted checkpoints. `transposed` says that the checkpoint has the matrix as [input, output]. A matrix is held in
-    what `format.on` gives.
+    converted checkpoints: a layer's norms are float32, since XLA for TPUs may widen a vector in a kernel of its own, by
+    estimate a tenth of a layer's time. `transposed` says that the checkpoint has the matrix as [input, output]. A
+    matrix is held in what `format.on` gives.
     """
 
     parts: tuple[Part, ...]

@@ -181,10 +181,10 @@ def weights_of(config: Config) -> dict:
             Part({f"{attention}.{name}": K * H}, units=K, groups=K, replicated=True) for name in ("k_proj", "v_proj")
         )
         weights = {
-            "attention_norm": whole(f"{prefix}model.layers.{i}.input_layernorm.weight", D),
+            "attention_norm": whole(f"{prefix}model.layers.{i}.input_layernorm.weight", D, dtype="float32"),
             "qkv": by_output(D, q, k, v),
             "o": by_input(D, o),
-            "mlp_norm": whole(f"{prefix}model.layers.{i}.post_attention_layernorm.weight", D),
+            "mlp_norm": whole(f"{prefix}model.layers.{i}.post_attention_layernorm.weight", D, dtype="float32"),
         }
         if config.attention_bias:
             weights |= {"qkv_bias": bias(q, k, v), "o_bias": whole(f"{attention}.o_proj.bias", D)}
@@ -589,8 +589,9 @@ class Weight:
 
     `split` is the dimension that devices split: 0 the output, 1 the input, None: each device holds all of it.
     `other_dim` is the size of the other dimension of a matrix, None for a vector. `dtype` is a fixed one, also in
-    converted checkpoints. `transposed` says that the checkpoint has the matrix as [input, output]. A matrix is held in
-    what `format.on` gives.
+    converted checkpoints: a layer's norms are float32, since XLA for TPUs may widen a vector in a kernel of its own, by
+    estimate a tenth of a layer's time. `transposed` says that the checkpoint has the matrix as [input, output]. A
+    matrix is held in what `format.on` gives.
     """
 
     parts: tuple[Part, ...]
