@@ -495,6 +495,7 @@ def template(text):
         (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "never read"),
         (edit_tensors(lambda t: t.pop("model.norm.weight")), "model.norm.weight is missing"),
         (edit_tensors(lambda t: t.update({"model.norm.weight": np.ones(5, np.float32)})), "shape [5]"),
+        (edit_tensors(lambda t: t.update({"model.norm.weight": np.ones(0, np.float32)})), "run its zero_to_fp32.py"),
         (edit_tensors(lambda t: t.update({"model.norm.bias": np.ones(5, np.float32)})), "model.norm.bias is not"),
         (edit_tensors(lambda t: t.update({"model.norm.weight": np.ones(128, np.int64)})), "I64"),
         (
