@@ -241,7 +241,7 @@ def plan(args) -> dict:
     report |= costs(program.as_text(), program.memory_analysis(), shards, layers, name, runs)
     if piece:
         report["mfu"] = 1e3 * needed / chip.peak / report["estimated_ms"]
-    # Of its arguments, a program has none that it does not use, such as an indexer where all tokens are seen.
+    # A compiled program leaves out what it does not use, such as an indexer where all tokens are seen.
     held = sum(report[f"{part}_bytes"] for part in ("weights", "cache", "temp"))
     report["hbm_bytes"] = max(report["hbm_bytes"], held)
     report["fits"] = report["hbm_bytes"] <= chip.memory

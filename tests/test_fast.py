@@ -100,12 +100,11 @@ def test_norms_of_tpus(shape):
     np.testing.assert_allclose(found, np.broadcast_to(wanted, x.shape), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in folders() if "tpu_turned" in (ROOT / name / "fast.py").read_text()])
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_heads_turned_for_tpus(name, share, interleaved):
-    """The same numbers to the last bit, in the same order."""
-    model = import_folder(name).model
+def test_heads_turned_for_tpus(share, interleaved):
+    """The same numbers to the last bit, in the same order. (The block is the same text in each folder.)"""
+    model = import_folder("llama3").model
     rope = model.Rope(size=48, interleaved=interleaved, rope_theta=1e4, partial_rotary_factor=share)
     x = jax.random.normal(jax.random.key(1), (2, 3, 5, 48)) * 100
     cos, sin = model.cos_and_sin(jnp.array([[0, 1, 2], [7, 1000, 1001]]), rope)
