@@ -1141,11 +1141,13 @@ def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
 
 
 def joined(out: Array, log_sum_exp: Array, axis: int) -> tuple[Array, Array]:
-    """What `merged` gives for many sets of keys, along `axis`."""
-    m = jnp.max(log_sum_exp, axis, keepdims=True)
-    weights = jnp.exp(log_sum_exp - m)
-    l = jnp.sum(weights, axis)
-    return jnp.sum(weights * out, axis) / l, jnp.squeeze(m, axis) + jnp.log(l)
+    """What `merged` gives for many sets of keys, along `axis`. It is written set by set, since XLA for TPUs makes one
+    kernel of that, and another of each sum over an axis."""
+    outs, sums = (jnp.unstack(x, axis=axis) for x in (out, log_sum_exp))
+    m = functools.reduce(jnp.maximum, sums)
+    weights = [jnp.exp(each - m) for each in sums]
+    l = sum(weights)
+    return sum(weight * each for weight, each in zip(weights, outs)) / l, m + jnp.log(l)
 
 
 def over_blocks(attend, first: Array, last: Array, shape) -> tuple[Array, Array]:

@@ -798,11 +798,13 @@ def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
 
 
 def joined(out: Array, log_sum_exp: Array, axis: int) -> tuple[Array, Array]:
-    """What `merged` gives for many sets of keys, along `axis`."""
-    m = jnp.max(log_sum_exp, axis, keepdims=True)
-    weights = jnp.exp(log_sum_exp - m)
-    l = jnp.sum(weights, axis)
-    return jnp.sum(weights * out, axis) / l, jnp.squeeze(m, axis) + jnp.log(l)
+    """What `merged` gives for many sets of keys, along `axis`. It is written set by set, since XLA for TPUs makes one
+    kernel of that, and another of each sum over an axis."""
+    outs, sums = (jnp.unstack(x, axis=axis) for x in (out, log_sum_exp))
+    m = functools.reduce(jnp.maximum, sums)
+    weights = [jnp.exp(each - m) for each in sums]
+    l = sum(weights)
+    return sum(weight * each for weight, each in zip(weights, outs)) / l, m + jnp.log(l)
 
 
 def over_blocks(attend, first: Array, last: Array, shape) -> tuple[Array, Array]:
@@ -919,24 +921,22 @@ def cached_attention(q, k, v, cache: LayerCache, span: Span, mask: Mask, sinks=N
     # As wide as the cache, with zeros, which change neither scores nor values.
     q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, width - H))) for a in (q, k, v))
     new = LayerCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
-    q = q.reshape(1, B, T, K, N // K, width)
-    q = exchange(q, R) if R > 1 else q  # [R, ..]: each device sends its block to all, an all-gather
-    # [B, K, A, M, H]: for few tokens, M has all queries of a kv head; for many, one of each token.
-    order, folded = (1, 3, 0, 4, 2, 5), (B, K, -1, T, width)
+    # For few tokens, M has all queries of a kv head; for many, one of each token.
+    order, folded = (0, 2, 3, 1, 4), (B, K, -1, T, width)
     if T <= FEW:
-        order, folded = (1, 3, 0, 2, 4, 5), (B, K, 1, -1, width)
-    q = q.transpose(order)
+        order, folded = (0, 2, 1, 3, 4), (B, K, 1, -1, width)
+    q = q.reshape(B, T, K, N // K, width).transpose(order)[None]
+    q = exchange(q, R) if R > 1 else q  # [R, B, K, ..]: each device sends its block to all, an all-gather
+    q = jnp.moveaxis(q, 0, 2)
     starts = span.positions[:, 0]
     out, cache = store_and_attend(q.reshape(folded), new, cache, starts, span.places, mask, T, R, run=N // K)
-
-    def unfolded(x):  # [R, B, T, K, G, ..]
-        return x.reshape(*q.shape[:5], -1).transpose(np.argsort(order))
-
+    out = jnp.moveaxis(out.reshape(*q.shape[:5], -1), 2, 0)
     if R > 1:
-        out = exchange(unfolded(out), R)
+        out = exchange(out, R)
         out, log_sum_exp = joined(out[..., :-1], out[..., -1:], axis=0)
     else:
-        out, log_sum_exp = (unfolded(x)[0] for x in (out[..., :-1], out[..., -1:]))
+        out, log_sum_exp = out[0, ..., :-1], out[0, ..., -1:]
+    out, log_sum_exp = (x.transpose(np.argsort(order)) for x in (out, log_sum_exp))  # [B, T, K, N / K, ..]
     if sinks is not None:
         out = out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(*out.shape[2:4], 1))
     return out[..., :H].astype(q.dtype).reshape(B, T, N * H), cache
