@@ -222,8 +222,8 @@ def id_of(tokenizer, token: str | None) -> int | None:
 def read_stop_tokens(checkpoint: Checkpoint, tokenizer) -> tuple[int, ...]:
     """What ends an answer: eos_token_id, one or a list, of generation_config.json, of config.json and of the text model
     in it, the tokenizer's own end, and what its chat template writes behind an answer."""
-    file, config = checkpoint.folder / "generation_config.json", checkpoint.raw_config
-    places = [read_json(file) if file.is_file() else {}, config, config.get("text_config") or {}]
+    config = checkpoint.raw_config
+    places = checkpoint.generation_config, config, config.get("text_config") or {}
     given = [*(place.get("eos_token_id") for place in places), id_of(tokenizer, tokenizer.eos_token)]
     with contextlib.suppress(Exception):  # no template, or one that takes other messages alone
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "some answer"}]
@@ -273,7 +273,6 @@ TIKTOKEN_PATTERNS = {  # by model_type; Moonlight is a deepseek_v3
 def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast | SentencePieceBackend:
     """The checkpoint's own tokenizer, of the first of the files below. Code beside it (`auto_map`) is never run."""
     folder, model_type = checkpoint.folder, checkpoint.raw_config["model_type"]
-    template = folder / "chat_template.json"  # which transformers leaves to its processors
     names = ("tokenizer.json", "merges.txt", "tiktoken.model", "tokenizer.model", "tekken.json")
     name = next((name for name in names if (folder / name).is_file()), None)
     if not name:
@@ -291,8 +290,8 @@ def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast | Sentence
             tokenizer = tiktoken_tokenizer(checkpoint)
         else:
             tokenizer = SentencePieceTokenizer.from_pretrained(folder)
-        if not tokenizer.chat_template and template.is_file():
-            tokenizer.chat_template = read_json(template)["chat_template"]
+        if not tokenizer.chat_template and (file := folder / "chat_template.json").is_file():
+            tokenizer.chat_template = read_json(file)["chat_template"]  # transformers leaves it to its processors
         return tokenizer
     except InputError:
         raise
@@ -320,8 +319,7 @@ def tiktoken_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
     folder, model_type = checkpoint.folder, checkpoint.raw_config["model_type"]
     if model_type not in TIKTOKEN_PATTERNS:
         raise InputError(f"{folder}: how a {model_type} splits text for tiktoken is not known; give its tokenizer.json")
-    file = folder / "tokenizer_config.json"
-    special = read_json(file).get("added_tokens_decoder") if file.is_file() else None
+    special = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder")
     if not special:
         raise InputError(f"{folder}: tokenizer_config.json has no added_tokens_decoder, the special tokens of tiktoken")
     if max(map(int, special)) >= checkpoint.config.vocab_size:
@@ -712,19 +710,19 @@ def read_inputs(args) -> Inputs:
         remedy = "; the template may take no --system"
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     prompt_tokens = encode(tokenizer, prompts, is_raw, system, args.template_args, remedy)
-    bos, file = tokenizer.bos_token, folder / "tokenizer_config.json"
-    asks_for_bos = is_raw and file.is_file() and read_json(file).get("add_bos_token")
-    if bos and asks_for_bos and any(ids[:1] != [tokenizer.bos_token_id] for ids in prompt_tokens):
-        say(f"note: the tokenizer puts no {bos} before a prompt, and {file.name} asks for it: write it yourself")
+    bos, bos_id = tokenizer.bos_token, tokenizer.bos_token_id
+    asks_for_bos = is_raw and bos and read_json(folder / "tokenizer_config.json").get("add_bos_token")
+    if asks_for_bos and any(ids[:1] != [bos_id] for ids in prompt_tokens):
+        say(f"note: the tokenizer puts no {bos} before a prompt, and tokenizer_config.json wants it: write it yourself")
     for row, ids in enumerate(prompt_tokens, 1):
-        if is_raw and ids[:2] == [tokenizer.bos_token_id] * 2:
+        if is_raw and ids[:2] == [bos_id] * 2:
             del ids[0]
             say(f"note: prompt {row} begins with {bos}, and gets no other")
-    asked = {"temperature": 1.0} | (read_json(file) if (file := folder / "generation_config.json").is_file() else {})
+    asked = {"temperature": 1.0} | checkpoint.generation_config
     if asked.get("do_sample") is True and args.temperature == 0:
         flags = {name: asked.get(name) for name in ("temperature", "top_k", "top_p")}
         flags = [f"--{name} {value}" for name, value in flags.items() if type(value) in (int, float)]
-        say(f"note: {file.name} asks for {' '.join(flags)}; without them, the most probable token is taken")
+        say(f"note: generation_config.json asks for {' '.join(flags)}; without them, the most probable token is taken")
     check_prompts(prompt_tokens, checkpoint.config, args.max_seq_len, args.max_new_tokens)
     check_context(prompt_tokens, checkpoint.raw_config)
     weights = model.in_format(checkpoint.weights, args.quantize)

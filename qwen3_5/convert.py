@@ -536,6 +536,7 @@ class Checkpoint(NamedTuple):
     folder: Path
     config: Config
     raw_config: dict  # the whole of config.json
+    generation_config: dict  # of generation_config.json, empty without one
     weights: dict  # weights_of(config), each in the format in which the checkpoint has it
     tensors: dict  # those the model needs, by name, each in one of the forms above
     left_out: dict[str, str]  # those it does not, with the reason
@@ -616,9 +617,9 @@ def unpickling(folder: Path | str) -> str:
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object from a file."""
+    """A JSON object from a file, an empty one if there is no such file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8") if path.is_file() else "{}")
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read: {one_line(error)}") from error
     if not isinstance(value, dict):
@@ -630,12 +631,12 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
     """Reads config.json and the headers of all shards, and no tensor yet. Raises InputError for all that is wrong. A
     layer of multi-token prediction, where there is one, counts among the weights if `extra_layer` asks for it."""
     names = os.listdir(folder) if folder.is_dir() else []
-    if "config.json" not in names:
+    if not (folder / "config.json").is_file():
         other = something_else(folder, names) or ": no checkpoint, or a conversion to be run again until it finishes"
         raise InputError(f"{folder}: no config.json{other}")
     if "adapter_config.json" in names:
         say(f"note: {folder} has weights and a PEFT adapter beside them, which is not applied")
-    raw_config = read_json(folder / "config.json")
+    raw_config, generation_config = (read_json(folder / name) for name in ("config.json", "generation_config.json"))
     places = [place for place in (raw_config, raw_config.get("text_config")) if isinstance(place, dict)]
     quantization = next((place[key] for place in places for key in QUANTIZATION if key in place), None)
     if isinstance(quantization, dict) and quantization.get("quant_method") == "auto-round":
@@ -693,7 +694,7 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
     if not fast and any(isinstance(tensor, InGroups) for tensor in tensors.values()):
         say("note: without fast.py, weights in 4 bits are held in the dtype of the others")
     weights = jax.tree_util.tree_map_with_path(as_stored, weights_of(config))
-    return Checkpoint(folder, config, raw_config, weights, tensors, skipped | left_out)
+    return Checkpoint(folder, config, raw_config, generation_config, weights, tensors, skipped | left_out)
 
 
 def config_of(raw_config: dict, names: Iterable[str], extra_layer: bool) -> Config:
