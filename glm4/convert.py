@@ -859,19 +859,17 @@ def mesh_shape(weights: dict, devices: list, dp: int | None = None, ep: int | No
     if not ep and not tp and devices[0].platform == "tpu":
         experts = [weight for weight in jax.tree.leaves(weights) if weight.experts and weight.split == 1]
 
-        def columns(weight, tp):
-            return weight.parts[0].rows_per_device(tp)
+        def columns(weight, ep):
+            return weight.parts[0].rows_per_device(left // ep)
 
-        def suits(weight, ep, tp):
-            return weight.experts % ep == columns(weight, tp) % 128 == 0
-
-        def share(weight, tp):  # columns with zeros, over those without
+        def share(weight, ep):  # columns with zeros, over those without
             piece = weight.format.kernel_columns
-            return tp * model.ceil_div(columns(weight, tp), piece) * piece / weight.columns()
+            return left // ep * model.ceil_div(columns(weight, ep), piece) * piece / weight.columns()
 
-        divisors = [n for n in range(1, left + 1) if left % n == 0]
-        divisors = [n for n in divisors if all(suits(weight, n, left // n) for weight in experts)]
-        ep = min(divisors, key=lambda n: max([1.1, *(share(weight, left // n) for weight in experts)]), default=None)
+        fitting = [n for n in range(1, left + 1) if left % n == 0]
+        for w in experts:
+            fitting = [n for n in fitting if w.experts % n == columns(w, n) % 128 == 0]
+        ep = min(fitting, key=lambda n: max([1.1, *(share(weight, n) for weight in experts)]), default=None)
     ep = ep or 1
     return dp, ep, tp or max(1, left // ep)
 
