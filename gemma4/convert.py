@@ -176,8 +176,7 @@ class Scaled(NamedTuple):
 
 
 class Int8Rows(NamedTuple):
-    """A matrix that convert wrote, or compressed-tensors' "int-quantized": int8 `x` [.., O, C], and `x_scale` [.., O]
-    for each row of it."""
+    """int8 `x` [.., O, C] and for each row an `x_scale` [.., O]: convert's, or compressed-tensors' "int-quantized"."""
 
     values: Stored
     scale: Stored
@@ -468,8 +467,7 @@ def groups_of(quantization: dict) -> list[dict]:
 
 
 def settings_of(folder: Path, quantization: dict) -> tuple[list[int], bool]:
-    """What config.json says about weights in 4 bits: the sizes of groups that there are, -1 for whole rows, and whether
-    they have zeros."""
+    """What config.json says about 4 bits: the sizes of groups, -1 for whole rows, and whether they have zeros."""
     groups = groups_of(quantization)
     bits = [next((group[name] for name in ("num_bits", "bits", "w_bit") if name in group), 4) for group in groups]
     if 4 not in bits:
@@ -518,8 +516,7 @@ def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def pieces(tensor) -> Iterator[slice]:
-    """The rows of a tensor in slices of some PIECE_BYTES, at least a row each. All rows of a transposed matrix are one
-    slice: on disk they do not stand one behind the other."""
+    """Slices of a tensor's rows, of some PIECE_BYTES. A transposed matrix is one: on disk its rows are scattered."""
     row_bytes = max(1, math.prod(tensor.shape[1:])) * tensor.dtype.itemsize
     is_whole = tensor.is_transposed and len(tensor.shape) == 2
     step = max(1, tensor.shape[0] if is_whole else PIECE_BYTES // row_bytes)
@@ -974,8 +971,7 @@ def on_devices(
 
 
 def check_finite(readers: dict, numbers: np.ndarray) -> np.ndarray:
-    """The numbers that were read. A router with NaN would choose experts as if nothing were wrong. In larger weights,
-    logits show a NaN."""
+    """The numbers that were read. A router with NaN would go on choosing; of larger weights, logits show a NaN."""
     if numbers.size < SMALL and not np.isfinite(numbers).all():
         bad = [name for name, read in readers.items() if not np.isfinite(read()).all()]
         raise InputError(f"{', '.join(bad[:3])} has numbers that are not finite: damaged weights")
@@ -994,8 +990,7 @@ def row_slices(part: Part, shard: int, shards: int) -> Iterator[tuple[str, slice
 
 
 def block_of(readers: dict, weight: Weight, index: tuple, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """One device's block `index` of a weight of global `shape`, with zeros for what no tensor has. `readers` has a
-    function for each tensor, which gives a part of it."""
+    """One device's block `index` of a weight of global `shape`, with zeros for what none of the `readers` has."""
     bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
     sizes = [stop - start for start, stop in bounds]
     buffer = np.zeros(math.prod(sizes) * dtype.itemsize + 64, np.uint8)
@@ -1083,8 +1078,7 @@ def say_left_out(checkpoint: Checkpoint) -> None:
 
 @contextlib.contextmanager
 def claimed(output: Path, source: Path, first: str):
-    """Creates the output folder and locks it. If it is not empty, it must hold the `first` shard, whole or in part: the
-    start of a conversion to go on with."""
+    """Creates and locks the output folder. If it has files, one must be the `first` shard of a conversion begun."""
     if os.path.realpath(output) == os.path.realpath(source):
         raise InputError(f"{output}: is the source; choose another --output")
     try:

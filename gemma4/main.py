@@ -247,8 +247,7 @@ MARKERS = (
 
 
 def read_markers(tokenizer) -> dict[int | str, str]:
-    """MARKERS by id, of those that the tokenizer's chat template knows. <think> may be no token, but text: then its
-    names stand here themselves."""
+    """MARKERS that the chat template knows, by id; by their names, if <think> is text and no token."""
     rows = [row for row in MARKERS if [*row][-1] in str(tokenizer.chat_template)]
     found = {id_of(tokenizer, name): kind for row in rows for name, kind in row.items()}
     found.pop(None, None)  # of names that are no tokens
@@ -302,9 +301,8 @@ def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast | Sentence
 
 
 def json_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """tokenizer.json as it stands, and behind its tokens those that a fine-tune added in other files. transformers
-    reads the template and the names of special tokens, and no more: its class for the model, and tokenizer_config.json,
-    would change what the file does to text."""
+    """tokenizer.json as it stands, then tokens that a fine-tune added in other files. transformers reads the template,
+    and the names of special tokens: its class and tokenizer_config.json would change what the file does to text."""
     options = {"clean_up_tokenization_spaces": False, "split_special_tokens": False}
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, tokenizer_object=Tokenizer(models.BPE()), **options)
     file = tokenizer._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -385,8 +383,7 @@ def say_devices() -> None:
 
 
 class Progress:
-    """Reports on standard error what takes time before the first text: each compilation, and prefill as a bar. Calls
-    `check` each time."""
+    """Says what takes time before the first text: each compilation, and prefill as a bar. Calls `check` each time."""
 
     def __init__(self, check=lambda: None):
         self.check, self.bar = check, None
@@ -493,8 +490,7 @@ class Answer:
         return "".join(texts).lstrip("\n") if self.markers else texts[0]
 
     def message(self) -> dict | None:
-        """The answer as a message for the chat template, None if there is none. A template that knows of no
-        reasoning_content takes thoughts out of the text itself."""
+        """The answer as a message, or None. Templates without reasoning_content take thoughts out of the text."""
         said, template = self.text(), str(self.tokenizer.chat_template)
         if not said.strip():
             return None
@@ -638,8 +634,7 @@ def join_hosts(args) -> None:
     # Under Slurm and Open MPI, jax gives each process one GPU. A process that is alone on its host gets all of them.
     local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     devices = [] if local.partition("(")[0] == "1" else None  # no restriction; Slurm writes 1(x2) for two hosts of one
-    # jax gives up after 300 s, but its last try to connect can wait forever: what is left of its time may round to 0
-    # ms, which means no limit.
+    # jax gives up after 300 s, but its last try may wait forever: a rest of time that rounds to 0 ms means no limit.
     faulthandler.dump_traceback_later(360, exit=True, file=2)
     try:
         with patience(f"all {args.num_processes} processes" if args.num_processes else "all hosts"):
