@@ -96,9 +96,7 @@ def parse_arguments():
     json_object = functools.partial(checked, json.loads, lambda value: isinstance(value, dict), what)
     add("--model_path", help="a Hugging Face checkpoint folder, one that convert.py wrote, or a hub id")
     prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument(
-        "--prompt", nargs="+", action="extend", help="prompts, decoded as one batch; - is all of standard input"
-    )
+    prompts.add_argument("--prompt", nargs="+", action="extend", help="prompts of one batch, - for standard input")
     prompts.add_argument("--prompt_file", help="a file that is one prompt, - for standard input")
     prompts.add_argument("--prompts_file", help="one prompt a line, - for standard input")
     prompts.add_argument("--chat", action="store_true", help="a conversation")
@@ -794,8 +792,7 @@ def main() -> None:
     weights = jax.block_until_ready(load(inputs.checkpoint, inputs.mesh, args.dtype, args.quantize))
     load_s = time.perf_counter() - begin
     if not inputs.tokenizer.chat_template and not args.raw:
-        what = "this tokenizer has no chat template; the prompts are continued as they are"
-        say(f"note: {what} (a chat_template.jinja in its folder would be read)")
+        say("note: no chat template; the prompts are continued as they are (chat_template.jinja in its folder is read)")
     same = "max_new_tokens", "seed", "draft", "draft_tokens", "quantize_cache"  # the names that generate has for them
     options = {name: getattr(args, name) for name in same} | {"rows": args.batch_size, "progress": Progress()}
     options |= {"stop_tokens": inputs.stop_tokens, "sampling": Sampling(args.temperature, args.top_k, args.top_p)}
