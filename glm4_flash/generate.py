@@ -181,8 +181,8 @@ class Copies(NamedTuple):
 
     There may be two copies of the layers that forget. First, where `keeps`, bool [batch, 2], a copy is made of what
     they have now. Then, one place after the other, each whose `tokens`, int32 [batch], is above 0 gets that many first
-    tokens from the place `sources`, int32 [batch], counted on each device of dp, and both its copies. Last, where
-    `returns`, bool [batch, 2], the layers that forget get back what the copy has.
+    tokens from the place `sources`, int32 [batch], and both its copies. Last, where `returns`, bool [batch, 2], the
+    layers that forget get back what the copy has.
     """
 
     keeps: Array
@@ -454,7 +454,7 @@ class Places:
 
     def copies(self) -> Copies:
         """What is copied now, after the steps that were started. Rows that got tokens, or had stopped, then go on."""
-        rows, own, stands, returns = self.rows, self.batch // self.dp, self.stands(), self.returns().any(axis=1)
+        rows, stands, returns = self.rows, self.stands(), self.returns().any(axis=1)
         sources, tokens = np.zeros((2, self.batch), np.int32)
         of_preamble = rows.filled == self.preamble
         keeps = np.stack([stands & ~of_preamble, stands & of_preamble], axis=1)
@@ -464,7 +464,7 @@ class Places:
             if rows.filled[q] >= n and (self.has_states or not returns[q]):  # a ring first goes back itself
                 self.sources[p] = -1
                 if n > rows.filled[p] and self.offers(q, n):
-                    self.is_new[p], sources[p], tokens[p], rows.filled[p] = True, q % own, n, n
+                    self.is_new[p], sources[p], tokens[p], rows.filled[p] = True, q, n, n
                     self.stored[p], self.saved[p] = self.stored[q], self.saved[q] * (self.saved[q] <= n)
         returns = self.returns()
         self.is_new |= stands
@@ -477,23 +477,23 @@ class Places:
         return np.maximum(np.minimum(self.prompt_lengths, self.rows.limits - 1) - self.rows.filled, 0)
 
     def choose(self, verifies: Callable[[], bool]) -> tuple[int, np.ndarray]:
-        """The next step: its T, and the places [dp, b] that it takes, counted on each device of dp. A prompt is read in
-        the longest pieces of which it fills more than half. A step of decoding takes all, with their drafts if it
+        """The next step: its T, and the places [dp b] that it takes, b of each device of dp. A prompt is read in the
+        longest pieces of which it fills more than half. A step of decoding takes all, with their drafts if it
         `verifies` them."""
-        left, own = np.where(self.sources < 0, self.unread(), 0), self.batch // self.dp
+        left, places = np.where(self.sources < 0, self.unread(), 0), np.arange(self.batch, dtype=np.int32)
         if not left.any():
-            return 1 + self.drafts * verifies(), np.tile(np.arange(own), (self.dp, 1))
+            return 1 + self.drafts * verifies(), places
         T = next((T for T in self.pieces if 2 * left.max() > T), self.pieces[-1])
-        reads = (left > (T // 2 if self.pieces[-1] < T else 0)).reshape(self.dp, own)
-        most = min(own, max(1, PREFILL_TOKENS // T))
+        reads = (left > (T // 2 if self.pieces[-1] < T else 0)).reshape(self.dp, -1)
+        most = min(reads.shape[1], max(1, PREFILL_TOKENS // T))
         b = most if 2 * reads.sum(axis=1).max() > most else 1  # two programs for each T
         # A device with fewer rows to read takes some twice, or its first place one step further.
-        return T, np.array([np.resize(np.flatnonzero(row) if row.any() else 0, b) for row in reads])
+        pairs = zip(places.reshape(self.dp, -1), reads, strict=True)
+        return T, np.concatenate([np.resize(own[read] if read.any() else own[0], b) for own, read in pairs])
 
-    def start(self, T: int, taken: np.ndarray) -> None:
+    def start(self, T: int, places: np.ndarray) -> None:
         """Foresees what a step will do to the places that `choose` gave."""
-        rows, own = self.rows, self.batch // self.dp
-        places = (taken + own * np.arange(self.dp)[:, None]).reshape(-1)
+        rows = self.rows
         prompt_tokens = int(np.minimum(self.unread(), T)[np.unique(places)].sum())
         ahead = (1 + self.drafts) * len(self.in_flight) * (rows.filled >= self.prompt_lengths)  # of the host, at most
         most = np.minimum(rows.filled + ahead, rows.limits - 1)
@@ -562,15 +562,15 @@ class Engine:
         if part:
             self.stats[part] += self.clock - begin
 
-    def program(self, T: int, b: int):
-        """The program of steps of T tokens, of b rows on each device of dp."""
-        taken = None if T <= FEW else jax.ShapeDtypeStruct((b * self.places.dp,), np.int32, sharding=self.by_rows)
+    def program(self, T: int, count: int):
+        """The program of steps of T tokens of so many rows."""
+        taken = None if T <= FEW else jax.ShapeDtypeStruct((count,), np.int32, sharding=self.by_rows)
         arguments = step, self.weights, self.cache, self.state, taken
-        return self.compiled("decoding" if T <= FEW else "prefill", b, *arguments, T=T, **self.options)
+        return self.compiled("decoding" if T <= FEW else "prefill", count, *arguments, T=T, **self.options)
 
-    def compiled(self, what: str, b: int, function: Callable, *arguments, **static):
-        """A program, which is compiled when it is first needed."""
-        key = what, b, *static.values()
+    def compiled(self, what: str, count: int, function: Callable, *arguments, **static):
+        """A program of so many rows, which is compiled when it is first needed."""
+        key = what, count, *static.values()
         if key not in self.programs:
             jax.block_until_ready(self.state)
             in_flight = self.places.in_flight
@@ -581,13 +581,13 @@ class Engine:
             self.tick("compile_s")
         return self.programs[key]
 
-    def start(self, T: int, taken: np.ndarray) -> None:
-        """Starts a step of T tokens for the places `taken` on each device of dp."""
-        program = self.program(T, taken.shape[1])
-        arguments = None if T <= FEW else self.on_mesh(taken.astype(np.int32).reshape(-1))
+    def start(self, T: int, places: np.ndarray) -> None:
+        """Starts a step of T tokens of the rows at these places."""
+        program, own = self.program(T, len(places)), self.places.batch // self.places.dp
+        taken = None if T <= FEW else self.on_mesh(places % own)
         given, self.cache = self.cache, None
-        self.places.start(T, taken)
-        self.cache, self.state, result = program(self.weights, given, self.state, arguments)
+        self.places.start(T, places)
+        self.cache, self.state, result = program(self.weights, given, self.state, taken)
         jax.tree.map(lambda x: x.copy_to_host_async(), result)
         self.results.append(result)
 
@@ -719,7 +719,7 @@ def generate(
     try:
         engine.update()
         T, taken = places.choose(verifies)
-        engine.program(T, taken.shape[1]), engine.program(1 + drafts * verifies(), batch // dp)
+        engine.program(T, len(taken)), engine.program(1 + drafts * verifies(), batch)
         progress("prefill", 0, engine.first_tokens)
         while (places.numbers >= 0).any():  # some row has not ended
             if places.has_more() and len(engine.results) <= LOOKAHEAD:

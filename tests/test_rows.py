@@ -504,16 +504,14 @@ class Device:
         self.rows = self.generate.refill(self.rows, is_new, new) if self.rows else new
         self.rows = self.generate.Rows(*map(np.array, self.rows))
 
-    def copy(self, copies, dp):
+    def copy(self, copies):
         """What generate.copy does."""
         keeps, returns, sources, tokens = copies
-        own = len(tokens) // dp
         for p, k in np.argwhere(keeps):
             self.saved[p][k] = self.states[p]
         for p in np.flatnonzero(tokens):
-            q = p // own * own + sources[p]
-            self.cache[p, : tokens[p]] = self.cache[q, : tokens[p]]
-            self.saved[p] = [*self.saved[q]] if returns[p].any() else self.saved[p]
+            self.cache[p, : tokens[p]] = self.cache[sources[p], : tokens[p]]
+            self.saved[p] = [*self.saved[sources[p]]] if returns[p].any() else self.saved[p]
         for p, k in np.argwhere(returns):
             self.states[p] = self.saved[p][k]
 
@@ -572,7 +570,7 @@ def test_places(monkeypatch):
                 before, may_be = places.rows.filled.copy(), places.has_copies()
                 copies = places.copies()
                 assert may_be or not any(x.any() for x in (copies.keeps, copies.returns, copies.tokens))
-                device.copy(copies, dp)
+                device.copy(copies)
                 for p, k in np.argwhere(copies.keeps | copies.returns):
                     assert places.saved[p, k] == len(device.saved[p][k]) < len(prompts[places.numbers[p]])
                 device.fill(places.is_new, places.rows)
