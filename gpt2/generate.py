@@ -562,11 +562,12 @@ class Engine:
         if part:
             self.stats[part] += self.clock - begin
 
-    def program(self, T: int, count: int):
-        """The program of steps of T tokens of so many rows."""
-        taken = None if T <= FEW else jax.ShapeDtypeStruct((count,), np.int32, sharding=self.by_rows)
+    def program(self, T: int, places: np.ndarray):
+        """The program of a step of T tokens of the rows at these places, and the places as it takes them."""
+        own = self.places.batch // self.places.dp  # of each device of dp
+        taken = None if T <= FEW else self.on_mesh(places % own)
         arguments = step, self.weights, self.cache, self.state, taken
-        return self.compiled("decoding" if T <= FEW else "prefill", count, *arguments, T=T, **self.options)
+        return self.compiled("decoding" if T <= FEW else "prefill", len(places), *arguments, T=T, **self.options), taken
 
     def compiled(self, what: str, count: int, function: Callable, *arguments, **static):
         """A program of so many rows, which is compiled when it is first needed."""
@@ -583,8 +584,7 @@ class Engine:
 
     def start(self, T: int, places: np.ndarray) -> None:
         """Starts a step of T tokens of the rows at these places."""
-        program, own = self.program(T, len(places)), self.places.batch // self.places.dp
-        taken = None if T <= FEW else self.on_mesh(places % own)
+        program, taken = self.program(T, places)
         given, self.cache = self.cache, None
         self.places.start(T, places)
         self.cache, self.state, result = program(self.weights, given, self.state, taken)
@@ -718,8 +718,7 @@ def generate(
 
     try:
         engine.update()
-        T, taken = places.choose(verifies)
-        engine.program(T, len(taken)), engine.program(1 + drafts * verifies(), batch)
+        engine.program(*places.choose(verifies)), engine.program(1 + drafts * verifies(), np.arange(batch))
         progress("prefill", 0, engine.first_tokens)
         while (places.numbers >= 0).any():  # some row has not ended
             if places.has_more() and len(engine.results) <= LOOKAHEAD:
