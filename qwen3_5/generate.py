@@ -428,16 +428,16 @@ class Places:
     def source(self, p: int, agreeing: np.ndarray) -> tuple[int, int]:
         """The place of another row from which a new one can have the most tokens, and how many; -1 if these are too few
         to wait for."""
-        filled, source, most = self.rows.filled, -1, 0
+        filled, source, most = self.rows.filled, -1, self.rows.filled[p] + FEWEST_COPIED - 1
         is_near = np.arange(self.batch) // self.together == p // self.together
-        for q in np.flatnonzero(is_near & (self.numbers >= 0) & (agreeing >= filled[p] + FEWEST_COPIED)).tolist():
-            if q != p:
-                n = min(agreeing[q], max(self.prompt_lengths[q], self.known[q] - 1))
-                ends = [end for end in (*self.stops[q], *self.saved[q]) if end <= n] if self.has_states else [n]
-                n = max((end for end in ends if end > filled[q] or self.offers(q, end)), default=0)
-                if n > most:
-                    source, most = q, n
-        return (source, most) if most >= filled[p] + FEWEST_COPIED else (-1, 0)
+        is_near[p] = False
+        for q in np.flatnonzero(is_near & (self.numbers >= 0) & (agreeing > most)).tolist():
+            n = min(agreeing[q], max(self.prompt_lengths[q], self.known[q] - 1))
+            ends = [end for end in (*self.stops[q], *self.saved[q]) if end <= n] if self.has_states else [n]
+            n = max((end for end in ends if end > filled[q] or self.offers(q, end)), default=0)
+            if n > most:
+                source, most = q, n
+        return source, most
 
     def stands(self) -> np.ndarray:
         """Whether the row of a place stands still within its prompt, so that its layers that forget can be copied."""
