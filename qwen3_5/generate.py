@@ -330,7 +330,8 @@ class Places:
 
     Prompts take `count` of the `batch` places, and those of a device of `dp` stand together; the caches of `together`
     neighbours are on the same devices, and can be copied. Each layer has room for `held` tokens of a row, 0 if one has
-    states. `past`, the places of an earlier call, has the same batch and slots; its cache is still there.
+    states. `sparing` steps verify drafts only where they pay. `past`, the places of an earlier call, has the same batch
+    and slots; its cache is still there.
     """
 
     prompts: list[np.ndarray]
@@ -346,6 +347,7 @@ class Places:
     opening: int
     preamble: int
     held: float
+    sparing: bool
     stop_tokens: tuple[int, ...]
     past: dataclasses.InitVar[Places | None] = None
 
@@ -476,13 +478,12 @@ class Places:
         """How many tokens of its prompt no step has taken, for each place, up to where it stops."""
         return np.maximum(np.minimum(self.prompt_lengths, self.rows.limits - 1) - self.rows.filled, 0)
 
-    def choose(self, verifies: Callable[[], bool]) -> tuple[int, np.ndarray]:
+    def choose(self) -> tuple[int, np.ndarray]:
         """The next step: its T, and the places [dp b] that it takes, b of each device of dp. A prompt is read in the
-        longest pieces of which it fills more than half. A step of decoding takes all, with their drafts if it
-        `verifies` them."""
+        longest pieces of which it fills more than half. A step of decoding takes all."""
         left, places = np.where(self.sources < 0, self.unread(), 0), np.arange(self.batch, dtype=np.int32)
         if not left.any():
-            return 1 + self.drafts * verifies(), places
+            return 1 + self.drafts * self.verifies(), places
         T = next((T for T in self.pieces if 2 * left.max() > T), self.pieces[-1])
         reads = (left > (T // 2 if self.pieces[-1] < T else 0)).reshape(self.dp, -1)
         most = min(reads.shape[1], max(1, PREFILL_TOKENS // T))
@@ -522,15 +523,16 @@ class Places:
         """Whether another step would give a row a token, as far as the host knows."""
         return bool((self.rows.filled < self.rows.limits - 1).any())
 
-    def repeating(self) -> float:
-        """The share of the rows whose last four tokens occur earlier in them."""
+    def verifies(self) -> bool:
+        """Whether the next step of decoding verifies drafts. Where `sparing`, it does if a share REPEATING of the rows
+        ends in four tokens that occur earlier. All hosts must decide alike: by the tokens, not by a clock."""
 
         def repeats(p):
             tokens = np.pad(self.rows.history[p, : self.known[p]], (4, 0), constant_values=-1)
             fours = np.lib.stride_tricks.sliding_window_view(tokens, 4)
             return (fours[:-1] == fours[-1]).all(axis=1).any()
 
-        return np.mean([repeats(p) for p in np.flatnonzero(self.numbers >= 0)])
+        return not self.sparing or np.mean([repeats(p) for p in np.flatnonzero(self.numbers >= 0)]) >= REPEATING
 
 
 class Engine:
@@ -704,7 +706,8 @@ def generate(
         del caches  # before others take memory
         caches, past, programs = model.zeros(wanted), None, {}
     together = jax.tree.leaves(wanted)[0].shape[0] // dp
-    given = dict(drafts=drafts, seed=seed, max_new_tokens=max_new_tokens, max_seq_len=max_seq_len)
+    sparing = draft == "lookup" and mesh.devices.flat[0].platform == "cpu"
+    given = dict(drafts=drafts, sparing=sparing, seed=seed, max_new_tokens=max_new_tokens, max_seq_len=max_seq_len)
     given |= dict(together=together, held=min(held), opening=OPENING if forgetful and keeps else 0, preamble=preamble)
     places = Places([*map(np.int32, prompts)], count, batch, dp, pieces, **given, stop_tokens=stop_tokens, past=past)
     options = dict(config=config, mesh=mesh, draft=draft, drafts=drafts, sampling=sampling, stop_tokens=stop_tokens)
@@ -712,17 +715,13 @@ def generate(
     engine = Engine(weights, *caches, programs, places, options, stats, progress)
     del caches  # the engine has them, and gives their memory to each step
 
-    def verifies():
-        """Whether the next step verifies drafts. All hosts must decide alike: by the tokens, not by a clock."""
-        return draft != "lookup" or mesh.devices.flat[0].platform != "cpu" or places.repeating() >= REPEATING
-
     try:
         engine.update()
-        engine.program(*places.choose(verifies)), engine.program(1 + drafts * verifies(), np.arange(batch))
+        engine.program(*places.choose()), engine.program(1 + drafts * places.verifies(), np.arange(batch))
         progress("prefill", 0, engine.first_tokens)
         while (places.numbers >= 0).any():  # some row has not ended
             if places.has_more() and len(engine.results) <= LOOKAHEAD:
-                engine.start(*places.choose(verifies))
+                engine.start(*places.choose())
             else:
                 yield engine.read()
                 places.fill()

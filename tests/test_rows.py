@@ -111,12 +111,13 @@ def test_a_word_in_common_moves_no_copy_of_states(rows):
     ]
     sizes = {"count": rows, "batch": rows, "dp": 1, "pieces": [512, 64, 16], "drafts": 0, "seed": 0, "together": rows}
     limits = {"max_new_tokens": 2, "max_seq_len": 500, "stop_tokens": (), "held": 0, "opening": 0, "preamble": 0}
+    limits["sparing"] = False
     places, read = generate.Places(prompts, **sizes, **limits), 0
     while (places.numbers >= 0).any():
         places.copies()
         places.is_new[:] = False
         if places.has_more():
-            places.start(*places.choose(lambda: False))
+            places.start(*places.choose())
             read += places.in_flight[-1].prompt_tokens
         else:
             n = len(places.in_flight[0].places)
@@ -557,12 +558,13 @@ def test_places(monkeypatch):
             ]
             prompts = [(prompts[0] if chance.random() < equal else prompt)[:slots] for prompt in prompts]
             sizes = {"count": count, "batch": batch, "dp": dp, "pieces": [32, 16], "drafts": drafts, "seed": 0}
-            limits = {"max_new_tokens": new, "max_seq_len": slots, "stop_tokens": device.STOPS}
+            limits = {"max_new_tokens": new, "max_seq_len": slots, "stop_tokens": device.STOPS, "sparing": True}
             kinds = {"held": 0 if has_states else 1024, "past": past}
             kinds["together"] = chance.choice([n for n in (1, 2, 3, 4) if batch // dp % n == 0])
             kinds["opening"] = int(chance.choice([0, 4, 8])) if has_states else 0
             kinds["preamble"] = int(chance.choice([0, 1, 7, 20])) if kinds["opening"] else 0
             places, answers, results = generate.Places(prompts, **sizes, **limits, **kinds), [[] for _ in prompts], []
+            places.verifies = lambda chance=chance: chance.random() < 0.7
             device.rows = None
 
             def update(places=places, device=device, prompts=prompts):
@@ -583,7 +585,7 @@ def test_places(monkeypatch):
             counts = np.array([places.rows.filled.sum(), 0, 0]) + update()
             while (places.numbers >= 0).any():
                 if places.has_more() and len(results) <= generate.LOOKAHEAD:
-                    T, taken = places.choose(lambda chance=chance: chance.random() < 0.7)
+                    T, taken = places.choose()
                     places.start(T, taken)
                     read += places.in_flight[-1].prompt_tokens
                     results.append(device.step(T, places.in_flight[-1].places))
