@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,11 +32,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from model import CACHE_SPEC, FEW, MODEL_AXES, Config, InputError, LayerCache, ceil_div
 
-try:
+if find_spec("fast"):  # everything runs without it
     import fast  # fills the model's tables
-except ModuleNotFoundError as error:  # everything runs without it
-    if error.name != "fast":
-        raise
+else:
     fast = None
 
 
