@@ -712,7 +712,6 @@ def generate(
     options = dict(config=config, mesh=mesh, draft=draft, drafts=drafts, sampling=sampling, stop_tokens=stop_tokens)
     stats = {} if stats is None else stats
     engine = Engine(weights, *caches, programs, places, options, stats, progress)
-    del caches  # the engine has them, and gives their memory to each step
 
     try:
         engine.update()
