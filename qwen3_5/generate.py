@@ -45,10 +45,9 @@ class Rows(NamedTuple):
                  0               filled         lengths                  limits
                    in the cache    known, not yet computed
 
-    `history` int32 [B, the largest limit or more] holds a row's tokens: the prompt, the answer, and guesses of what
-    follows. `filled` int32 [B] says how many of them are in the cache, `lengths` int32 [B] how many are known: at least
-    one more. A row ends with `limits` int32 [B] tokens. `seeds` uint32 [B, 2] has its number, whatever its place, and
-    the seed of the run.
+    `history` int32 [B, the largest limit or more] holds the tokens. `filled` int32 [B] says how many are in the cache,
+    `lengths` int32 [B] how many are known: at least one more. A row ends with `limits` int32 [B] tokens. `seeds` uint32
+    [B, 2] has its number, whatever its place, and the seed of the run.
     """
 
     history: Array
@@ -144,7 +143,6 @@ def step(
     int32 [dp b], the chosen tokens int32 [dp b, T], with a longer T [dp b, 1], and their log-probabilities, float32. Of
     a row's chosen tokens the first ones are new: as many as its length has grown by.
     """
-
     verified = T - 1 if T <= FEW else 0
 
     def body(weights, cache, rows, places):
