@@ -516,7 +516,7 @@ def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def pieces(tensor) -> Iterator[slice]:
-    """Slices of a tensor's rows, of some PIECE_BYTES. A transposed matrix is one: on disk its rows are scattered."""
+    """A tensor's rows in slices of some PIECE_BYTES. A transposed matrix is one: on disk its rows are scattered."""
     row_bytes = max(1, math.prod(tensor.shape[1:])) * tensor.dtype.itemsize
     is_whole = tensor.is_transposed and len(tensor.shape) == 2
     step = max(1, tensor.shape[0] if is_whole else PIECE_BYTES // row_bytes)
@@ -971,7 +971,8 @@ def on_devices(
 
 
 def check_finite(readers: dict, numbers: np.ndarray) -> np.ndarray:
-    """The numbers that were read. A router with NaN would go on choosing; of larger weights, logits show a NaN."""
+    """The numbers that were read. A router with NaN would choose experts as if nothing were wrong. In larger weights,
+    logits show a NaN."""
     if numbers.size < SMALL and not np.isfinite(numbers).all():
         bad = [name for name, read in readers.items() if not np.isfinite(read()).all()]
         raise InputError(f"{', '.join(bad[:3])} has numbers that are not finite: damaged weights")
@@ -990,7 +991,8 @@ def row_slices(part: Part, shard: int, shards: int) -> Iterator[tuple[str, slice
 
 
 def block_of(readers: dict, weight: Weight, index: tuple, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """One device's block `index` of a weight of global `shape`, with zeros for what none of the `readers` has."""
+    """One device's block `index` of a weight of global `shape`, with zeros for what no tensor has. `readers` has a
+    function for each tensor, which gives a part of it."""
     bounds = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
     sizes = [stop - start for start, stop in bounds]
     buffer = np.zeros(math.prod(sizes) * dtype.itemsize + 64, np.uint8)
@@ -1078,7 +1080,8 @@ def say_left_out(checkpoint: Checkpoint) -> None:
 
 @contextlib.contextmanager
 def claimed(output: Path, source: Path, first: str):
-    """Creates and locks the output folder. If it has files, one must be the `first` shard of a conversion begun."""
+    """Creates the output folder and locks it. If it is not empty, it must hold the `first` shard, whole or in part: the
+    start of a conversion to go on with."""
     if os.path.realpath(output) == os.path.realpath(source):
         raise InputError(f"{output}: is the source; choose another --output")
     try:

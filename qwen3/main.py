@@ -245,7 +245,7 @@ MARKERS = (
 
 
 def read_markers(tokenizer) -> dict[int | str, str]:
-    """MARKERS that the chat template knows, by id; by their names, if <think> is text and no token."""
+    """MARKERS that the chat template knows, by id, or by their names if <think> is no token, but text."""
     rows = [row for row in MARKERS if [*row][-1] in str(tokenizer.chat_template)]
     found = {id_of(tokenizer, name): kind for row in rows for name, kind in row.items()}
     found.pop(None, None)  # of names that are no tokens
@@ -488,7 +488,8 @@ class Answer:
         return "".join(texts).lstrip("\n") if self.markers else texts[0]
 
     def message(self) -> dict | None:
-        """The answer as a message, or None. Templates without reasoning_content take thoughts out of the text."""
+        """The answer as a message for the chat template, None if there is none. A template that knows of no
+        reasoning_content takes thoughts out of the text itself."""
         said, template = self.text(), str(self.tokenizer.chat_template)
         if not said.strip():
             return None
