@@ -1205,16 +1205,6 @@ def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
     return sum(out * jnp.exp(each - log_sum_exp) for out, each in (a, b)), log_sum_exp
 
 
-def joined(out: Array, log_sum_exp: Array, axis: int) -> tuple[Array, Array]:
-    """What `merged` gives for many sets of keys, along `axis`. It is written set by set, since XLA for TPUs makes one
-    kernel of that, and another of each sum over an axis."""
-    outs, sums = (jnp.unstack(x, axis=axis) for x in (out, log_sum_exp))
-    m = functools.reduce(jnp.maximum, sums)
-    weights = [jnp.exp(each - m) for each in sums]
-    l = sum(weights)
-    return sum(weight * each for weight, each in zip(weights, outs)) / l, m + jnp.log(l)
-
-
 def over_blocks(attend, first: Array, last: Array, shape) -> tuple[Array, Array]:
     """attend(i), an output of this shape and the log-sum-exp of its scores, merged over the blocks i from `first` to
     `last`."""
@@ -1476,11 +1466,19 @@ def absorbed_attention(q, q_rope, new: LayerCache, cache: LayerCache, starts, w:
     out, cache = store_and_attend(queries, new, cache, starts, None, mask, T, parts, run=N)
     out = out.reshape(B // I, R, T, N, -1).swapaxes(0, 1)
     if R > 1:
-        out = exchange(out, R).reshape(I, parts, B // I, T, N, -1)
-        out, _ = joined(out[..., :-1], out[..., -1:], axis=1)
+        out = joined(exchange(out, R).reshape(I, parts, B // I, T, N, -1))
     out = out.reshape(B * T, N, -1)[..., :L].astype(q.dtype)
     out = head_product("bnl,nwl->bnw", out, w_v).reshape(B, T, N, -1)
     return out if v_scale is None else out * v_scale, cache
+
+
+def joined(parts: Array) -> Array:
+    """The softmax output over all keys from those over some of them, parts [I, n, .., W + 1] as attend_to_stored has
+    them. It is written part by part, since XLA for TPUs makes a kernel of its own for each sum over them."""
+    outs, sums = jnp.unstack(parts[..., :-1], axis=1), jnp.unstack(parts[..., -1:], axis=1)
+    m = functools.reduce(jnp.maximum, sums)
+    weights = [jnp.exp(each - m) for each in sums]
+    return sum(weight * out for weight, out in zip(weights, outs)) / sum(weights)
 
 
 def by_head(w: Format, N: int, dtype: jnp.dtype) -> tuple[Array, Array | None]:

@@ -797,16 +797,6 @@ def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
     return sum(out * jnp.exp(each - log_sum_exp) for out, each in (a, b)), log_sum_exp
 
 
-def joined(out: Array, log_sum_exp: Array, axis: int) -> tuple[Array, Array]:
-    """What `merged` gives for many sets of keys, along `axis`. It is written set by set, since XLA for TPUs makes one
-    kernel of that, and another of each sum over an axis."""
-    outs, sums = (jnp.unstack(x, axis=axis) for x in (out, log_sum_exp))
-    m = functools.reduce(jnp.maximum, sums)
-    weights = [jnp.exp(each - m) for each in sums]
-    l = sum(weights)
-    return sum(weight * each for weight, each in zip(weights, outs)) / l, m + jnp.log(l)
-
-
 def over_blocks(attend, first: Array, last: Array, shape) -> tuple[Array, Array]:
     """attend(i), an output of this shape and the log-sum-exp of its scores, merged over the blocks i from `first` to
     `last`."""
@@ -933,7 +923,9 @@ def cached_attention(q, k, v, cache: LayerCache, span: Span, mask: Mask, sinks=N
     out = jnp.moveaxis(out.reshape(*q.shape[:5], -1), 2, 0)
     if R > 1:
         out = exchange(out, R)
-        out, log_sum_exp = joined(out[..., :-1], out[..., -1:], axis=0)
+        out, sums = out[..., :-1], out[..., -1:]
+        log_sum_exp = functools.reduce(jnp.logaddexp, jnp.unstack(sums))  # of a sum XLA for TPUs makes two kernels more
+        out = jnp.sum(out * jnp.exp(sums - log_sum_exp), axis=0)
     else:
         out, log_sum_exp = out[0, ..., :-1], out[0, ..., -1:]
     out, log_sum_exp = (x.transpose(np.argsort(order)) for x in (out, log_sum_exp))  # [B, T, K, N / K, ..]
