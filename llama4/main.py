@@ -225,7 +225,7 @@ def read_stop_tokens(checkpoint: Checkpoint, tokenizer) -> tuple[int, ...]:
     given = [*(place.get("eos_token_id") for place in places), id_of(tokenizer, tokenizer.eos_token)]
     with contextlib.suppress(Exception):  # no template, or one that takes other messages alone
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "some answer"}]
-        behind = render(tokenizer, messages).rpartition("some answer")[2]
+        behind = render(tokenizer, messages).rpartition("some answer")[2].lstrip()  # Gemma has tokens of line ends
         end = tokenizer(behind, add_special_tokens=False)["input_ids"][0]
         given += [end] if end in tokenizer.added_tokens_decoder.keys() - read_markers(tokenizer) else []
     stop = [token for value in given for token in (value if isinstance(value, list) else [value]) if token is not None]
@@ -717,6 +717,8 @@ def read_inputs(args) -> Inputs:
         flags = {name: asked.get(name) for name in ("temperature", "top_k", "top_p")}
         flags = [f"--{name} {value}" for name, value in flags.items() if type(value) in (int, float)]
         say(f"note: generation_config.json asks for {' '.join(flags)}; without them, the most probable token is taken")
+    if (penalty := asked.get("repetition_penalty") or 1) != 1:
+        say(f"note: generation_config.json asks for a repetition_penalty of {penalty!r:.20}, which is not applied")
     check_prompts(prompt_tokens, checkpoint.config, args.max_seq_len, args.max_new_tokens)
     check_context(prompt_tokens, checkpoint.raw_config)
     weights = model.in_format(checkpoint.weights, args.quantize)
@@ -869,6 +871,8 @@ def chat(args, inputs: Inputs, generation) -> dict:
 
         readline.parse_and_bind(f"set enable-bracketed-paste {'off' if os.environ.get('TERM') == 'dumb' else 'on'}")
         readline.parse_and_bind("tab: tab-insert")  # in the place of file names
+        for setting in ("input-meta on", "output-meta on", "convert-meta off"):  # letters beyond ASCII, in any locale
+            readline.parse_and_bind(f"set {setting}")
     say("chat: /reset starts anew, Ctrl-C stops an answer, /exit or end of file ends")
     history, measured, kept, results = inputs.system, {}, {}, None
     seeds = itertools.count(args.seed)  # one for each answer, so that a question asked again may get another
@@ -900,7 +904,7 @@ def chat(args, inputs: Inputs, generation) -> dict:
             measured = of_turn
             results.note_cut()
             if not results.answers[0].message():
-                say("note: there is no answer, so the question is forgotten; a longer --max_new_tokens may help")
+                say("note: there is no answer, so the question is forgotten")
         except KeyboardInterrupt:
             write("\n")
         except EOFError:

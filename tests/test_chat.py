@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -83,6 +84,21 @@ def test_lines_of_windows():
     turns = b"\xef\xbb\xbfHello!\r\nWhat is 3 plus 4?\r\n"
     finished = subprocess.run(CHAT, env=ENVIRONMENT, input=turns, capture_output=True)
     assert finished.stdout.decode().splitlines() == reference_answers(DEMO, ["Hello!", "What is 3 plus 4?"], 40)
+
+
+def test_letters_typed_where_the_locale_is_c():
+    """readline takes bytes above 127 for commands there, unless it is told otherwise."""
+    terminal, of_program = pty.openpty()
+    program = subprocess.Popen(
+        CHAT, env=ENVIRONMENT | {"LC_ALL": "C"}, stdin=of_program, stdout=of_program, stderr=subprocess.PIPE, text=True
+    )
+    os.close(of_program)
+    message = "你好 как дела é"
+    os.write(terminal, f"{message}\r/exit\r".encode())
+    said = program.communicate()[1]
+    template = {"add_generation_prompt": True, "return_dict": False}
+    tokens = AutoTokenizer.from_pretrained(DEMO).apply_chat_template([{"role": "user", "content": message}], **template)
+    assert f" {len(tokens)}.0/{len(tokens)}.0 " in said, said
 
 
 def test_a_thought_without_an_answer(tmp_path):

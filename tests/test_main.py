@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -211,6 +212,8 @@ def test_sampling_that_a_release_asks_for(main, tmp_path):
     assert "asks for" not in main(*flags, "--temperature", "0.6")[2]
     edit_json("generation_config.json", do_sample=False)(tmp_path)
     assert "asks for" not in main(*flags)[2]
+    edit_json("generation_config.json", do_sample=False, repetition_penalty=1.05)(tmp_path)
+    assert "asks for a repetition_penalty of 1.05, which is not applied" in main(*flags)[2]
 
 
 def test_a_raw_prompt_with_its_own_bos(main):
@@ -294,6 +297,17 @@ def test_the_end_that_only_the_template_names(main, tmp_path):
     assert (row["text"], row["finish_reason"]) == ("3 plus 4 is 7.", "stop")
     (row,), _ = json_rows(main(*flags)[1])
     assert row["text"] == "3 plus 4 is 7."
+
+
+@pytest.mark.parametrize(("end", "stops"), [("\n", []), ("\n<|end_of_text|>\n", ["<|end_of_text|>"])])
+def test_line_ends_behind_an_answer(end, stops):
+    """They end no answer, also if they are tokens, as in Gemma's vocabulary."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.add_tokens("\n")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + end + "{% endfor %}"
+    checkpoint = SimpleNamespace(raw_config={}, generation_config={})
+    found = FOLDERS["llama3"].main.read_stop_tokens(checkpoint, tokenizer)
+    assert tokenizer.convert_ids_to_tokens(found) == [tokenizer.eos_token, *stops]
 
 
 def test_a_beginning_that_only_the_settings_name(main, tmp_path):
