@@ -600,8 +600,10 @@ def something_else(folder: Path, names: Iterable[str]) -> str:
         return f": a PEFT adapter of {base!r:.200}; merge it into that model (peft's merge_and_unload) and save this"
     if any(name.endswith(".gguf") for name in names):
         return ": GGUF, which llama.cpp reads; give the safetensors that it was made from"
-    if any(re.search(r"\.(bin|pth?)$", name) for name in names):
+    if any(re.search(r"^(?!training_args|rng_state|scheduler|optimizer).*\.(bin|pth?)$", name) for name in names):
         return f"; pickled weights are never read, {unpickling(folder)} saves them as safetensors"
+    if {"zero_to_fp32.py", "pytorch_model_fsdp_0"} & {*names}:
+        return ": shards of a training run; DeepSpeed's zero_to_fp32.py, or accelerate merge-weights, joins them"
     inner = sorted([*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json")])
     return f"; give the folder in it that has one, such as {inner[-1].parent}" if inner else ""
 

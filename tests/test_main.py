@@ -440,6 +440,13 @@ def edit_tensors(change):
     return edit
 
 
+def as_trainer_leaves_it(folder):
+    """After training with DeepSpeed's ZeRO-3: no weights, and states in files that torch pickled."""
+    (folder / "model.safetensors").rename(folder / "rng_state_0.pth")
+    for name in ("scheduler.pt", "training_args.bin", "zero_to_fp32.py"):
+        (folder / name).touch()
+
+
 def truncate(name, keep):
     def edit(folder):
         data = (folder / name).read_bytes()
@@ -507,6 +514,7 @@ def template(text):
             "as Meta or Mistral",
         ),
         (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "never read"),
+        (as_trainer_leaves_it, "zero_to_fp32.py, or accelerate merge-weights, joins them"),
         (edit_tensors(lambda t: t.pop("model.norm.weight")), "model.norm.weight is missing"),
         (edit_tensors(lambda t: t.update({"model.norm.weight": np.ones(5, np.float32)})), "shape [5]"),
         (edit_tensors(lambda t: t.update({"model.norm.weight": np.ones(0, np.float32)})), "run its zero_to_fp32.py"),
