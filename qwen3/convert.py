@@ -409,6 +409,10 @@ class Gptq(Awq):
 
     @classmethod
     def collect(cls, folder: Path, found: dict, quantization: dict) -> None:
+        parts = quantization.get("dynamic")  # GPTQModel's settings for some weights, by name
+        for part in parts.values() if isinstance(parts, dict) else ():
+            if isinstance(part, dict) and quantization | part | {"dynamic": parts} != quantization:
+                raise InputError(f"{folder}: quantization_config: dynamic gives some weights {part!r:.200}")
         super().collect(folder, found, quantization)
         unsettled = []
         for name, tensor in [(name, tensor) for name, tensor in found.items() if type(tensor) is cls]:

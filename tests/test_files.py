@@ -266,6 +266,18 @@ def test_two_kinds_of_groups_in_one_file(tmp_path):
     assert_matches(reference, PROMPTS, decode(folder, tmp_path, PROMPTS, mesh, max_new_tokens=4))
 
 
+def test_other_bits_for_some_weights(tmp_path):
+    """GPTQModel's `dynamic`: what it leaves out of quantization is read, weights in 8 bits are refused by that name."""
+    _, *reference = llama()
+    reference = save_in_4_bits(tmp_path, reference, gptq, 32, False, r"mlp\..*_proj\.weight$")
+    quantization = config_of(gptq, 32, False)
+    edit_config(tmp_path, quantization_config=quantization | {"dynamic": {"-:.*self_attn.*": {}, ".*": {"bits": 4}}})
+    assert_matches(reference, PROMPTS, decode(llama3, tmp_path, PROMPTS, max_new_tokens=2))
+    edit_config(tmp_path, quantization_config=quantization | {"dynamic": {".*down_proj.*": {"bits": 8}}})
+    with pytest.raises(llama3.model.InputError, match=r"dynamic gives some weights {'bits': 8}: damaged, .* not supp"):
+        llama3.convert.open_checkpoint(tmp_path)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
 
