@@ -3,10 +3,17 @@
     for tokens in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):
         ...
 
-`step` is the program of the devices: model.py's `forward` of some tokens of some rows, the choice of the next ones, and
-what becomes of guesses. It takes its tokens from the step before, on the devices. `generate` is the host's loop, which
-reads results LOOKAHEAD steps later: Places knows which prompt has which place, Engine runs the steps. The file is the
-same in every folder; model.py explains the letters of shapes.
+The devices run `step`: it computes some tokens of some rows with model.py's `forward`, chooses the next tokens, and
+accepts drafts. A step takes its tokens from `Rows`, which stay on the devices. So the host can start a step before it
+has read the results of the last one. The host runs `generate`, which reads results LOOKAHEAD steps later: `Places`
+foresees what the steps will do and chooses the next one, `Engine` compiles the programs and runs them.
+
+A row is a prompt with its answer. A place is an index into the batch, which one row after another takes. A piece is
+the part of a prompt that one step takes. A draft is a guessed token: it stands behind the last known one until a step
+verifies it. A layer forgets if its cache does not keep all tokens: it is a ring or a state. Such a layer cannot go back
+to an earlier token, so a row pauses at tokens to which it, or another row, may return, while a copy is made.
+
+The file is the same in every folder. model.py explains the letters of shapes.
 """
 
 from __future__ import annotations
@@ -41,13 +48,17 @@ else:
 class Rows(NamedTuple):
     """The state of a batch, on the devices: a place for each row, which another prompt takes when a row has ended.
 
-        history  [ prompt ........... answer ........ | guesses ... | ........ ]
-                 0               filled         lengths                  limits
-                   in the cache    known, not yet computed
+        history  [ prompt ............ answer ... | ............. | drafts ... | ......... ]
+                   `filled` are in the cache        known, not yet  guessed       up to
+                                                    in the cache                  `limits`
+                 |------------- `lengths` are known --------------|
 
-    `history` int32 [B, the largest limit or more] holds the tokens. `filled` int32 [B] says how many are in the cache,
-    `lengths` int32 [B] how many are known: at least one more. A row ends with `limits` int32 [B] tokens. `seeds` uint32
-    [B, 2] has its number, whatever its place, and the seed of the run.
+    `history` int32 [B, the largest limit or more] holds the tokens. `filled` int32 [B] counts those in the cache, and
+    `lengths` int32 [B] those that are known: at least one more. A row stops at `limits` int32 [B] tokens. `seeds`
+    uint32 [B, 2] has the row's number, whatever its place, and the seed.
+
+    For example, a prompt of 5 tokens begins with filled 0 and lengths 5. The step that takes the prompt chooses the
+    sixth token: then filled is 5 and lengths 6. A decode step computes that one and chooses the next: 6 and 7.
     """
 
     history: Array
@@ -57,16 +68,16 @@ class Rows(NamedTuple):
     seeds: Array
 
 
-def refill(rows, is_new: Array, new):
-    """Rows, or other arrays [B, ..], with those of `new` at the places where `is_new`, bool [B], says so."""
-    return jax.tree.map(lambda x, old: jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), x, old), new, rows)
+def replace(old, is_new: Array, new):
+    """The pytree `old` of arrays [B, ..], with the rows of `new` where `is_new`, bool [B], is true."""
+    return jax.tree.map(lambda x, y: jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), y, x), old, new)
 
 
 def accept(rows: Rows, chosen: Array, stop_tokens: tuple[int, ...], T: int) -> Rows:
     """The rows after a step that computed T tokens of each, from `filled` on.
 
-    `chosen` int32 [B, 1 + verified] has the token after the last known one, then the token after each guess behind
-    it. Guesses are accepted as long as they equal the tokens that were chosen in their place, and the token after the
+    `chosen` int32 [B, 1 + verified] has the token after the last known one, then the token after each draft behind
+    it. Drafts are accepted as long as they equal the tokens that were chosen in their place, and the token after the
     last of them is known too. A row that still reads its prompt only advances by T. One at its limit stands still, and
     a stop token sets the limit. Nothing is ever taken back: what the cache holds beyond `filled` is overwritten before
     a token could see it.
@@ -74,33 +85,36 @@ def accept(rows: Rows, chosen: Array, stop_tokens: tuple[int, ...], T: int) -> R
     history, filled, lengths, limits, seeds = rows
     verified = chosen.shape[1] - 1
     is_stop = jnp.isin(chosen, np.array(stop_tokens, np.int32))
-    guesses = jnp.take_along_axis(history, lengths[:, None] + jnp.arange(verified), axis=1, mode="clip")
-    goes_on = (chosen[:, :verified] == guesses) & ~is_stop[:, :verified]
-    accepted = jnp.sum(jnp.cumprod(goes_on, axis=1), axis=1, dtype=jnp.int32)
+    drafts = jnp.take_along_axis(history, lengths[:, None] + jnp.arange(verified), axis=1, mode="clip")
+    is_right = (chosen[:, :verified] == drafts) & ~is_stop[:, :verified]
+    accepted = jnp.sum(jnp.cumprod(is_right, axis=1), axis=1, dtype=jnp.int32)  # up to the first that is not right
+    # Three bounds: what was computed, what is known now, and the last token, which is never computed.
     filled = jnp.minimum(jnp.minimum(filled + T, lengths + accepted), limits - 1)
     has_new = filled >= lengths  # else the row reads its prompt, or stands still
-    of_last = jnp.clip(filled - lengths, 0, verified)[:, None]
-    last, ends = (jnp.take_along_axis(x, of_last, axis=1) for x in (chosen, is_stop))
+    # Accepted drafts are in `history` already. The token that was chosen after the last of them goes behind them.
+    index = jnp.clip(filled - lengths, 0, verified)[:, None]  # of that token in `chosen`
+    last, ends = (jnp.take_along_axis(x, index, axis=1) for x in (chosen, is_stop))
     is_last = (jnp.arange(history.shape[1]) == filled[:, None]) & has_new[:, None]
     history, limits = jnp.where(is_last, last, history), jnp.where(ends[:, 0] & has_new, filled + 1, limits)
     return Rows(history, filled, jnp.maximum(lengths, filled + 1), limits, seeds)
 
 
 def look_up(rows: Rows, cache: list[LayerCache], drafts: int, *_) -> tuple[Array, list[LayerCache]]:
-    """Puts guesses into `history`, behind the tokens that are known: the `drafts` tokens that followed the latest
-    earlier occurrence of the last three, or else of the last two (Saxena 2023, "prompt lookup decoding"). If fewer
-    followed, they are repeated. Without an occurrence the guesses are arbitrary tokens. Returns history and cache."""
+    """Puts `drafts` drafts into `history`, behind the known tokens: those that followed the latest earlier occurrence
+    of the last three, or else of the last two (Saxena 2023, "prompt lookup decoding"). If fewer followed, they are
+    repeated. Without an occurrence the drafts are arbitrary tokens. Returns history and cache."""
     history, at, last = rows.history, jnp.arange(rows.history.shape[1]), rows.lengths[:, None] - 1
 
-    def agrees(back):  # of each token: is the one `back` places before it as the one `back` places before the last?
+    def agrees(back):  # whether the token `back` before each token is the one `back` before the last
         token = jnp.take_along_axis(history, last - back, axis=1, mode="clip")
         return (jnp.roll(history, back, axis=1) == token) & (at >= back)
 
+    # Where two agree, the index behind them. Where three agree it is len(at) more, so that they win over any two.
     found = jnp.where(agrees(0) & agrees(1) & (at < last), at + 1 + len(at) * agrees(2), 0)
     first = jnp.max(found, axis=1, keepdims=True) % len(at)
-    guesses = jnp.take_along_axis(history, first + jnp.arange(drafts) % (last + 1 - first), axis=1)
+    drafted = jnp.take_along_axis(history, first + jnp.arange(drafts) % (last + 1 - first), axis=1)
     for i in range(drafts):
-        history = jnp.where(at == last + 1 + i, guesses[:, i : i + 1], history)
+        history = jnp.where(at == last + 1 + i, drafted[:, i : i + 1], history)
     return history, cache
 
 
@@ -126,39 +140,43 @@ def step(
     sampling: Sampling,
     stop_tokens: tuple[int, ...] = (),
 ):
-    """Takes T tokens of every row, from the first that the cache lacks: a piece of prompts or, with T up to FEW, a step
-    of decoding.
+    """Computes T tokens of each row, from the first that the cache lacks, and chooses the next ones.
 
-    Such a step takes all rows. It chooses a token after the last one that is known, and after each of T - 1 drafts: the
-    guesses that stand behind it in `history`; see `accept` (Leviathan et al. 2023, "speculative decoding"; greedy or
-    sampled, the tokens are those of steps of one).
+    With T up to FEW it is a decode step, and takes all rows. A row computes its last known token and T - 1 drafts
+    behind it in `history`. The step chooses a token after each of these T, and `accept` decides which drafts were right
+    (Leviathan et al. 2023, "speculative decoding"; greedy or sampled, the tokens are those of steps with T = 1).
 
-    A longer T, a multiple of the devices that share a row's cache, verifies nothing. It takes the rows at `places`, or
-    all (None). `places` int32 [dp b] has b places for each device of dp, which counts its own from 0. A place that is
-    listed twice is computed twice.
+    With a longer T, a multiple of the devices that share a row's cache, it takes a piece of prompts. It chooses one
+    token, after the last known one, and verifies nothing. It takes the rows at `places`, or all (None). `places` int32
+    [dp b] has b places for each device of dp, which counts its own from 0. A place that is listed twice is computed
+    twice. In both kinds of steps a row that is not at the end of its prompt only advances by T.
 
-    At the end `draft`, a name in DRAFTS, puts `drafts` guesses behind what is known, for the next step.
+    At the end `draft`, a name in DRAFTS, puts `drafts` drafts behind what is known, for the next step.
 
-    Returns the cache and the rows, both donated. Of all dp b rows that were taken, every device has `lengths`
-    int32 [dp b], the chosen tokens int32 [dp b, T], with a longer T [dp b, 1], and their log-probabilities, float32. Of
-    a row's chosen tokens the first ones are new: as many as its length has grown by.
+    Returns (cache, rows, result): the first two are donated. `result` is the same on every device, and is of all dp b
+    rows that were taken: `lengths` int32 [dp b], the chosen tokens int32 [dp b, T], of a piece [dp b, 1], and their
+    log-probabilities, float32. Of a row's chosen tokens, the first ones are new: as many as its length has grown by.
     """
-    verified = T - 1 if T <= FEW else 0
+    verified = T - 1 if T <= FEW else 0  # drafts
 
     def body(weights, cache, rows, places):
         taken = rows if places is None else jax.tree.map(lambda x: x[places], rows)
         positions = taken.filled[:, None] + jnp.arange(T)
         tokens = jnp.take_along_axis(taken.history, positions, axis=1, mode="clip")
-        R = model.cache_sharers(config, model.model_shards(mesh))
         known = jnp.clip(jnp.minimum(taken.lengths, taken.limits - 1) - taken.filled, 0, T)
-        span = model.Span(positions, places, known, len(rows.filled), R)
+        R = model.cache_sharers(config, model.model_shards(mesh))
+        span = model.Span(positions, places, known, batch=len(rows.filled), R=R)
         x, cache = model.forward(weights, tokens, span, cache, config)
+
+        # Logits are computed for the last known token and its drafts alone. A row that is not at the end of its prompt
+        # has computed none of these. It takes another token's, and `accept` ignores what is chosen by them.
         newest = taken.lengths[:, None] - 1 + jnp.arange(1 + verified)
         last_x = x if T == 1 else jnp.take_along_axis(x, jnp.clip(newest - positions[:, :1], 0, T - 1)[:, :, None], 1)
         logits = model.output_logits(weights, last_x.reshape(-1, x.shape[-1]), config)
         seeds = jnp.repeat(taken.seeds, 1 + verified, axis=0)
         choose = partial(next_token, sampling=sampling)
         chosen, logprobs = (y.reshape(newest.shape) for y in choose(logits, newest.reshape(-1), seeds))
+
         taken = accept(taken, chosen, stop_tokens, T)
         if draft:
             history, cache = DRAFTS[draft](taken, cache, drafts, weights, x, span, config, choose)
@@ -174,12 +192,12 @@ def step(
 
 
 class Copies(NamedTuple):
-    """What happens to the places of a batch between two steps.
+    """What `copy` does to the places of a batch between two steps, in this order.
 
-    There may be two copies of the layers that forget. First, where `keeps`, bool [batch, 2], a copy is made of what
-    they have now. Then, one place after the other, each whose `tokens`, int32 [batch], is above 0 gets that many first
-    tokens from the place `sources`, int32 [batch], and both its copies. Last, where `returns`, bool [batch, 2], the
-    layers that forget get back what the copy has.
+    1. Where `keeps`, bool [batch, 2], is true, the layers that forget are copied into their first or second copy.
+    2. A place whose `tokens`, int32 [batch], is above 0 gets that many first tokens from the place `sources`, int32
+       [batch], and both its copies. One place follows another.
+    3. Where `returns`, bool [batch, 2], is true, the layers that forget get back what that copy has.
     """
 
     keeps: Array
@@ -195,35 +213,37 @@ def copy(cache: list, saved: list[dict], copies: Copies, *, config: Config, mesh
 
     def body(cache, saved, copies):
         keeps, returns, sources, tokens = copies
+        # R devices share the cache of the places here. It is split by tokens or, in some models, by rows too. Then each
+        # device has `rows` of the places, those for which place // rows is its `part`.
         rows = jax.tree.leaves(cache)[0].shape[0]
-        group = model.shard_index(R) // (R * rows // len(sources))  # of devices, which have different rows
-        places = jnp.flatnonzero(tokens, size=len(tokens))
-        count = jnp.count_nonzero(tokens) if len(tokens) > 1 else 0  # a place alone has no other
+        part = model.shard_index(R) // (R * rows // len(sources))
+        places = jnp.flatnonzero(tokens, size=len(tokens))  # first those that get tokens
+        receivers = jnp.count_nonzero(tokens) if len(tokens) > 1 else 0  # a place alone has no other
 
         def share(i, trees):
             (arrays, tree), place = jax.tree.flatten(trees), places[i]
-            blocks = [ceil_div(math.prod(x.shape[2:3]), BLOCK) for x in arrays]  # a state is one, or few
+            blocks = [ceil_div(math.prod(x.shape[2:3]), BLOCK) for x in arrays]  # of each array; a state is one, or few
 
-            def shared(x, n):
+            def shared(x, n):  # the n-th block; if it ends beyond the last slot, XLA moves it back on both sides
                 at = (0, n * BLOCK, 0)[: x.ndim - 1]
                 size = 1, x.shape[1], *(min(S, BLOCK) for S in x.shape[2:3]), *x.shape[3:]
                 block = jax.lax.dynamic_slice(x, (sources[place] % rows, *at), size)
                 return jax.lax.dynamic_update_slice(x, block, (place % rows, *at))
 
             # No device has a token in a slot that is higher than its position. In a ring, it may be in any.
-            common = ceil_div(tokens[place], BLOCK) * (place // rows == group)
-            for most in sorted({*blocks}):
+            needed = ceil_div(tokens[place], BLOCK) * (place // rows == part)
+            for most in sorted({*blocks}):  # arrays of as many blocks are copied in one loop
 
                 def share_block(n, arrays):
-                    return [shared(x, n) if own == most else x for x, own in zip(arrays, blocks, strict=True)]
+                    return [shared(x, n) if count == most else x for x, count in zip(arrays, blocks, strict=True)]
 
-                arrays = jax.lax.fori_loop(0, jnp.minimum(common, most), share_block, arrays)
+                arrays = jax.lax.fori_loop(0, jnp.minimum(needed, most), share_block, arrays)
             return tree.unflatten(arrays)
 
-        saved = [refill(one, keeps[:, k], {i: cache[i] for i in one}) for k, one in enumerate(saved)]
-        cache, saved = jax.lax.fori_loop(0, count, share, (cache, saved))
+        saved = [replace(one, keeps[:, k], {i: cache[i] for i in one}) for k, one in enumerate(saved)]
+        cache, saved = jax.lax.fori_loop(0, receivers, share, (cache, saved))
         for k, one in enumerate(saved):
-            cache = [refill(layer, returns[:, k], one[i]) if i in one else layer for i, layer in enumerate(cache)]
+            cache = [replace(layer, returns[:, k], one[i]) if i in one else layer for i, layer in enumerate(cache)]
         return cache, saved
 
     specs = CACHE_SPEC, CACHE_SPEC, P("dp")
@@ -247,12 +267,12 @@ def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling
     devices that share the rows. Sampling uses no random key twice: each position of each row has its own.
 
     Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seeds uint32 [B, 2], the
-    number of each row and the seed of the run.
+    number of each row and the seed.
     """
     if sampling.temperature == 0:
         # Each device has a candidate: its largest logit, that token, and the sum of exp(logit - largest).
         largest, V = jnp.max(logits, axis=-1), logits.shape[1]
-        local = jnp.min(jnp.where(logits == largest[:, None], jnp.arange(V), V - 1), axis=-1)  # an argmax
+        local = jnp.min(jnp.where(logits == largest[:, None], jnp.arange(V), V - 1), axis=-1)  # the first of them
         ids = local + jax.lax.axis_index(MODEL_AXES) * V
         total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
         # One collective for all three; float32 holds every id below 2**24 exactly.
@@ -308,22 +328,22 @@ class Step(NamedTuple):
 
     prompt_tokens: int
     places: np.ndarray
-    rows: np.ndarray
+    numbers: np.ndarray
 
 
 @dataclasses.dataclass
 class Places:
     """What the host knows of a batch, whatever the device does: which prompt has which place, the steps that were
-    started, the tokens that were read.
+    started, the tokens that were received.
 
     `rows` is the state after all steps that were started. The device is ahead of it where drafts were accepted, and
-    behind it where it met a stop token that was not read yet. A free place stands still at its limit. Of each place,
-    `numbers` has its row, -1 if it is free; `prompt_lengths` that of the prompt; `known` how many tokens the host
-    has, with the prompt; `stored` the position behind the last that may have been written. Where `sources` is not -1, a
-    row waits until the place that it names has the `common` tokens that both begin with, and gets a copy of them.
+    behind it where it met a stop token that was not received yet. A free place stands still at its limit. Of each
+    place, `numbers` has its row, -1 if it is free; `prompt_lengths` that of the prompt; `received` how many tokens the
+    host has, with the prompt; `stored` the position behind the last that may have been written. Where `sources` is not
+    -1, a row waits until the place that it names has the `common` tokens that both begin with, and gets a copy of them.
 
     Where `is_new`, the devices must still be told what `rows` has. `saved`, int [batch, 2], says after how many tokens
-    the two copies of the layers that forget were made, the second after the preamble (see `stops_of`); 0: no copy.
+    the two copies of the layers that forget were made, the second after the preamble (see `pauses_of`); 0: no copy.
 
     Prompts take `count` of the `batch` places, and those of a device of `dp` stand together; the caches of `together`
     neighbours are on the same devices, and can be copied. Each layer has room for `held` tokens of a row, 0 if one has
@@ -350,15 +370,20 @@ class Places:
 
     def __post_init__(self, past):
         batch, self.has_states = self.batch, self.held == 0
-        shapes = (batch, self.max_seq_len + 1), (batch,), (batch,), (batch,), (batch, 2)
-        nothing = [np.zeros(shape, np.int32) for shape in shapes]
-        history, filled, self.known, self.stored, self.saved = past.contents() if past else nothing
-        self.rows = Rows(history, filled, *np.ones((2, batch), np.int32), np.zeros((batch, 2), np.uint32))
-        self.numbers, self.sources, self.is_new = *np.full((2, batch), -1), np.zeros(batch, bool)
-        (self.prompt_lengths, self.common), self.stops = np.zeros((2, batch), np.int32), [[]] * batch
-        self.waiting, self.in_flight = deque(range(len(self.prompts))), deque()  # in flight: a Step that was not read
-        self.fill()
-        for tokens in (filled, self.known, self.saved):
+
+        def zeros(*shape):
+            return np.zeros((batch, *shape), np.int32)
+
+        nothing = zeros(self.max_seq_len + 1), zeros(), zeros(), zeros(), zeros(2)
+        history, filled, self.received, self.stored, self.saved = past.contents() if past else nothing
+        # Each place is free until `admit`: it stands still at a limit of one token.
+        self.rows = Rows(history, filled, zeros() + 1, zeros() + 1, np.zeros((batch, 2), np.uint32))
+        self.numbers, self.sources, self.is_new = np.full(batch, -1), np.full(batch, -1), np.zeros(batch, bool)
+        self.prompt_lengths, self.common, self.pauses = zeros(), zeros(), [[] for _ in range(batch)]
+        self.waiting = deque(range(len(self.prompts)))  # the numbers of prompts that have had no place
+        self.in_flight = deque()  # each Step that was started, but whose results were not received
+        self.admit()
+        for tokens in (filled, self.received, self.saved):
             tokens[self.numbers < 0] = 0  # slots of free places are overwritten
 
     def contents(self) -> tuple[np.ndarray, ...]:
@@ -366,9 +391,9 @@ class Places:
         filled = np.where(self.returns().any(axis=1), 0, self.rows.filled)
         if self.has_states and self.drafts and self.in_flight:  # how many drafts these steps took in is not known
             filled[self.numbers >= 0] = 0
-        return self.rows.history, filled, self.known, self.stored, self.saved
+        return self.rows.history, filled, self.received, self.stored, self.saved
 
-    def fill(self) -> None:
+    def admit(self) -> None:
         """Gives the free places to prompts that wait, in their order: to each the one that shares most with it."""
         rows = self.rows
         free = np.flatnonzero(self.numbers[: self.count] < 0).tolist()
@@ -380,19 +405,19 @@ class Places:
             self.is_new[p], self.numbers[p] = True, number
             rows.filled[p], self.saved[p] = self.shared(p, agreeing[p])
             if rows.filled[p] in self.saved[p]:  # it returns to what is kept, or begins anew
-                self.stored[p] = rows.filled[p] + self.pieces[0]  # with padding
+                self.stored[p] = rows.filled[p] + self.pieces[0]  # the piece before the copy may have padded up to here
             rows.history[p, :length], rows.seeds[p] = prompt, (number, self.seed)
-            self.prompt_lengths[p] = self.known[p] = rows.lengths[p] = length
+            self.prompt_lengths[p] = self.received[p] = rows.lengths[p] = length
             self.sources[p], self.common[p] = self.source(p, agreeing)
-            self.stops[p] = self.stops_of(p)
+            self.pauses[p] = self.pauses_of(p)
             rows.limits[p] = self.limit(p)
 
     def limit(self, p: int) -> int:
-        """How many tokens the row of a place may have for now: one more than at its next stop, or all."""
+        """How many tokens the row of a place may have for now: one more than at its next pause, or all."""
         whole = min(self.prompt_lengths[p] + self.max_new_tokens, self.max_seq_len + 1)
-        return min([n + 1 for n in self.stops[p] if n > self.rows.filled[p]], default=whole)
+        return min([n + 1 for n in self.pauses[p] if n > self.rows.filled[p]], default=whole)
 
-    def stops_of(self, p: int) -> list[int]:
+    def pauses_of(self, p: int) -> list[int]:
         """After how many tokens of its prompt a copy is kept of a row's layers that forget: the `preamble`, and all but
         the `opening`. Without these, states are kept where that saves the next prompts the most tokens."""
         if self.opening:
@@ -402,13 +427,13 @@ class Places:
         following = itertools.islice(self.waiting, self.count)
         common = sorted(min(self.agreeing(self.prompts[n], [p])[0], self.prompt_lengths[p] - 1) for n in following)
         best = max([((len(common) - i) * n, n) for i, n in enumerate(common)], default=(0, 0))[1]
-        # The copy takes the place of the one that the row has: a word more, in which some agree, is not worth that.
+        # It would replace the copy that the row has. A few tokens more, in which some agree by chance, do not pay.
         return [best] if best >= max(self.saved[p]) + FEWEST_COPIED else []
 
     def shared(self, p: int, most: int) -> tuple[int, np.ndarray]:
         """How many tokens of a prompt, `most` of which agree, the cache of a place can keep, and `saved`, 0 in place of
         tokens with which the prompt does not begin."""
-        n, saved = min(most, self.known[p] - 1, self.rows.filled[p]), self.saved[p] * (self.saved[p] <= most)
+        n, saved = min(most, self.received[p] - 1, self.rows.filled[p]), self.saved[p] * (self.saved[p] <= most)
         stays = n == self.rows.filled[p] if self.has_states else self.offers(p, n)
         return n if n > 0 and stays else max(saved), saved
 
@@ -431,15 +456,15 @@ class Places:
         is_near = np.arange(self.batch) // self.together == p // self.together
         is_near[p] = False
         for q in np.flatnonzero(is_near & (self.numbers >= 0) & (agreeing > most)).tolist():
-            n = min(agreeing[q], max(self.prompt_lengths[q], self.known[q] - 1))
-            ends = [end for end in (*self.stops[q], *self.saved[q]) if end <= n] if self.has_states else [n]
+            n = min(agreeing[q], max(self.prompt_lengths[q], self.received[q] - 1))
+            ends = [end for end in (*self.pauses[q], *self.saved[q]) if end <= n] if self.has_states else [n]
             n = max((end for end in ends if end > filled[q] or self.offers(q, end)), default=0)
             if n > most:
                 source, most = q, n
         return source, most
 
-    def stands(self) -> np.ndarray:
-        """Whether the row of a place stands still within its prompt, so that its layers that forget can be copied."""
+    def paused(self) -> np.ndarray:
+        """Whether the row of a place pauses within its prompt, so that its layers that forget can be copied."""
         return (self.rows.limits <= self.prompt_lengths) & (self.rows.filled == self.rows.limits - 1)
 
     def returns(self) -> np.ndarray:
@@ -449,14 +474,14 @@ class Places:
     def has_copies(self) -> bool:
         """Whether there is something to copy before the row of a place can go on."""
         is_there = (self.sources >= 0) & (self.rows.filled[self.sources] >= self.common)
-        return bool((is_there | self.stands() | self.returns().any(axis=1)).any())
+        return bool((is_there | self.paused() | self.returns().any(axis=1)).any())
 
     def copies(self) -> Copies:
-        """What is copied now, after the steps that were started. Rows that got tokens, or had stopped, then go on."""
-        rows, stands, returns = self.rows, self.stands(), self.returns().any(axis=1)
+        """What is copied now, after the steps that were started. Rows that got tokens, or paused, then go on."""
+        rows, paused, returns = self.rows, self.paused(), self.returns().any(axis=1)
         sources, tokens = np.zeros((2, self.batch), np.int32)
         of_preamble = rows.filled == self.preamble
-        keeps = np.stack([stands & ~of_preamble, stands & of_preamble], axis=1)
+        keeps = np.stack([paused & ~of_preamble, paused & of_preamble], axis=1)
         self.saved = np.where(keeps, rows.filled[:, None], self.saved)
         for p in np.flatnonzero(self.sources >= 0):
             q, n = self.sources[p], self.common[p]
@@ -466,18 +491,18 @@ class Places:
                     self.is_new[p], sources[p], tokens[p], rows.filled[p] = True, q, n, n
                     self.stored[p], self.saved[p] = self.stored[q], self.saved[q] * (self.saved[q] <= n)
         returns = self.returns()
-        self.is_new |= stands
+        self.is_new |= paused
         for p in np.flatnonzero(self.is_new):
             rows.limits[p] = self.limit(p)
         return Copies(keeps, returns, sources, tokens)
 
     def unread(self) -> np.ndarray:
-        """How many tokens of its prompt no step has taken, for each place, up to where it stops."""
+        """How many tokens of its prompt no step has taken, for each place, up to where it pauses."""
         return np.maximum(np.minimum(self.prompt_lengths, self.rows.limits - 1) - self.rows.filled, 0)
 
     def choose(self) -> tuple[int, np.ndarray]:
         """The next step: its T, and the places [dp b] that it takes, b of each device of dp. A prompt is read in the
-        longest pieces of which it fills more than half. A step of decoding takes all."""
+        longest pieces of which it fills more than half. A decode step takes all."""
         left, places = np.where(self.sources < 0, self.unread(), 0), np.arange(self.batch, dtype=np.int32)
         if not left.any():
             return 1 + self.drafts * self.verifies(), places
@@ -487,33 +512,34 @@ class Places:
         b = most if 2 * reads.sum(axis=1).max() > most else 1  # two programs for each T
         # A device with fewer rows to read takes some twice, or its first place one step further.
         pairs = zip(places.reshape(self.dp, -1), reads, strict=True)
-        return T, np.concatenate([np.resize(own[read] if read.any() else own[0], b) for own, read in pairs])
+        return T, np.concatenate([np.resize(here[read] if read.any() else here[0], b) for here, read in pairs])
 
     def start(self, T: int, places: np.ndarray) -> None:
         """Foresees what a step will do to the places that `choose` gave."""
         rows = self.rows
         prompt_tokens = int(np.minimum(self.unread(), T)[np.unique(places)].sum())
-        ahead = (1 + self.drafts) * len(self.in_flight) * (rows.filled >= self.prompt_lengths)  # of the host, at most
+        # The devices may be ahead of the host by as many tokens as the steps in flight verify.
+        ahead = (1 + self.drafts) * len(self.in_flight) * (rows.filled >= self.prompt_lengths)
         most = np.minimum(rows.filled + ahead, rows.limits - 1)
         self.stored[places] = np.maximum(self.stored, most + T)[places]
         rows.filled[places] = np.minimum(rows.filled + T, np.minimum(rows.lengths, rows.limits - 1))[places]
         rows.lengths[places] = np.maximum(rows.lengths, rows.filled + 1)[places]
         self.in_flight.append(Step(prompt_tokens, places, self.numbers[places]))
 
-    def read(self, lengths: np.ndarray, chosen: list[list[int]], logprobs: list[list[float]]) -> list[Token]:
+    def receive(self, lengths: np.ndarray, chosen: list[list[int]], logprobs: list[list[float]]) -> list[Token]:
         """The new tokens of the oldest step in flight, from its results. Places of rows that end with them are free."""
         rows, new, step = self.rows, [], self.in_flight.popleft()
-        for p, row, length, tokens, values in zip(step.places, step.rows, lengths, chosen, logprobs, strict=True):
+        for p, row, length, tokens, values in zip(step.places, step.numbers, lengths, chosen, logprobs, strict=True):
             for token, logprob in zip(tokens, values, strict=True):
-                if not (self.numbers[p] == row >= 0 and self.known[p] < length):  # it has ended, or the drafts failed
+                if not self.numbers[p] == row >= 0 or length <= self.received[p]:  # it has ended, or the drafts failed
                     break
-                rows.history[p, self.known[p]] = token
-                known = self.known[p] = self.known[p] + 1
-                rows.filled[p], rows.lengths[p] = max(rows.filled[p], known - 1), max(rows.lengths[p], known)
-                reason = "stop" if token in self.stop_tokens else "length" if known == rows.limits[p] else None
+                rows.history[p, self.received[p]] = token
+                n = self.received[p] = self.received[p] + 1
+                rows.filled[p], rows.lengths[p] = max(rows.filled[p], n - 1), max(rows.lengths[p], n)
+                reason = "stop" if token in self.stop_tokens else "length" if n == rows.limits[p] else None
                 new.append(Token(int(row), token, logprob, reason))
                 if reason:  # the place stands still on the device too
-                    self.numbers[p], rows.filled[p], rows.lengths[p], rows.limits[p] = -1, known - 1, known, known
+                    self.numbers[p], rows.filled[p], rows.lengths[p], rows.limits[p] = -1, n - 1, n, n
         return new
 
     def has_more(self) -> bool:
@@ -521,11 +547,11 @@ class Places:
         return bool((self.rows.filled < self.rows.limits - 1).any())
 
     def verifies(self) -> bool:
-        """Whether the next step of decoding verifies drafts. Where `sparing`, it does if a share REPEATING of the rows
+        """Whether the next decode step verifies drafts. Where `sparing`, it does if a share REPEATING of the rows
         ends in four tokens that occur earlier. All hosts must decide alike: by the tokens, not by a clock."""
 
         def repeats(p):
-            tokens = np.pad(self.rows.history[p, : self.known[p]], (4, 0), constant_values=-1)
+            tokens = np.pad(self.rows.history[p, : self.received[p]], (4, 0), constant_values=-1)
             fours = np.lib.stride_tricks.sliding_window_view(tokens, 4)
             return (fours[:-1] == fours[-1]).all(axis=1).any()
 
@@ -535,7 +561,8 @@ class Places:
 class Engine:
     """The steps of a batch on the devices: its cache, the state of its rows, the programs, the results in flight; and
     the clock, which counts into `stats` of generate. Of the layers of the cache that forget, `saved` is what is kept.
-    While a program has the cache, there is none here: if it is broken off, the next call begins anew."""
+    A program takes the memory of `cache`, so that is None until it has started: if that is broken off, the next call
+    begins with an empty cache."""
 
     def __init__(self, weights, cache, saved, programs, places: Places, options, stats: dict, progress):
         self.weights, self.cache, self.saved, self.programs, self.places = weights, cache, saved, programs, places
@@ -548,10 +575,10 @@ class Engine:
         copied = np.where(places.sources < 0, 0, places.common - places.rows.filled)
         self.first_tokens = int((places.prompt_lengths - places.rows.filled - copied).sum())  # of the first prompts
         self.state, self.by_rows = None, NamedSharding(options["mesh"], P("dp"))
-        self.refill = jax.jit(refill, out_shardings=self.by_rows, donate_argnums=0)
+        self.replace = jax.jit(replace, out_shardings=self.by_rows, donate_argnums=0)
 
     def on_mesh(self, arrays):
-        """A pytree of arrays, copied, since the host goes on writing in its own."""
+        """A pytree of arrays on the devices, split by places; copied, since the host goes on writing in its own."""
         put = jax.make_array_from_callback
         return jax.tree.map(lambda x: put(x.shape, self.by_rows, lambda index: x[index].copy()), arrays)
 
@@ -600,16 +627,16 @@ class Engine:
             self.cache, self.saved = self.compiled("copies", places.batch, copy, *arguments, **fixed)(*arguments)
         if places.is_new.any():
             given = self.state, *self.on_mesh((places.is_new, places.rows))
-            self.state = self.compiled("rows", places.batch, self.refill, *given)(*given) if self.state else given[2]
+            self.state = self.compiled("rows", places.batch, self.replace, *given)(*given) if self.state else given[2]
             places.is_new[:] = False
 
-    def read(self) -> list[Token]:
-        """The tokens of the oldest step that was started."""
+    def fetch(self) -> list[Token]:
+        """The new tokens of the oldest step in flight: waits for its results."""
         places, stats = self.places, self.stats
         after, chosen, logprobs = map(np.asarray, self.results.popleft())
         prompt_tokens = places.in_flight[0].prompt_tokens
         self.tick("prefill_s" if prompt_tokens else "decode_s")
-        new = places.read(after, chosen.tolist(), logprobs.tolist())
+        new = places.receive(after, chosen.tolist(), logprobs.tolist())
         counts = {"prefill_tokens": prompt_tokens}
         if not prompt_tokens:
             busy = len({token.row for token in new})
@@ -651,15 +678,16 @@ def generate(
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Iterator[list[Token]]:
     """Decodes the prompts, `rows` of them at a time (by default as many as memory holds), and yields the new tokens of
-    each step. When a row ends, the next prompt takes its place: it is read in pieces, while the other rows keep their
-    caches. The first `next` raises InputError for what check_prompts refuses, wrong draft_tokens or too large a cache.
+    each step, none while prompts are read. When a row ends, the next prompt takes its place: it is read in pieces,
+    while the other rows keep their caches. The first `next` raises InputError for what check_prompts refuses, wrong
+    draft_tokens or too large a cache.
 
     A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
     `max_seq_len` slots (by default as many as the longest row needs; programs are compiled for a number of slots, so
     calls with the same share them). What a row generates does not depend on the others: sampling uses the seed and the
     row's number in `prompts`, `Token.row`.
 
-    With `draft`, a name in DRAFTS, steps verify `draft_tokens` guesses of each row, fewer than FEW. The tokens are the
+    With `draft`, a name in DRAFTS, steps verify `draft_tokens` drafts of each row, fewer than FEW. The tokens are the
     same, but for rounding where two are as likely. On CPUs a draft costs nearly as much as a token, so there "lookup"
     verifies drafts only while most rows repeat what they have.
 
@@ -682,45 +710,52 @@ def generate(
     if not 0 < draft_tokens < FEW:
         raise InputError(f"draft_tokens {draft_tokens} is not from 1 to {FEW - 1}")
     longest, dp, drafts = max(map(len, prompts)), mesh.shape["dp"], draft_tokens if draft else 0
-    max_seq_len, keeps = max_seq_len or longest + max_new_tokens - 1, kept is not None  # the last token needs no slot
-    pieces = piece_lengths(max_seq_len if keeps else longest, config, mesh)
+    max_seq_len = max_seq_len or longest + max_new_tokens - 1  # the last token needs no slot
+    goes_on, kept = kept is not None, {} if kept is None else kept  # whether a later call may go on from this one
+    pieces = piece_lengths(max_seq_len if goes_on else longest, config, mesh)
+
+    # The cache of a single row on each device of dp tells which layers forget, and how many rows memory holds.
     slots, dtype = max(max_seq_len, pieces[0]), weights["norm"].dtype
     of_cache = dict(max_seq_len=slots, dtype=dtype, quantize=quantize_cache, drafts=drafts)
-    of_one = model.abstract_cache(config, mesh, dp, **of_cache)  # a row on each device of dp
-    held, kept = model.tokens_held(of_one, config, model.model_shards(mesh)), kept if keeps else {}
-    repeats = len({tuple(prompt[:FEWEST_COPIED]) for prompt in prompts}) < len(prompts)
-    forgetful = [i for i, n in enumerate(held) if (n < max_seq_len if keeps else n == 0 and repeats)]
-    preamble = preamble if forgetful and keeps and preamble >= FEWEST_COPIED else 0
-    times = 2 if preamble else 1  # so many copies are kept of the layers that forget
-    count = rows_at_once(len(prompts), rows, weights, [of_one, *[of_one[i] for i in forgetful] * times], mesh)
+    of_one = model.abstract_cache(config, mesh, dp, **of_cache)
+    held = model.tokens_held(of_one, config, model.model_shards(mesh))
+    begin_alike = len({tuple(prompt[:FEWEST_COPIED]) for prompt in prompts}) < len(prompts)  # some of the prompts
+    forgetful = [i for i, n in enumerate(held) if (n < max_seq_len if goes_on else n == 0 and begin_alike)]
+    preamble = preamble if forgetful and goes_on and preamble >= FEWEST_COPIED else 0
+    copies = 2 if preamble else 1  # of each layer that forgets
+    count = rows_at_once(len(prompts), rows, weights, [of_one, *[of_one[i] for i in forgetful] * copies], mesh)
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
     wanted = model.abstract_cache(config, mesh, batch, **of_cache)
-    wanted = wanted, [{i: wanted[i] for i in forgetful}] * times
+    wanted = wanted, [{i: wanted[i] for i in forgetful}] * copies
 
+    # What an earlier call kept is used if it has the same shapes. Programs take its memory, so `kept` must not show it.
     *caches, past, programs = (kept.pop(name, None) for name in ("cache", "saved", "places", "programs"))
     shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (wanted, caches)]
-    if shapes[0] != shapes[1] or past.max_seq_len != max_seq_len:  # nothing is kept, or it has outgrown its slots
+    if shapes[0] != shapes[1] or past.max_seq_len != max_seq_len:
         del caches  # before others take memory
         caches, past, programs = model.zeros(wanted), None, {}
+
     together = jax.tree.leaves(wanted)[0].shape[0] // dp
     sparing = draft == "lookup" and mesh.devices.flat[0].platform == "cpu"
-    given = dict(drafts=drafts, sparing=sparing, seed=seed, max_new_tokens=max_new_tokens, max_seq_len=max_seq_len)
-    given |= dict(together=together, held=min(held), opening=OPENING if forgetful and keeps else 0, preamble=preamble)
-    places = Places([*map(np.int32, prompts)], count, batch, dp, pieces, **given, stop_tokens=stop_tokens, past=past)
+    sizes = dict(drafts=drafts, sparing=sparing, seed=seed, max_new_tokens=max_new_tokens, max_seq_len=max_seq_len)
+    sizes |= dict(together=together, held=min(held), opening=OPENING if forgetful and goes_on else 0, preamble=preamble)
+    places = Places([*map(np.int32, prompts)], count, batch, dp, pieces, **sizes, stop_tokens=stop_tokens, past=past)
     options = dict(config=config, mesh=mesh, draft=draft, drafts=drafts, sampling=sampling, stop_tokens=stop_tokens)
     stats = {} if stats is None else stats
     engine = Engine(weights, *caches, programs, places, options, stats, progress)
 
     try:
         engine.update()
-        engine.program(*places.choose()), engine.program(1 + drafts * places.verifies(), np.arange(batch))
+        # Compiles the first step and a decode step now, so that the progress of prefill is not interrupted.
+        engine.program(*places.choose())
+        engine.program(1 + drafts * places.verifies(), np.arange(batch))
         progress("prefill", 0, engine.first_tokens)
         while (places.numbers >= 0).any():  # some row has not ended
             if places.has_more() and len(engine.results) <= LOOKAHEAD:
                 engine.start(*places.choose())
             else:
-                yield engine.read()
-                places.fill()
+                yield engine.fetch()
+                places.admit()
             engine.update()
         engine.finish()
     finally:
@@ -749,9 +784,10 @@ def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | N
 
 
 def piece_lengths(longest: int, config: Config, mesh: Mesh) -> list[int]:
-    """The lengths of the pieces in which prefill takes prompts of up to `longest` tokens: a long one and, if it is the
-    longest, SHORT_PIECES. All are rounded up to multiples of R, the number of devices that share a cache. The long one
-    is a power of two before that; on CPUs, where padding costs more, a multiple of an eighth of one."""
+    """The lengths of the pieces in which prefill takes prompts of up to `longest` tokens: a long one, at most
+    PREFILL_PIECE, and SHORT_PIECES if they are shorter. All are multiples of R, the number of devices that share a
+    cache. Before that the long one is a power of two; on CPUs, where padding costs more, a multiple of an eighth of
+    one."""
     R = model.cache_sharers(config, model.model_shards(mesh))
     tokens = ceil_div(longest, ceil_div(longest, model.PREFILL_PIECE))
     unit, short = model.power_of_two(max(tokens, 16)), SHORT_PIECES[:1]
@@ -792,9 +828,10 @@ def memory_limit(root: str = "/") -> float:
     """Bytes that control groups allow this process, as containers and Slurm set them; infinite if none is set."""
     file, found = Path(root, "proc/self/cgroup"), [math.inf]
     for line in file.read_text().splitlines() if file.exists() else []:
-        _, kind, group = line.split(":", 2)  # of version 2 the kind is empty
-        if kind in ("", "memory"):
-            folder, name = Path(root, "sys/fs/cgroup", kind, group[1:]), f"memory.{'limit_in_bytes' if kind else 'max'}"
+        _, controller, group = line.split(":", 2)  # of version 2 it is empty
+        if controller in ("", "memory"):
+            name = "memory.limit_in_bytes" if controller else "memory.max"
+            folder = Path(root, "sys/fs/cgroup", controller, group[1:])
             files = [above / name for above in (folder, *folder.parents) if (above / name).is_file()]
             found += [int(text) for text in (one.read_text() for one in files) if text.strip().isdigit()]
     return min(found)
@@ -807,8 +844,8 @@ def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], con
     tokens *= len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
 
     def read(weight, array):
-        chosen = 1 - (1 - config.num_experts_per_tok / weight.experts) ** tokens if weight.experts else 1
-        return chosen * model.stored_bytes(array)
+        share = 1 - (1 - config.num_experts_per_tok / weight.experts) ** tokens if weight.experts else 1
+        return share * model.stored_bytes(array)
 
     total = sum(jax.tree.leaves(jax.tree.map(read, model.weights_of(config), weights)))
     if "head" in weights:

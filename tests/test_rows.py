@@ -121,8 +121,8 @@ def test_a_word_in_common_moves_no_copy_of_states(rows):
             read += places.in_flight[-1].prompt_tokens
         else:
             n = len(places.in_flight[0].places)
-            places.read(places.rows.lengths[places.in_flight[0].places], [[5]] * n, [[0.0]] * n)
-            places.fill()
+            places.receive(places.rows.lengths[places.in_flight[0].places], [[5]] * n, [[0.0]] * n)
+            places.admit()
     assert read <= 400 + 30 * 12 + rows
 
 
@@ -502,7 +502,7 @@ class Device:
 
     def fill(self, is_new, rows):
         new = self.generate.Rows(*(column.copy() for column in rows))
-        self.rows = self.generate.refill(self.rows, is_new, new) if self.rows else new
+        self.rows = self.generate.replace(self.rows, is_new, new) if self.rows else new
         self.rows = self.generate.Rows(*map(np.array, self.rows))
 
     def copy(self, copies):
@@ -590,9 +590,9 @@ def test_places(monkeypatch):
                     read += places.in_flight[-1].prompt_tokens
                     results.append(device.step(T, places.in_flight[-1].places))
                 else:
-                    for token in places.read(*results.pop(0)):
+                    for token in places.receive(*results.pop(0)):
                         answers[token.row].append(token)
-                    places.fill()
+                    places.admit()
                     is_new = places.is_new
                     assert set(places.numbers[is_new]) == set(range(begun + 1, begun + 1 + is_new.sum()))  # in order
                     begun += is_new.sum()
