@@ -1,10 +1,10 @@
 """GLM-5 inference in JAX: the whole model in one file.
 
-It covers `GlmMoeDsaForCausalLM` of transformers: GLM-5 to 5.3. Their layer of multi-token prediction is loaded to
-draft tokens alone. The file has two parts. "The model" is what makes this a GLM-5: its configuration, its weights, its
-layers. "Running it" is the rest in plain JAX: sharding, attention over the cache, int8. The latter consists of blocks:
-each is the same text in every model that has it. The file needs only jax and numpy. generate.py decodes with it, and
-fast.py, the appendix, makes it fast on each machine.
+It covers `GlmMoeDsaForCausalLM` of transformers: GLM-5 to 5.3. Their layer of multi-token prediction is loaded to draft
+tokens alone. The file has two parts. "The model" is what makes this a GLM-5: its configuration, its weights, its
+layers. "Running it" is the rest: sharding, attention over the cache, int8, and one kernel for TPUs. The latter consists
+of blocks: each is the same text in every model that has it. The file needs only jax and numpy. generate.py decodes with
+it, and fast.py, the appendix, makes it fast on each machine.
 
 Differs from deepseek in: `Config`, `weights_of` and `route`, whose router has sigmoids and a bias in every model;
 `attention` and `forward`, since layers share what an indexer has chosen. Differs from llama3 in: `attention` and the
@@ -450,9 +450,10 @@ def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None
     if dp * ep * tp != len(devices):
         needs = f"dp x ep x tp = {dp} x {ep} x {tp} needs {dp * ep * tp} devices, and there are {len(devices)}"
         raise InputError(f"the mesh {needs}; choose --dp --ep --tp so that their product is that number")
-    if devices[0].platform == "tpu":  # jax.make_mesh splits an axis of the torus on v5e alone
+    # jax.make_mesh splits an axis of the torus on v5e alone, and refuses to join the GPUs of several hosts.
+    if devices[0].platform == "tpu":
         grid = mesh_utils.create_device_mesh((dp, ep, tp), devices, allow_split_physical_axes=True)
-    else:  # and it takes each host of GPUs for a slice of its own, which it refuses to join
+    else:
         grid = np.array(sorted(devices, key=lambda device: device.process_index)).reshape(dp, ep, tp)
     return Mesh(grid, ("dp", *MODEL_AXES), axis_types=(jax.sharding.AxisType.Auto,) * 3)
 
@@ -518,11 +519,11 @@ def by_machine(plain):
     all of them.) `plain` says what is computed, and is right everywhere."""
 
     @functools.wraps(plain)
-    def chosen(*arguments, **options):
+    def dispatch(*arguments, **options):
         return FAST.get((plain.__name__, platform()), plain)(*arguments, **options)
 
-    chosen.plain = plain
-    return chosen
+    dispatch.plain = plain
+    return dispatch
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -533,13 +534,15 @@ class Format:
     """How a matrix, or a side of the cache, holds its numbers [.., C]: a pytree of arrays. Each format has these
     methods; what stands here is what most of them do."""
 
+    kernel_columns = 128  # of an expert, which a kernel for TPUs takes at a time
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the numbers."""
         return self.values.shape
 
     @classmethod
-    def on(cls, weight: Weight, mesh: Mesh) -> type[Format]:
+    def for_mesh(cls, weight: Weight, mesh: Mesh) -> type[Format]:
         """The format in which the devices of a mesh hold a weight that is declared in this one."""
         return cls
 
@@ -551,19 +554,19 @@ class Format:
 
     @classmethod
     def width(cls, C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
-        """The input dimension C of a device's part of a weight as it is stored, maybe with zeros beside it."""
+        """How many columns a device stores for the C of its part of a weight: those beyond C are zeros."""
         return stored_width(C, weight, jnp.dtype(jnp.int8), mesh)
 
     def specs(self, spec: P) -> Format:
         """The format with a PartitionSpec for each array, by that of the numbers."""
         return jax.tree.map(lambda array: P(*spec[: len(array.shape)]), self)
 
-    def of(self, x: Array) -> Format:
+    def encode(self, x: Array) -> Format:
         """Numbers x [.., C] in this format, with its dtypes."""
         raise NotImplementedError
 
     def in_order(self, x: Array) -> Array:
-        """x [.., C] with its columns in the order in which values_and_scale gives those of the format."""
+        """x [.., C] with its columns in the order in which values_and_scale has those of the weight."""
         return x
 
     def values_and_scale(self, dtype: jnp.dtype) -> tuple[Array, Array | None]:
@@ -574,8 +577,6 @@ class Format:
     def rows(self, start: int, stop: int) -> Format:
         """Some rows of a matrix."""
         return jax.tree.map(lambda array: array[start:stop], self)
-
-    kernel_columns = 128  # of an expert, which a kernel for TPUs takes at a time
 
 
 def format_of_arrays(cls: type) -> type:
@@ -599,7 +600,7 @@ class Plain(Format):
     def width(cls, C, weight, dtype, mesh):
         return stored_width(C, weight, jnp.dtype(dtype), mesh)
 
-    def of(self, x):
+    def encode(self, x):
         return Plain(x.astype(self.values.dtype))
 
     def values_and_scale(self, dtype):
@@ -623,7 +624,7 @@ class Int8(Format):
     def declare(cls, shape, dtype):
         return cls(jax.ShapeDtypeStruct(shape, jnp.int8), jax.ShapeDtypeStruct(shape[:-1], jnp.float32))
 
-    def of(self, x):
+    def encode(self, x):
         return quantize(x)
 
     def values_and_scale(self, dtype):
@@ -696,7 +697,7 @@ class Weight:
     `other_dim` is the size of the other dimension of a matrix, None for a vector. `dtype` is a fixed one, also in
     converted checkpoints: a layer's norms are float32, since XLA for TPUs may widen a vector in a kernel of its own, by
     estimate a tenth of a layer's time. `transposed` says that the checkpoint has the matrix as [input, output]. A
-    matrix is held in what `format.on` gives.
+    matrix is held in what `format.for_mesh` gives.
     """
 
     parts: tuple[Part, ...]
@@ -737,10 +738,8 @@ class Weight:
 
     def spec(self) -> P:
         """Which axes of the mesh split its dimensions."""
-        split = [] if self.split is None else [None] * (1 if self.other_dim is None else 2)
-        if split:
-            split[self.split] = self.axes()
-        return P(*split)
+        dims = 1 if self.other_dim is None else 2
+        return P() if self.split is None else P(*(self.axes() if i == self.split else None for i in range(dims)))
 
     def specs(self, held: Array | Format) -> P | Format:
         """The PartitionSpec of each array of the weight."""
@@ -750,7 +749,7 @@ class Weight:
         """The weight on a mesh, a jax.ShapeDtypeStruct with its sharding for each array."""
         shards = math.prod(mesh.shape[axis] for axis in self.axes())
         shape = list(self.shape(shards * sum(part.rows_per_device(shards) for part in self.parts)))
-        dtype, format = self.dtype or dtype, self.format.on(self, mesh)
+        dtype, format = self.dtype or dtype, self.format.for_mesh(self, mesh)
         if self.is_matrix() and not self.is_by_head:
             cuts = shards if self.split == 1 else 1
             shape[1] = cuts * format.width(shape[1] // cuts, self, dtype, mesh)
@@ -887,15 +886,15 @@ class Rope:
     scale = 1.0  # the factor of what turns
     dim = property(lambda self: int(self.size * self.partial_rotary_factor))
 
-    def wavelengths(self) -> np.ndarray:
-        """float32 [dim / 2]: over how many positions each pair turns by 1."""
+    def positions_per_radian(self) -> np.ndarray:
+        """float32 [dim / 2]: over how many positions each pair turns by one radian."""
         exponents = np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim)
         return (np.float64(self.rope_theta) ** exponents).astype(np.float32)
 
     def frequencies(self) -> np.ndarray:
         """float32 [dim / 2]: the angle by which each pair turns per position. In each class the rounding is that of
         transformers: at large positions the last digit of a frequency matters."""
-        return 1 / self.wavelengths()
+        return 1 / self.positions_per_radian()
 
 
 ROPES = {"default": Rope}  # of each rope_type that this model can have: blocks below may add some
@@ -914,16 +913,16 @@ def read_rope(config: dict, field: str, size: int, **defaults) -> Rope:
     if not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values()):
         raise InputError(f"config.json: the rope parameters must be one table for all layers, not {table!r:.40}")
     key = "original_max_position_embeddings"
-    places = (  # the later ones win
+    sources = (  # the later ones win
         {"rope_theta": 1e4, "partial_rotary_factor": 1, key: config.get("max_position_embeddings")} | defaults,
         {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")},
         table,
         {key: config.get(key), "size": size, "interleaved": defaults.get("interleaved", False)},
     )
-    given = {name: value for place in places for name, value in place.items() if value is not None}
-    kind = given.get("rope_type", given.get("type", "default"))
-    check_supported(rope_type=(kind, tuple(ROPES)))
-    rope = ROPES[kind](**read_fields(ROPES[kind], given))
+    given = {name: value for source in sources for name, value in source.items() if value is not None}
+    rope_type = given.get("rope_type", given.get("type", "default"))
+    check_supported(rope_type=(rope_type, tuple(ROPES)))
+    rope = ROPES[rope_type](**read_fields(ROPES[rope_type], given))
     share = rope.partial_rotary_factor
     if "partial_rotary_factor" not in defaults and rope.dim != size:
         check_supported(partial_rotary_factor=(share, (1,)))
@@ -939,14 +938,15 @@ def rotate(x: Array, positions: Array, rope: Rope) -> Array:
 
 
 def cos_and_sin(positions: Array, rope: Rope) -> tuple[Array, Array]:
-    """Of positions [B, T] times frequencies, times the rope's scale: float32 [B, T, 1, dim / 2] each."""
+    """The cosine and the sine of positions [B, T] times frequencies, both times the rope's scale: float32
+    [B, T, 1, dim / 2] each."""
     angles = positions[:, :, None, None].astype(jnp.float32) * rope.frequencies()
     return rope.scale * jnp.cos(angles), rope.scale * jnp.sin(angles)
 
 
 @by_machine
 def turned(x: Array, cos: Array, sin: Array, rope: Rope) -> Array:
-    """Turns pairs of x [B, T, heads, H] by their cos_and_sin: rotate, where many layers share these."""
+    """`rotate` of x [B, T, heads, H] by what cos_and_sin gave, which many layers can share."""
     x, rest = jnp.split(x, [rope.dim], axis=-1)
     x1, x2 = (x[..., 0::2], x[..., 1::2]) if rope.interleaved else jnp.split(x, 2, axis=-1)
     # Pairs are not interleaved again: queries and keys are permuted alike, and their dot products stay the same.
@@ -1058,19 +1058,17 @@ def exchange(x: Array, R: int) -> Array:
 MASKED = -1e30
 
 CACHE_SPEC = P("dp", MODEL_AXES)  # rows over dp; kv heads, or what devices share of a cache, over ep x tp
-FEW = 8  # tokens of a row that a step takes as decoding does: with all rows, and all queries of a kv head together
-PREFILL_PIECE = 1024  # of a prompt, in one step: each weight that is read serves many; not yet tuned on hardware
+FEW = 8  # a step of up to so many tokens a row is a decode step: all rows, all queries of a kv head together
+PREFILL_PIECE = 1024  # the most tokens of a prompt in one step, to share each weight that is read; not yet tuned
 
 
 class Mask(NamedTuple):
-    """Which tokens up to its own one attends to: all, the last `window`, those of its chunk of `chunk` tokens, or those
-    that are `chosen`: an array [B, T, S] with 0 where a new token must not see a slot of this device. And how far from
-    0 scores may be: see softcapped."""
+    """Which of the tokens up to its own a token attends to, by default all. And `softcap`, since it goes with them."""
 
-    window: int | None = None
-    chunk: int | None = None
-    softcap: float | None = None
-    chosen: Array | None = None
+    window: int | None = None  # the last so many tokens, its own among them
+    chunk: int | None = None  # those of its own chunk of so many tokens
+    softcap: float | None = None  # how far from 0 scores may be: see softcapped
+    chosen: Array | None = None  # [B, T, S]: 0 where a new token must not see a slot of this device
 
     def first_seen(self, positions: Array) -> Array:
         """The first position that tokens at `positions` attend to."""
@@ -1084,18 +1082,19 @@ class Mask(NamedTuple):
         return seen & (keys >= self.first_seen(queries)) if self.window or self.chunk else seen
 
     def wraps(self, slots: int, T: int) -> bool:
-        """Whether a cache is a ring, in which position p of a row is in slot p % slots: it has so many slots that none
-        of T new tokens overwrites one that another of them sees. Else a position beyond the slots is not stored."""
-        span = self.window or self.chunk
-        return bool(span) and slots >= span + T - 1
+        """Whether a step of T tokens takes the cache for a ring, with position p of a row in slot p % slots. It does
+        if there is a window or a chunk, and no new token overwrites one that another of them sees. Otherwise position p
+        is in slot p, and a position beyond the slots is not stored."""
+        reach = self.window or self.chunk
+        return bool(reach) and slots >= reach + T - 1
 
 
 class Span(NamedTuple):
-    """Which tokens a step takes: T neighbours of each of B rows, on each device of dp."""
+    """Which tokens a step takes: T consecutive ones of each of B rows, on each device of dp."""
 
     positions: Array  # int32 [B, T]
-    places: Array | None  # int32 [B]: their rows in the cache; None: all, in order
-    known: Array | None  # int32 [B]: how many of the T are no guesses and no padding; None: all
+    places: Array | None  # int32 [B]: the rows of the cache where these rows are; None: all, in order
+    known: Array | None  # int32 [B]: how many of the T tokens are known; drafts and padding follow. None: all
     batch: int  # rows of the cache
     R: int  # devices that share what the cache has of a row
 
@@ -1179,7 +1178,7 @@ def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R=1, run=None
 
 def as_stored(new: LayerCache, cache: LayerCache) -> LayerCache:
     """New tokens, arrays that are as wide as the cache already, in its format."""
-    return jax.tree.map(lambda side, x: side.of(x), cache, new, is_leaf=lambda side: isinstance(side, Format))
+    return jax.tree.map(lambda side, x: side.encode(x), cache, new, is_leaf=lambda side: isinstance(side, Format))
 
 
 @by_machine
@@ -1898,30 +1897,30 @@ class Blocks(NamedTuple):
 
     # No dividend here is negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
     def holding(self, position: Array) -> Array:
-        """The block of a position, the last one if it has no slot."""
+        """The block that holds a position, the last one if the position has no slot."""
         stored = position if self.wraps else jnp.clip(position, 0, self.R * self.slots - 1)
         return jax.lax.div(stored, self.R * self.size)
 
     def seen(self, position: Array, tokens: int) -> tuple[Array, Array]:
-        """The first and the last block that so many neighbours see, the first of them at `position`."""
+        """The first and the last block that `tokens` consecutive tokens see, the first of them at `position`."""
         last = self.holding(position + tokens - 1)
         return jnp.minimum(jax.lax.div(self.mask.first_seen(position), self.R * self.size), last), last
 
     def most_seen(self, tokens: int) -> int:
-        """How many blocks they see at most."""
-        blocks, span = self.slots // self.size, self.mask.window or self.mask.chunk
-        most = (span + tokens - 2) // (self.R * self.size) + 2 if span else blocks
+        """How many blocks `tokens` consecutive tokens see at most."""
+        blocks, reach = self.slots // self.size, self.mask.window or self.mask.chunk
+        most = (reach + tokens - 2) // (self.R * self.size) + 2 if reach else blocks
         return most if self.wraps else min(most, blocks)
 
     def is_whole(self, i: Array, position: Array, tokens: int) -> Array:
-        """Whether each of them sees all of block i."""
+        """Whether each of `tokens` consecutive tokens, the first of them at `position`, sees all of block i."""
         is_whole = (i + 1) * self.size * self.R <= position + 1
         if self.mask.window or self.mask.chunk:
             is_whole &= i * self.size * self.R >= self.mask.first_seen(position + tokens - 1)
         return is_whole if self.mask.chosen is None else is_whole & False  # what is chosen is asked of each block
 
     def positions(self, i: Array) -> Array:
-        """Those of block i on this device, int32 [1, size]."""
+        """The positions of block i on this device, int32 [1, size]."""
         slots = i * self.size + jax.lax.broadcasted_iota(jnp.int32, (1, self.size), 1)
         return slots * self.R + shard_index(self.R)
 

@@ -4,8 +4,9 @@ Each block adds rows to the tables of model.py. FAST says what takes the place o
 multiplies a format there, and FORMATS what --quantize may name. generate.py imports this file if it is there. Without
 it everything runs, but slower, and without int4.
 
-The compiler moves nothing across an optimization_barrier. A Pallas kernel is the program of a TPU core, which fetches
-blocks of its arguments (a BlockSpec says which) into the core's fast memory, VMEM.
+The compiler moves nothing across an optimization_barrier. A Pallas kernel is a program that a device runs as it is
+written. One for TPUs works on blocks of its arguments (a BlockSpec says which), which are fetched into a core's fast
+memory, VMEM. Triton compiles one for GPUs. Under `@pl.when(condition)` a function runs at once, or not at all.
 """
 
 from __future__ import annotations
@@ -604,7 +605,7 @@ class Int4Groups(NamedTuple):
 
     bits, kernel_columns = 4, 512  # of Int4Lanes
 
-    def on(self, weight: Weight, mesh: Mesh) -> Int4Groups | type[Format]:
+    def for_mesh(self, weight: Weight, mesh: Mesh) -> Int4Groups | type[Format]:
         """Groups that no device has only a part of; Plain, where 16 numbers are too many for that, and for what is
         multiplied head by head. On TPUs they are for kernels, which experts without whole lanes have none of."""
         size = math.gcd(self.size, uncut_columns(weight, mesh), 128)
@@ -677,7 +678,7 @@ class Int4(Format):
         codes = codes.reshape(*codes.shape[:-1], lanes, 32).swapaxes(-1, -2).reshape(codes.shape)
         return packed_codes(codes, 4, lanes).reshape(*codes.shape[:-1], 8, lanes)
 
-    def of(self, x):
+    def encode(self, x):
         codes, scale = quantize_in_groups(x, self.ordered(self.scale.shape)[-1], self.scale.dtype)
         return type(self)(self.packed(codes), self.ordered(scale))
 
