@@ -45,6 +45,10 @@ else:
     fast = None
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# A step
+
+
 class Rows(NamedTuple):
     """The state of a batch, on the devices: a place for each row, which another prompt takes when a row has ended.
 
@@ -66,11 +70,6 @@ class Rows(NamedTuple):
     lengths: Array
     limits: Array
     seeds: Array
-
-
-def replace(old, is_new: Array, new):
-    """The pytree `old` of arrays [B, ..], with the rows of `new` where `is_new`, bool [B], is true."""
-    return jax.tree.map(lambda x, y: jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), y, x), old, new)
 
 
 def accept(rows: Rows, chosen: Array, stop_tokens: tuple[int, ...], T: int) -> Rows:
@@ -191,6 +190,72 @@ def step(
     return program(weights, cache, rows, places)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Choosing a token
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen. `temperature` 0 takes the most probable one.
+
+    Otherwise the logits are divided by `temperature`, the `top_k` largest are kept (0: all), then of these the most
+    probable ones until their probabilities add up to `top_p` (Holtzman et al. 2020).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling) -> tuple[Array, Array]:
+    """The next tokens int32 [B] and their log-probabilities float32 [B], of the unmodified softmax: the same on all
+    devices that share the rows. Sampling uses no random key twice: each position of each row has its own.
+
+    Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seeds uint32 [B, 2], the
+    number of each row and the seed.
+    """
+    if sampling.temperature == 0:
+        # Each device has a candidate: its largest logit, that token, and the sum of exp(logit - largest).
+        largest, V = jnp.max(logits, axis=-1), logits.shape[1]
+        local = jnp.min(jnp.where(logits == largest[:, None], jnp.arange(V), V - 1), axis=-1)  # the first of them
+        ids = local + jax.lax.axis_index(MODEL_AXES) * V
+        total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
+        # One collective for all three; float32 holds every id below 2**24 exactly.
+        candidates = jnp.stack([largest, total, ids.astype(jnp.float32)])
+        largest, total, ids = jax.lax.all_gather(candidates, MODEL_AXES, axis=1)  # [X, B] each
+        winner = jnp.argmax(largest, axis=0)[None]
+        logprobs = -jnp.log(jnp.sum(total * jnp.exp(largest - jnp.max(largest, axis=0)), axis=0))
+        return jnp.take_along_axis(ids, winner, axis=0)[0].astype(jnp.int32), logprobs
+    logits = jax.lax.all_gather(logits, MODEL_AXES, axis=1, tiled=True)
+    keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")  # a key of this generator is two numbers
+    keys = jax.vmap(jax.random.fold_in)(keys, positions)
+    kept = keep_probable(logits / sampling.temperature, sampling.top_k, sampling.top_p)
+    tokens = jax.vmap(jax.random.categorical)(keys, kept)
+    return tokens, jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)[:, 0]
+
+
+def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
+    """Logits [B, V] with -inf for all that `top_k` and then `top_p` leave out; the most probable token stays."""
+    if not top_k and top_p == 1:
+        return logits
+    V = logits.shape[-1]
+    descending = jax.lax.top_k(logits, min(top_k or V, V))[0]
+    smallest = descending[:, -1:]
+    if top_p < 1:
+        probabilities = jax.nn.softmax(descending, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        smallest = jnp.take_along_axis(descending, jnp.sum(before[:, 1:] < top_p, axis=-1, keepdims=True), axis=-1)
+    return jnp.where(logits < smallest, -jnp.inf, logits)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Copies between places
+
+
+def replace(old, is_new: Array, new):
+    """The pytree `old` of arrays [B, ..], with the rows of `new` where `is_new`, bool [B], is true."""
+    return jax.tree.map(lambda x, y: jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), y, x), old, new)
+
+
 class Copies(NamedTuple):
     """What `copy` does to the places of a batch between two steps, in this order.
 
@@ -250,58 +315,8 @@ def copy(cache: list, saved: list[dict], copies: Copies, *, config: Config, mesh
     return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[:2], check_vma=False)(cache, saved, copies)
 
 
-class Sampling(NamedTuple):
-    """How the next token is chosen. `temperature` 0 takes the most probable one.
-
-    Otherwise the logits are divided by `temperature`, the `top_k` largest are kept (0: all), then of these the most
-    probable ones until their probabilities add up to `top_p` (Holtzman et al. 2020).
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-
-def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling) -> tuple[Array, Array]:
-    """The next tokens int32 [B] and their log-probabilities float32 [B], of the unmodified softmax: the same on all
-    devices that share the rows. Sampling uses no random key twice: each position of each row has its own.
-
-    Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seeds uint32 [B, 2], the
-    number of each row and the seed.
-    """
-    if sampling.temperature == 0:
-        # Each device has a candidate: its largest logit, that token, and the sum of exp(logit - largest).
-        largest, V = jnp.max(logits, axis=-1), logits.shape[1]
-        local = jnp.min(jnp.where(logits == largest[:, None], jnp.arange(V), V - 1), axis=-1)  # the first of them
-        ids = local + jax.lax.axis_index(MODEL_AXES) * V
-        total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1)
-        # One collective for all three; float32 holds every id below 2**24 exactly.
-        candidates = jnp.stack([largest, total, ids.astype(jnp.float32)])
-        largest, total, ids = jax.lax.all_gather(candidates, MODEL_AXES, axis=1)  # [X, B] each
-        winner = jnp.argmax(largest, axis=0)[None]
-        logprobs = -jnp.log(jnp.sum(total * jnp.exp(largest - jnp.max(largest, axis=0)), axis=0))
-        return jnp.take_along_axis(ids, winner, axis=0)[0].astype(jnp.int32), logprobs
-    logits = jax.lax.all_gather(logits, MODEL_AXES, axis=1, tiled=True)
-    keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")  # a key of this generator is two numbers
-    keys = jax.vmap(jax.random.fold_in)(keys, positions)
-    kept = keep_probable(logits / sampling.temperature, sampling.top_k, sampling.top_p)
-    tokens = jax.vmap(jax.random.categorical)(keys, kept)
-    return tokens, jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)[:, 0]
-
-
-def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
-    """Logits [B, V] with -inf for all that `top_k` and then `top_p` leave out; the most probable token stays."""
-    if not top_k and top_p == 1:
-        return logits
-    V = logits.shape[-1]
-    descending = jax.lax.top_k(logits, min(top_k or V, V))[0]
-    smallest = descending[:, -1:]
-    if top_p < 1:
-        probabilities = jax.nn.softmax(descending, axis=-1)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        smallest = jnp.take_along_axis(descending, jnp.sum(before[:, 1:] < top_p, axis=-1, keepdims=True), axis=-1)
-    return jnp.where(logits < smallest, -jnp.inf, logits)
-
+# ---------------------------------------------------------------------------------------------------------------------
+# The host's view of a batch
 
 PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
 SHORT_PIECES = 64, 16  # for what is left of a prompt, or new in a conversation; the shortest only on CPUs
@@ -558,6 +573,10 @@ class Places:
         return not self.sparing or np.mean([repeats(p) for p in np.flatnonzero(self.numbers >= 0)]) >= REPEATING
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Running the steps
+
+
 class Engine:
     """The steps of a batch on the devices: its cache, the state of its rows, the programs, the results in flight; and
     the clock, which counts into `stats` of generate. Of the layers of the cache that forget, `saved` is what is kept.
@@ -760,6 +779,10 @@ def generate(
         engine.finish()
     finally:
         kept |= {"cache": engine.cache, "saved": engine.saved, "places": places, "programs": programs}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused, and what fits
 
 
 def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None, max_new_tokens: int) -> None:
