@@ -928,7 +928,7 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", quantize: 
 def rounding(tree, declared: tuple[jax.ShapeDtypeStruct, ...]):
     """The program that rounds numbers to a format, a pytree of `declared` arrays: one for all weights of this kind."""
     held = tree.unflatten(declared)
-    return jax.jit(held.of, out_shardings=tree.unflatten([x.sharding for x in declared]))
+    return jax.jit(held.encode, out_shardings=tree.unflatten([x.sharding for x in declared]))
 
 
 def read_ahead(read, *arguments: list) -> Iterator:
