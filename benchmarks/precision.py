@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from folders import import_from, provenance, run, save
+from folders import count, import_from, provenance, result_name, run, save
 from jax.sharding import PartitionSpec as P
 
 FORMATS = {  # dtype of all that is not rounded; how weights are, how the cache is
@@ -139,12 +139,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="a model folder, such as llama3")
     parser.add_argument("--model_path", required=True, help="a checkpoint folder or a hub id")
-    parser.add_argument("--tokens", type=int, default=4096, help="default 4096")
-    parser.add_argument("--window", type=int, default=1024, help="default 1024")
+    parser.add_argument("--tokens", type=count, default=4096, help="default 4096")
+    parser.add_argument("--window", type=count, default=1024, help="default 1024")
     parser.add_argument("--vs", choices=["transformers"], help="the reference class too")
-    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json")
+    parser.add_argument("--save", type=result_name, metavar="NAME", help="write benchmarks/results/NAME.json")
     args = parser.parse_args()
-    folder = SimpleNamespace(**{name: import_from(args.folder, name) for name in ("model", "convert", "main")})
+    folder = SimpleNamespace(
+        **{name: import_from(args.folder, name) for name in ("model", "generate", "convert", "main")}
+    )
     path = folder.convert.find_checkpoint(args.model_path)
     tokenizer = folder.main.read_tokenizer(folder.convert.open_checkpoint(path))
     table = measure(folder, path, real_rows(tokenizer, args.tokens, args.window), args.vs == "transformers")

@@ -1,6 +1,7 @@
 """What bfloat16 and int8 cost on the demo: the KL divergence from float32 of the next token's distribution."""
 
 import json
+import subprocess
 import sys
 from functools import cache, partial
 
@@ -9,7 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, decode, floats, import_folder, in_format, reference_logprobs, save_random
+from helpers import (
+    ROOT,
+    decode,
+    environment_of_users,
+    floats,
+    import_folder,
+    in_format,
+    reference_logprobs,
+    save_random,
+)
 from shared import folders
 from test_parity import gemma_3, glm, glm_moe, llama, oss, qwen_2, qwen_3, qwen_35, random_prompts
 from transformers import AutoTokenizer
@@ -61,6 +71,28 @@ def test_mean_kl_from_float32(folder, dtype, quantize, quantize_cache, mesh, lim
     print(f"mean KL {mean:.1e}, of unseen text {divergences[-1].mean():.1e}")
     assert 0 < mean < limit
     assert divergences[-1].mean() < limit
+
+
+def test_the_program():
+    """benchmarks/precision.py as it is called, with two of its formats."""
+    two = "precision.FORMATS = {name: precision.FORMATS[name] for name in ('float32', 'int8 cache')}"
+    program = f"import sys; sys.path.insert(0, 'benchmarks'); import precision; {two}; precision.run(precision.main)"
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "llama3",
+        "--model_path",
+        "llama3/demo",
+        "--tokens",
+        "48",
+        "--window",
+        "16",
+    ]
+    finished = subprocess.run(command, cwd=ROOT, env=environment_of_users(), capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    _, exact, rounded = (line.split() for line in finished.stdout.splitlines())
+    assert exact[:2] == ["float32", "0.0e+00"] and rounded[:2] == ["int8", "cache"] and 0 < float(rounded[2]) < 2e-3
 
 
 @pytest.mark.parametrize("mesh", [(1, 2, 2)], ids=str)
