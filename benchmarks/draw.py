@@ -73,9 +73,10 @@ def main() -> None:
     parser.add_argument("names", nargs="+", metavar="NAME", help="a file of benchmarks/results without .json")
     for name in parser.parse_args().names:
         report = json.loads((RESULTS / f"{name}.json").read_text())
-        if "plans" not in report and "read_bytes_per_s" not in report:
-            raise ValueError(f"{name}: neither plan.py nor bench.py wrote it; only what they write is drawn")
-        figure = draw_plans(report) if "plans" in report else draw_roofline(report)
+        is_plan = "plans" in report and not report["arguments"]["prefill"]
+        if not is_plan and "read_bytes_per_s" not in report.get("device", {}):
+            raise ValueError(f"{name}: only plans of decode steps and what bench.py wrote are drawn")
+        figure = draw_plans(report) if is_plan else draw_roofline(report)
         figure.savefig(RESULTS / f"{name}.svg", metadata={"Date": None})
 
 

@@ -1,6 +1,7 @@
 """benchmarks/draw.py: that what it draws are the numbers of the results."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -9,6 +10,22 @@ from helpers import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import draw
 from folders import RESULTS
+
+
+def test_what_is_drawn(monkeypatch, tmp_path):
+    """Plans of decode steps and measurements of bench.py, as the program is called; nothing else."""
+    names = "70b-int8-v5e-16", "cpu-16x1024"
+    for name in (*names, "8b-prefill", "check-cpu-1"):
+        shutil.copy(RESULTS / f"{name}.json", tmp_path)
+    monkeypatch.setattr(draw, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["draw.py", *names])
+    draw.main()
+    for name in names:
+        assert (tmp_path / f"{name}.svg").read_bytes() == (RESULTS / f"{name}.svg").read_bytes()
+    for name in ("8b-prefill", "check-cpu-1"):
+        monkeypatch.setattr(sys, "argv", ["draw.py", name])
+        with pytest.raises(ValueError, match=f"{name}: only plans of decode steps"):
+            draw.main()
 
 
 def test_bars_are_the_plans_steps_per_second():
