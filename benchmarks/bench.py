@@ -38,7 +38,7 @@ if "--components" in sys.argv:  # in a captured graph, a GPU's kernels would not
 import jax
 import jax.numpy as jnp
 import numpy as np
-from folders import check_batch, count, flops, import_from, provenance, read_config, run, save, with_drafts
+from folders import check_batch, count, flops, import_from, provenance, read_config, result_name, run, save, with_drafts
 
 # Published dense bfloat16 peak in TFLOP/s of a device, by the beginning of jax's device_kind; sources as main.py's.
 PEAK_TFLOPS = {
@@ -214,6 +214,8 @@ def bench(args) -> dict:
     config = with_drafts(model.Config.from_dict(raw_config), args)
     if not 0 <= args.accepted <= 1:
         raise ValueError(f"--accepted {args.accepted} is no probability")
+    if args.vs and args.draft == "mtp":
+        raise ValueError("--vs transformers has no extra layer for --draft mtp; --draft lookup needs none")
     declared = model.in_format(model.weights_of(config), args.quantize)
     mesh = model.make_mesh(*folder.convert.mesh_shape(declared, jax.devices(), args.dp, args.ep, args.tp))
     for batch in args.batch:
@@ -324,7 +326,7 @@ def main() -> None:
     add("--components", action="store_true")
     add("--seed", type=int, default=0)
     add("--json", action="store_true", help="everything as JSON on standard output")
-    add("--save", metavar="NAME", help="the same in benchmarks/results/NAME.json")
+    add("--save", type=result_name, metavar="NAME", help="the same in benchmarks/results/NAME.json")
     args = parser.parse_args()
     report = bench(args)
     if args.json:

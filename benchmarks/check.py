@@ -28,7 +28,7 @@ from pathlib import Path
 
 import jax  # alone it takes no device
 import tables
-from folders import RESULTS, ROOT, import_apart, provenance, read_config, run, save
+from folders import RESULTS, ROOT, import_apart, provenance, read_config, result_name, run, save
 
 SIZES = (  # folder, released size, weights; in this order, until the minutes are over
     ("llama3", "llama-3.1-8b", "bfloat16"),
@@ -172,7 +172,9 @@ def main() -> None:
         return value
 
     parser.add_argument("--minutes", type=positive, default=10.0, help="no longer than this, default 10")
-    parser.add_argument("--save", metavar="NAME", help="benchmarks/results/NAME.json, default the devices' name")
+    parser.add_argument(
+        "--save", type=result_name, metavar="NAME", help="benchmarks/results/NAME.json, default the devices' name"
+    )
     args = parser.parse_args()
     if not os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"):
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")  # of a GPU's memory; jax would take 0.75

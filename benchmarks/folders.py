@@ -50,21 +50,27 @@ def import_apart(folder: str, module: str = "model") -> ModuleType:
 def read_config(folder: str, name: str, layers: int | None = None) -> dict:
     """config.json of a released size of the folder, or of the file `name`, cut to `layers` layers.
 
-    Raises ValueError where there is neither, or fewer layers.
+    Raises ValueError where there is neither, no JSON object, or fewer layers.
     """
     released = {file.stem: file for file in sorted((ROOT / folder / "configs").glob("*.json"))}
     file = released.get(name, Path(name))
     if not file.is_file():
         raise ValueError(f"--config {name} is neither a file nor one of {', '.join(released)}")
-    config = json.loads(file.read_text())
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file}: not a JSON object")
     if layers is not None:
         text = config.get("text_config", config)
         key = "n_layer" if "n_layer" in text else "num_hidden_layers"
-        if not 0 < layers <= text[key]:
-            raise ValueError(f"--layers {layers} is not from 1 to the model's {text[key]}")
+        if not 0 < layers <= text.get(key, 0):
+            raise ValueError(f"--layers {layers} is not from 1 to the model's {text.get(key)}")
         text[key] = layers
-        if "layer_types" in text:
-            text["layer_types"] = text["layer_types"][:layers]
+        for name in ("layer_types", "mlp_layer_types", "indexer_types"):
+            if text.get(name):
+                text[name] = text[name][:layers]
     return config
 
 
@@ -88,6 +94,13 @@ def count(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
+
+
+def result_name(text: str) -> str:
+    """The name of a file of results on the command line."""
+    if "/" in text or text.endswith(".json"):
+        raise argparse.ArgumentTypeError(f"{text!r}: a name alone, of a file of benchmarks/results, without .json")
+    return text
 
 
 def shape_of(weight) -> tuple[int, ...]:

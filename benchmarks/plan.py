@@ -66,6 +66,7 @@ from folders import (
     import_from,
     provenance,
     read_config,
+    result_name,
     run,
     save,
     with_drafts,
@@ -358,7 +359,8 @@ def costs(text: str, memory, shards: int, layers: int, name: str, runs: list[Run
     core_s = serial_s = collective_s = 0.0
     for one in runs:
         if chip.clock_hz and len(one.trips) != len(bodies):
-            raise ValueError(f"the compiled program has {len(bodies)} loops, and should have {len(one.trips)}")
+            what = f"the compiled program has {len(bodies)} loops, and {len(one.trips)} are known"
+            raise ValueError(f"{what}; a model much smaller than the released sizes cannot be estimated")
         collective_s += seconds(*traffic(entry))
         collective_s += sum(n * seconds(*traffic(body)) for n, body in zip(one.trips, bodies))
         read_s, speed = one.nbytes / chip.bandwidth, KERNEL_SHARE[name] * chip.peak
@@ -486,7 +488,7 @@ def main() -> None:
     add("--ep", type=count)
     add("--tp", type=count, nargs="+")
     add("--json", action="store_true", help="a line for each combination of targets, batches, slots and tp")
-    add("--save", metavar="NAME", help="all of it in benchmarks/results/NAME.json")
+    add("--save", type=result_name, metavar="NAME", help="all of it in benchmarks/results/NAME.json")
     args = parser.parse_args()
     rows = sweep(args)
     if args.save:

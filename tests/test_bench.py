@@ -83,7 +83,12 @@ ENTRY %main (a: f32[8]) -> f32[8] {
     [
         (["nothing", "--config", "llama-3.1-8b"], "nothing: no such model folder"),
         (["llama3", "--config", "llama-9b"], "llama-9b"),
+        (["llama3", "--config", "README.md"], "README.md: cannot be read"),
         (["llama3", "--config", "llama-3.1-8b", "--layers", "33"], "--layers 33"),
+        (
+            ["deepseek", "--config", "deepseek/demo/config.json", "--vs", "transformers", "--draft", "mtp"],
+            "no extra layer",
+        ),
         (["llama3", "--config", "llama-3.1-8b", "--tp", "3"], "needs 3 devices"),
     ],
 )
