@@ -637,6 +637,8 @@ def join_hosts(args) -> None:
     faulthandler.dump_traceback_later(360, exit=True, file=2)
     try:
         with patience(f"all {args.num_processes} processes" if args.num_processes else "all hosts"):
+            if args.process_id == 0:  # jax would crash if another program had the port
+                socket.create_server(("", int(args.coordinator.rpartition(":")[2]))).close()
             for tries_left in (2, 1, 0):
                 try:
                     jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, devices)
@@ -689,6 +691,8 @@ class Inputs(NamedTuple):
 
 def read_inputs(args) -> Inputs:
     """Reads and checks everything but the weights, so that mistakes are reported before the long wait."""
+    if args.chat and (processes := jax.process_count()) > 1:
+        raise InputError(f"--chat needs one process alone, and there are {processes}")
     folder = find_checkpoint(args.model_path or str(DEMO), extra_layer=args.draft == "mtp")
     prompts = ["Hello", "?"] if args.chat else read_prompts(args)  # two of a chat show what its template begins with
     checkpoint = convert.open_checkpoint(folder, extra_layer=args.draft == "mtp")
@@ -780,14 +784,11 @@ def main() -> None:
             for file in folder.glob("*-cache"):
                 if not file.with_name(file.name.removesuffix("cache") + "atime").exists():
                     file.unlink()
-    processes = jax.process_count()
     if jax.distributed.is_initialized():  # process 0 alone prints results; what libraries print goes to standard error
         results = os.dup(1) if jax.process_index() == 0 else os.open(os.devnull, os.O_WRONLY)
         sys.stdout = os.fdopen(results, "w", encoding="utf-8", errors="backslashreplace")
         os.dup2(2, 1)
-        if args.chat and processes > 1:
-            raise InputError(f"--chat needs one process alone, and there are {processes}")
-        say(f"{jax.device_count()} devices of {processes} processes")
+        say(f"{jax.device_count()} devices of {jax.process_count()} processes")
     inputs = read_together(args)
     if sum(file.stat().st_size for file in inputs.checkpoint.folder.glob("*.safetensors")) > 1e8:  # it takes a while
         say_devices()

@@ -306,6 +306,18 @@ def test_one_was_started_otherwise(flags, words):
     assert_all_end(processes, "error: process 1 (", words)
 
 
+def test_a_chat_on_one_of_two():
+    port = free_port()
+    processes = start(2, wanted=(0,), port=port) + start(2, "--chat", wanted=(1,), port=port)
+    assert_all_end(processes, "error: process 1 (", "--chat needs one process alone, and there are 2")
+
+
+def test_a_port_that_another_program_has():
+    """jax itself ends with a segmentation fault."""
+    with socket.create_server(("", 0)) as other:
+        assert_all_end(start(2, wanted=(0,), port=other.getsockname()[1]), "Address already in use", "--coordinator")
+
+
 def test_the_same_error_on_all():
     assert_all_end(start(2, "--model_path", "/nowhere"), "/nowhere: no such folder")
 
