@@ -976,7 +976,7 @@ class Mask(NamedTuple):
     def first_seen(self, positions: Array) -> Array:
         """The first position that tokens at `positions` attend to."""
         if self.chunk:
-            return positions - jnp.fmod(positions, self.chunk)
+            return positions - jax.lax.rem(positions, self.chunk)
         return jnp.maximum(positions - (self.window - 1), 0) if self.window else jnp.zeros_like(positions)
 
     def is_attended(self, keys: Array, queries: Array) -> Array:

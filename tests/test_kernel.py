@@ -124,6 +124,23 @@ def test_against_float64(monkeypatch, shape, T, starts, mask, block, dtype, quan
         jax.tree.map(np.testing.assert_array_equal, cache, after)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Pallas itself
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("mask", [{}, {"window": 100}, {"chunk": 128}, {"window": 3000, "softcap": 2.0}])
+def test_triton_takes_it(mask, quantize):
+    """Lowered for a GPU that is not at hand: the interpreter also takes what Triton's own language does not have."""
+    chip = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
+    q, cache, _ = random_rows(2, 2, 8, 128, (0, 300), 128, jnp.bfloat16, quantize)
+    q, cache = (
+        q.reshape(2, 2, 4, 128, 128),
+        jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, 84)] + [(0, 0)] * (x.ndim - 3)), cache),
+    )
+    at, mask = jnp.array((0, 300), jnp.int32), model.Mask(**mask)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=chip)):
+        program = jax.jit(lambda *args: fast.triton_attention(*args, jnp.arange(2), mask, 1)).trace(q, cache, at)
+        assert "triton" in program.lower(lowering_platforms=("cuda",)).as_text()
+
+
 SHARED_HEADS = in_turns(
     [
         ((1, 1, 4), 2, 4, 1, (0, 255, 511), {}),
