@@ -276,7 +276,7 @@ class InGroups:
     def arrays(held, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
         codes = {name: tensor.codes for name, tensor in tensors.items()}
         n = held.shape[-1] // held.values.shape[-1]
-        yield on_devices(held.values, weight, codes, held.packed, n, np.dtype(np.uint8), order=held.ordered_values)
+        yield on_devices(held.values, weight, codes, held.packed, n, np.dtype(np.uint8))
         group, part = held.shape[-1] // held.ordered(held.scale.shape)[-1], weight.parts[0]
         step = math.gcd(group, part.layout()[1]) if weight.split == 1 and part.units else group  # units are not cut
         n, of_steps = group // step, with_columns(weight, step)
@@ -964,13 +964,15 @@ def on_devices(
 ) -> jax.Array:
     """The array that is declared as `array`: `weight`, or what stands beside it, whose tensors are read by `readers`.
     `finish` checks what was read, or makes of each n numbers in `dtype` one of the array. `order` exchanges dimensions
-    of a shape, or of an array, where those of `array` are in another order than those of the weight."""
-    shape = order(array.shape)
+    of a shape, or of an array, where those of `array` are in another order than those of the weight. A dimension that
+    the weight has not, Int4's words of a lane, is the last but one."""
+    last, shape = len(weight.stacked(weight.shape(1))) - 1, order(array.shape)
+    shape = *shape[:last], shape[-1]
 
     def block(index):
-        *rows, columns = order(index)
-        start, stop, _ = columns.indices(shape[-1])
-        index = (*rows, slice(n * start, n * stop))
+        index = order(index)
+        start, stop, _ = index[-1].indices(shape[-1])
+        index = (*index[:last], slice(n * start, n * stop))
         return order(finish(block_of(readers, weight, index, (*shape[:-1], n * shape[-1]), dtype or array.dtype)))
 
     return jax.block_until_ready(jax.make_array_from_callback(array.shape, array.sharding, block, dtype=array.dtype))

@@ -1673,7 +1673,14 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=None, b
             for x, y in zip(jax.tree.leaves(cache), jax.tree.leaves(new_cache), strict=True):
                 y[...] = x[:, :, slots_of(tile)]
 
-        def fold_heads(seen):
+        def attend(is_whole):
+            offsets = 0
+            if T > 1:
+                offsets = jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, (M, 1), 0), run or M // T)
+                offsets = jnp.fmod(offsets, T)
+            seen = None if is_whole else mask.is_attended(blocks.positions(i), start + offsets)
+            if chosen is not None and not is_whole:
+                seen &= sum(jnp.where(offsets == j, chosen[0, j : j + 1], 0) for j in range(T)) != 0
             for h in range(K):
                 fold(h, slice(h, h + 1), q, cache, seen, mask.softcap, *softmax)
 
@@ -1682,20 +1689,9 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=None, b
             for tile in (first_tile, last_tile)[:T]:
                 pl.when(is_here(tile))(lambda: patch(tile))
             pl.when(is_here(first_tile))(lambda: write_back(first_tile))
-            is_whole, offsets = blocks.is_whole(i, start, T), 0
-            if T > 1:
-                offsets = jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, (M, 1), 0), run or M // T)
-                offsets = jnp.fmod(offsets, T)
-
-            def seen():
-                is_attended = mask.is_attended(blocks.positions(i), start + offsets)
-                if chosen is None:
-                    return is_attended
-                of_tokens = (jnp.where(offsets == j, chosen[0, j : j + 1], 0) for j in range(T))
-                return is_attended & (sum(of_tokens) != 0)
-
-            pl.when(is_whole)(lambda: fold_heads(None))
-            pl.when(~is_whole)(lambda: fold_heads(seen()))
+            is_whole = blocks.is_whole(i, start, T)
+            pl.when(is_whole)(lambda: attend(True))
+            pl.when(~is_whole)(lambda: attend(False))
 
         @pl.when(n == steps - 1)
         def finish():

@@ -81,9 +81,13 @@ def plain_cpu_product(x: Array, w: Array) -> Array:
         if B == 1 and (runs := runs_of(C, 24, 8192)):
             return row_product(x, w, runs)
         if B <= 4 and (pieces := pieces_of(w, 2**19, least=2)) > 1:
-            return over_rows(partial(in_float32, x), w, pieces)
+            return over_rows(partial(cast_product, x.astype(jnp.float32)), w, pieces)
     if w.shape[1] > C:  # see stored_width
-        x = repeat_columns(x, w.shape[1])
+        # More columns for those where w is zero, x's own first ones: XLA would fuse a padding of zeros with the
+        # elementwise operations before it, which would take four times as long, and pad bfloat16 as float32.
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint16)
+        bits = jnp.pad(bits, ((0, 0), (0, w.shape[1] - C)), mode="wrap")
+        x = jax.lax.bitcast_convert_type(bits, x.dtype)
     if B > 128:
         return product(x, Plain(w))
     return weights_first(padded(x, w, 2 if is_16_bit else 1), w, jnp.float32)[:B]
@@ -102,11 +106,12 @@ def int8_cpu_product(x: Array, w: Array) -> Array:
         fine = quantize(x - coarse.values * coarse.scale[:, None])
         y = weights_first(jnp.concatenate([coarse.values, fine.values]), w, jnp.int32)
         return y[:B] * coarse.scale[:, None] + y[B:] * fine.scale[:, None]
+    return over_rows(partial(cast_product, x), w, pieces_of(w, 2**21))
 
-    def cast_first(piece):
-        return plain_cpu_product(x, jax.lax.optimization_barrier(piece.astype(x.dtype)))
 
-    return over_rows(cast_first, w, pieces_of(w, 2**21))
+def cast_product(x: Array, w: Array) -> Array:
+    """plain_cpu_product of w [O, C], or a wider w, in the dtype of x. The barrier puts w in that dtype into memory."""
+    return plain_cpu_product(x, jax.lax.optimization_barrier(w[:, : x.shape[1]].astype(x.dtype)))
 
 
 @functools.cache
@@ -152,12 +157,6 @@ def row_product(x: Array, w: Array, runs: int) -> Array:
     return over_rows(multiply, w, pieces_of(w, 2**24) if jax.__version_info__ < (0, 12) else 1)
 
 
-def in_float32(x: Array, w: Array) -> Array:
-    """x [B, C] times w [O, C], or a wider w: float32 [B, O]. The barrier puts w in float32 into memory."""
-    w = jax.lax.optimization_barrier(w[:, : x.shape[1]].astype(jnp.float32))
-    return weights_first(x.astype(jnp.float32), w, jnp.float32)
-
-
 def pieces_of(w: Array | Format, size: int, least: int = 1) -> int:
     """Into how many pieces of equal rows to divide w [O, C]: `least` or more, of at most `size` numbers each. 1 if no
     number near does."""
@@ -179,14 +178,6 @@ def over_rows(multiply, w: Array | Format, pieces: int) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(y, multiply(piece), i * rows, axis=1)
 
     return jax.lax.fori_loop(0, pieces, step, jnp.zeros((B, O), jnp.float32))
-
-
-def repeat_columns(x: Array, width: int) -> Array:
-    """x [B, C] of 16 bits, widened with its own first columns for a weight that is zero there. XLA would fuse a padding
-    of zeros with the elementwise operations before it, which would then take four times as long."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint16)  # XLA would concatenate bfloat16 as float32
-    bits = jnp.concatenate([bits, bits[:, : width - x.shape[1]]], axis=1)
-    return jax.lax.bitcast_convert_type(bits, x.dtype)
 
 
 def weights_first(x: Array, w: Array, dtype: jnp.dtype) -> Array:
@@ -218,23 +209,20 @@ def store_many(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R
         slot = (starts[b] + first) // R
         slot = slot % S if wraps else slot
         begin = jnp.minimum(slot, S - size)
-        shift = slot - begin
+        is_late = jnp.arange(size) >= slot - begin
+        parts = [(begin, is_late), (0, ~is_late)] if wraps else [(begin, is_late)]
 
         def stored(x, n):
             n = n[b].reshape(n.shape[1], size, R, *n.shape[3:])
             n = jax.lax.dynamic_index_in_dim(n, first, axis=2, keepdims=False)
-            n = jnp.roll(n, shift, axis=1)[None]
-
-            def write(x, begin, is_new):
-                at = (places[b], 0, begin, 0)[: x.ndim]
+            n = jnp.roll(n, slot - begin, axis=1)[None]
+            for start, is_new in parts:
+                at = (places[b], 0, start, 0)[: x.ndim]
                 is_new = is_new if is_own is None else is_new & is_own[b]
                 old = jax.lax.dynamic_slice(x, at, n.shape)
-                new = jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 3)), n, old)
-                return jax.lax.dynamic_update_slice(x, new, at)
-
-            is_late = jnp.arange(size) >= shift
-            x = write(x, begin, is_late)
-            return write(x, 0, ~is_late) if wraps else x
+                kept = jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 3)), n, old)
+                x = jax.lax.dynamic_update_slice(x, kept, at)
+            return x
 
         return jax.tree.map(stored, cache, new)
 
@@ -248,7 +236,7 @@ def tiled_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None,
     (B, K, A, M, H), (*_, S, width) = q.shape, cache[0].shape
     W = width if width < H else cache[1].shape[-1]
     tile, block = (max(n for n in range(1, most + 1) if size % n == 0) for most, size in ((tile, M), (block, S)))
-    wraps, offsets = mask.wraps(R * S, T), jnp.arange(M) // (run or M // T) % T
+    blocks, offsets = Blocks(block, S, R, mask, mask.wraps(R * S, T)), jnp.arange(M) // (run or M // T) % T
 
     def of_tile(n):
         row, m = n // (M // tile) * rows, n % (M // tile) * tile
@@ -267,17 +255,15 @@ def tiled_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None,
                     return jax.lax.optimization_barrier(jax.lax.dynamic_slice_in_dim(x, slot, block, axis=2))
                 return jax.vmap(of_place)(of_rows(places))
 
-            keys = (i * block + jnp.arange(block)[None]) * R + shard_index(R)
-            seen = mask.is_attended(keys[:, None], (begin[:, None] + of_queries(offsets))[:, :, None])
+            tokens = begin[:, None] + of_queries(offsets)
+            seen = mask.is_attended(blocks.positions(i)[:, None], tokens[:, :, None])
             if mask.chosen is not None:
                 chosen = jax.lax.dynamic_slice_in_dim(of_rows(mask.chosen), i * block, block, axis=2)
                 seen &= chosen[:, of_queries(offsets)] != 0
             return attention_with_sum(queries, jax.tree.map(some_slots, tuple(cache)), seen, mask.softcap)
 
-        last = jnp.max(begin) + offsets[m + tile - 1]
-        last = last if wraps else jnp.minimum(last, R * S - 1)
-        first = jnp.min(mask.first_seen(begin + offsets[m]))
-        out = over_blocks(attend, first // (R * block), last // (R * block), (rows, K, A, tile, W))
+        first, last = blocks.seen(begin + offsets[m], offsets[m + tile - 1] - offsets[m] + 1)
+        out = over_blocks(attend, jnp.min(first), jnp.max(last), (rows, K, A, tile, W))
         return jnp.concatenate(out, axis=-1)
 
     out = jax.lax.map(of_tile, jnp.arange(B // rows * (M // tile)))
@@ -348,28 +334,24 @@ def triton_attention(q, cache, starts, places, mask: Mask, R: int, interpret=Fal
     attend_to_stored, with queries [B, K, A, T, H]."""
     (B, K, A, T, H), S = q.shape, cache[0].shape[2]
     # Within a fifth of the best of six sizes tried on an H100, with three stages; two need less of a chip's memory.
-    tile, block, wraps = math.gcd(T, 64), 64 if H <= 128 else 32, mask.wraps(R * S, T)
+    tile, block = math.gcd(T, 64), 64 if H <= 128 else 32
+    blocks = Blocks(block, S, R, mask, mask.wraps(R * S, T))
 
     def kernel(q, cache, starts, places, shard, out, log_sum_exp):
         n, m = pl.program_id(1), pl.program_id(0) * tile
         b, k, a = n // (K * A), n // A % K, n % A
-        begin, last = starts[b] + m, starts[b] + T - 1
-        at, queries = begin + jnp.arange(tile), q[b, k, a, pl.ds(m, tile), :]
-        first_block = 0 if wraps else mask.first_seen(begin) // (R * block)
-        end = jnp.minimum((last if wraps else begin + tile - 1) // R, S - 1) // block + 1
+        at, queries = starts[b] + m + jnp.arange(tile), q[b, k, a, pl.ds(m, tile), :]
+        first, last = blocks.seen(starts[b] + m, tile)
 
         def add_block(i, state):
             total, top, out = state
-            slots = pl.ds(i * block, block)
+            slots = pl.ds(jax.lax.rem(i, S // block) * block, block)  # of a ring, round after round
             keys, values = jax.tree.map(lambda x: x[(places[b], k, slots, slice(None))[: len(x.shape)]], tuple(cache))
             (keys, scale), (values, value_scale) = (x.values_and_scale(queries.dtype) for x in (keys, values))
             scores = einsum("mh,sh->ms", queries, keys)
             scores = softcapped(scores if scale is None else scores * scale[None], mask.softcap)
-            position = (i * block + jnp.arange(block)) * R + shard[0]
-            if wraps:  # behind the slot of the last token, a ring holds what was stored a round before
-                position += last - last % (R * S)
-                position = jnp.where(position > last, position - R * S, position)
-            scores = jnp.where(mask.is_attended(position[None], at[:, None]), scores, MASKED)
+            positions = (i * block + jnp.arange(block)) * R + shard[0]
+            scores = jnp.where(mask.is_attended(positions[None], at[:, None]), scores, MASKED)
             highest = jnp.maximum(top, jnp.max(scores, axis=1))
             p, kept = jnp.exp(scores - highest[:, None]), jnp.exp(top - highest)
             total = total * kept + jnp.sum(p, axis=1)
@@ -377,7 +359,7 @@ def triton_attention(q, cache, starts, places, mask: Mask, R: int, interpret=Fal
             return total, highest, out * kept[:, None] + einsum("ms,sw->mw", p, values)
 
         nothing = jnp.zeros(tile), jnp.full(tile, MASKED), jnp.zeros((tile, H))
-        total, top, sums = jax.lax.fori_loop(first_block, end, add_block, nothing)
+        total, top, sums = jax.lax.fori_loop(first, last + 1, add_block, nothing)
         total = jnp.maximum(total, 1e-30)  # of queries that see nothing
         out[b, k, a, pl.ds(m, tile), :] = sums / total[:, None]
         log_sum_exp[b, k, a, pl.ds(m, tile)] = top + jnp.log(total)
@@ -423,23 +405,15 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
         i, offsets = first + n, jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
         pl.when(n == 0)(lambda: begin_softmax(*softmax))
 
-        def fold_head(seen):
+        def visit(is_whole):
+            seen = None if is_whole else mask.is_attended(blocks.positions(i), start + offsets)
+            if chosen is not None and not is_whole:
+                seen &= jnp.concatenate([chosen[0] >> j & 1 for j in range(8)], axis=1) != 0
             fold(0, pl.ds(pl.program_id(1), 1), q, cache, seen, mask.softcap, *softmax)
 
-        @pl.when(i <= last)
-        def visit():
-            is_whole = blocks.is_whole(i, start, tile)
-
-            def seen():
-                is_attended = mask.is_attended(blocks.positions(i), start + offsets)
-                if chosen is None:
-                    return is_attended
-                each = [chosen[0] >> j & 1 for j in range(8)]
-                return is_attended & (jnp.concatenate(each, axis=1) != 0)
-
-            pl.when(is_whole)(lambda: fold_head(None))
-            pl.when(~is_whole)(lambda: fold_head(seen()))
-
+        is_whole = blocks.is_whole(i, start, tile)
+        pl.when((i <= last) & is_whole)(lambda: visit(True))
+        pl.when((i <= last) & ~is_whole)(lambda: visit(False))
         pl.when(n == pl.num_programs(3) - 1)(lambda: finish_softmax(out, *softmax))
 
     def of_tile(width):
@@ -448,9 +422,6 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
     def read(b, h, t, n, starts, places):
         first, last = blocks.seen(starts[b] + t * tile, tile)
         return places[b], h, jnp.minimum(first + n, last)
-
-    def of_chosen(x):
-        return pl.BlockSpec((1, tile, block // 8), lambda b, h, t, *_: (b, t, 0))
 
     return pl.pallas_call(
         kernel,
@@ -461,7 +432,7 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
             in_specs=[
                 of_tile(H),
                 jax.tree.map(lambda x: blocks.spec(x, 1, read), cache),
-                jax.tree.map(of_chosen, mask.chosen),
+                jax.tree.map(lambda _: pl.BlockSpec((1, tile, block // 8), lambda b, h, t, *_: (b, t, 0)), mask.chosen),
             ],
             out_specs=of_tile(W + 1),
             scratch_shapes=softmax_state(1, A * tile, block, W),
@@ -530,7 +501,7 @@ def tpu_product(x: Array, w: Format) -> Array:
     if 4 * x.size > 2**25:  # if x comes of float32 arrays too large for VMEM, XLA would read them for each tile of w
         x = jax.lax.optimization_barrier(x)
     if isinstance(w, Plain | Int8) and is_streamed(x, w.values):
-        y = streamed_product(x, w.values)
+        y = streamed_product(x, Plain(w.values), lambda x, w: einsum("bc,oc->bo", x, w.values.astype(x.dtype)))
         return y * w.scale if isinstance(w, Int8) else y
     values, scale = w.values_and_scale(x.dtype)
     y = einsum("bc,oc->bo", w.in_order(padded(x, w, 8)), values)[:B]  # XLA turns fewer rows into slow vector code
@@ -545,8 +516,8 @@ def is_streamed(x: Array, w: Array) -> bool:
     return B <= 64 and C % 128 == 0 and w.size * itemsize >= STREAM_BYTES and vmem <= 12 * 2**20
 
 
-def streamed_product(x: Array, w: Array, block: int | None = None, interpret=False) -> Array:
-    """A product as a Pallas kernel for TPUs: x [B, C] times w [O, C]: float32 [B, O].
+def streamed_product(x: Array, w: Format, multiply, block: int | None = None, interpret=False) -> Array:
+    """A product as a Pallas kernel for TPUs: x [B, C] times w [O, C], by multiply(x, rows of w): float32 [B, O].
 
     It reads w once, in blocks of whole rows. Each block is contiguous, while XLA's own product of a weight in
     HBM fetches narrow columns. The next block is fetched while this one is multiplied, which takes less time than
@@ -556,22 +527,26 @@ def streamed_product(x: Array, w: Array, block: int | None = None, interpret=Fal
     nothing overlaps the first block of a product; no fewer, since a step has to outlast its own overhead.
     """
     (B, C), O = x.shape, w.shape[0]
-    block = block or max(128, 2**21 // (C * w.dtype.itemsize) // 128 * 128)
+    block = block or max(128, 2**21 // (w.values.shape[1] * w.values.dtype.itemsize) // 128 * 128)
 
     def kernel(x, w, y):
-        y[...] = einsum("bc,oc->bo", x[...], w[...].astype(x.dtype))
+        y[...] = multiply(x[...], jax.tree.map(lambda a: a[...], w))
+
+    def some_rows(a, spec):
+        sizes = [block if of_rows else n for n, of_rows in zip(a.shape, spec, strict=True)]
+        return pl.BlockSpec(sizes, lambda i: tuple(i if of_rows else 0 for of_rows in spec))
 
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((B, O), jnp.float32),
         grid=(pl.cdiv(O, block),),
-        in_specs=[pl.BlockSpec((B, C), lambda i: (0, 0)), pl.BlockSpec((block, C), lambda i: (i, 0))],
+        in_specs=[pl.BlockSpec((B, C), lambda i: (0, 0)), jax.tree.map(some_rows, w, w.specs(P("rows", None)))],
         out_specs=pl.BlockSpec((B, block), lambda i: (0, i)),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),  # shared by the two cores of a v5p
         cost_estimate=kernel_cost(2 * B * O * C, w),
         interpret=interpret,
         name="streamed_product",
-    )(x, pltpu.with_memory_space_constraint(w, pltpu.HBM))
+    )(x, jax.tree.map(lambda a: pltpu.with_memory_space_constraint(a, pltpu.HBM), w))
 
 
 PRODUCTS["tpu", Plain] = PRODUCTS["tpu", Int8] = tpu_product
@@ -610,9 +585,12 @@ class Int4Groups(NamedTuple):
     def for_mesh(self, weight: Weight, mesh: Mesh) -> Int4Groups | type[Format]:
         """Groups that no device has only a part of; Plain, where 16 numbers are too many for that, and for what is
         multiplied head by head. On TPUs they are for kernels, which experts without whole lanes have none of."""
-        size = math.gcd(self.size, uncut_columns(weight, mesh), 128)
-        columns = weight.parts[0].rows_per_device(math.prod(mesh.shape[axis] for axis in weight.axes()))
-        has_kernel = mesh.devices.flat[0].platform == "tpu" and not (weight.experts and columns % 128)
+        part, shards = weight.parts[0], math.prod(mesh.shape[axis] for axis in weight.axes())
+        own, uncut = part.rows_per_device(shards), [weight.other_dim]
+        if weight.split == 1:  # a device's first column, and how many it has
+            uncut = [own, *(part.assigned_units(i, shards)[0] * part.layout()[1] for i in range(shards))]
+        size = math.gcd(self.size, 128, *uncut)
+        has_kernel = mesh.devices.flat[0].platform == "tpu" and not (weight.experts and own % 128)
         held = Int4Lanes if has_kernel else Int4
         return Plain if size < 16 or weight.is_by_head else self._replace(size=size, held=held)
 
@@ -627,16 +605,6 @@ class Int4Groups(NamedTuple):
         scale = jax.ShapeDtypeStruct(self.held.ordered((*shape[:-1], shape[-1] // self.size)), jnp.dtype(self.dtype))
         zero = jax.ShapeDtypeStruct(scale.shape, self.held.zero_dtype) if self.has_zeros else None
         return self.held(values, scale, zero)
-
-
-def uncut_columns(weight: Weight, mesh: Mesh) -> int:
-    """The largest number of columns of a matrix of which no device has only a part: its first column, and how many
-    it has, are multiples of it."""
-    part, shards = weight.parts[0], math.prod(mesh.shape[axis] for axis in weight.axes())
-    if weight.split != 1:
-        return weight.other_dim
-    firsts = (part.assigned_units(shard, shards)[0] for shard in range(shards))
-    return math.gcd(*firsts, part.assigned_units(0, shards)[2]) * part.layout()[1]
 
 
 @format_of_arrays
@@ -660,18 +628,12 @@ class Int4(Format):
         return (*self.values.shape[:-2], 32 * self.values.shape[-1])
 
     def specs(self, spec):
-        spec = P(*spec, *[None] * (len(self.shape) - len(spec)))
         return Int4(P(*spec[:-1], None, spec[-1]), spec, None if self.zero is None else spec)
 
     @staticmethod
     def ordered(x):
         """A shape, or an array, of scales [.., O, C / group] as this format has it."""
         return x
-
-    @staticmethod
-    def ordered_values(x):
-        """An array of values, or a shape without the 8 words of a lane."""
-        return (*x[:-2], x[-1]) if isinstance(x, tuple) else x
 
     @staticmethod
     def packed(codes: Array | np.ndarray) -> Array | np.ndarray:
@@ -712,12 +674,7 @@ class Int4Lanes(Int4):
     [.., O, C / 4], where word w of the 128 of a run has its codes w, 128 + w, 256 + w and 384 + w. `scale` and `zero`
     are [.., C / group, O]."""
 
-    values: Array
-    scale: Array
-    zero: Array | None = None
-
-    run, zero_dtype = 512, jnp.bfloat16
-    kernel_columns = 512
+    run, kernel_columns, zero_dtype = 512, 512, jnp.bfloat16
 
     @property
     def shape(self):
@@ -728,10 +685,6 @@ class Int4Lanes(Int4):
         return (*x[:-2], x[-1], x[-2]) if isinstance(x, tuple) else x.swapaxes(-1, -2)
 
     @staticmethod
-    def ordered_values(x):
-        return x
-
-    @staticmethod
     def packed(codes):
         return packed_codes(codes, 4, 128)
 
@@ -740,9 +693,8 @@ class Int4Lanes(Int4):
         return type(self)(spec, of_groups, None if self.zero is None else of_groups)
 
     def rows(self, start, stop):
-        return type(self)(
-            self.values[start:stop], *(x if x is None else x[:, start:stop] for x in (self.scale, self.zero))
-        )
+        of_groups = (x if x is None else x[:, start:stop] for x in (self.scale, self.zero))
+        return type(self)(self.values[start:stop], *of_groups)
 
     def in_order(self, x):
         return x
@@ -767,18 +719,15 @@ class Int4Lanes(Int4):
 
 def quantize_in_groups(x: Array, groups: int, dtype: jnp.dtype) -> tuple[Array, Array]:
     """x [.., C] as uint8 codes from 0 to 15 [.., C], 8 for a zero, and scales [.., groups] in `dtype`. The scale of a
-    group is the one with the least squared error among those that make its largest number one of INT4_LARGEST."""
+    group is the one with the least squared error of two: its largest number becomes the code -8 or 7, before the 8."""
     x = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
     largest = jnp.take_along_axis(x, jnp.argmax(jnp.abs(x), axis=-1, keepdims=True), axis=-1)
-    scales = jnp.stack([(largest / n).astype(dtype) for n in INT4_LARGEST])
+    scales = jnp.stack([(largest / n).astype(dtype) for n in (-8.0, 7.0)])
     divisors = jnp.where(scales == 0, 1, scales).astype(jnp.float32)
     codes = jnp.clip(jnp.round(x / divisors), -8, 7)
     best = jnp.argmin(jnp.sum((codes * divisors - x) ** 2, axis=-1, keepdims=True), axis=0)[None]
     codes, scales = (jnp.take_along_axis(a, best, axis=0)[0] for a in (codes, scales))
     return (codes + 8).astype(jnp.uint8).reshape(*x.shape[:-2], -1), scales[..., 0]
-
-
-INT4_LARGEST = (-8.0, 7.0)  # codes less 8
 
 
 def packed_codes(codes: Array | np.ndarray, n: int, lanes: int) -> Array | np.ndarray:
@@ -913,11 +862,11 @@ def add_int4_lanes(total, x, w, e, of_tile, of_rows, at) -> Array:
     return jax.lax.fori_loop(0, 8, add_words, total)
 
 
-def lanes_kernel_product(x: Array, w: Int4Lanes) -> Array:
-    """x [B, C], B a multiple of 8, times w [O, C] in a kernel: float32 [B, O]."""
+def lanes_kernel_product(x: Array, w: Int4Lanes, add) -> Array:
+    """x [B, C], B a multiple of 8, times w [O, C] in a kernel: float32 [B, O]. `add` is add_scaled_sums or, for many
+    rows, another function that gives the same."""
     (B, C), O = x.shape, w.shape[0]
     group, total = C // w.scale.shape[0], jnp.zeros((B, O), jnp.float32)
-    add = add_scaled_sums if B * 128 // group <= 256 else add_scaled_numbers
     for at in range(0, C, 512):
         words = pltpu.bitcast(w.values[:, at // 4 : at // 4 + 128], jnp.uint32)
         numbers = [pltpu.bitcast(w.bits_of(words, k), jnp.bfloat16) for k in range(4)]
@@ -945,57 +894,12 @@ def add_scaled_sums(total: Array, x: Array, numbers: list[Array], w: Int4Lanes, 
     return total
 
 
-def add_scaled_numbers(total: Array, x: Array, numbers: list[Array], w: Int4Lanes, first: int, group: int) -> Array:
-    """add_scaled_sums for many rows: each number is scaled. A product with ones gives a group's scale to its columns,
-    since a kernel's lanes are slow to spread otherwise."""
-    many = 512 // group
-    is_of_group = [jax.lax.broadcasted_iota(jnp.int32, (many, 512), axis) for axis in (0, 1)]
-    is_of_group = is_of_group[0] == is_of_group[1] // group
-
-    def spread(a):  # [many, O] to [O, 512]
-        return einsum("go,gc->oc", a, is_of_group.astype(a.dtype))
-
-    numbers, offset = jnp.concatenate(numbers, axis=1).astype(jnp.float32), w.offset(first, many)
-    if offset is not None:
-        numbers -= offset if w.zero is None else spread(offset.astype(jnp.bfloat16))
-    return total + einsum("bc,oc->bo", x, (numbers * spread(w.scale[first : first + many])).astype(x.dtype))
-
-
-def lanes_product(x: Array, w: Int4Lanes, block: int | None = None, interpret=False) -> Array:
-    """streamed_product of a weight in 4 bits: x [B, C] times w [O, C]: float32 [B, O]."""
-    (B, C), O = x.shape, w.shape[0]
-    block = block or max(128, 2**21 // (C // 2) // 128 * 128)
-    x = jnp.pad(x, ((0, -B % 8), (0, 0)))
-
-    def kernel(x, w, y):
-        y[...] = lanes_kernel_product(x[...], jax.tree.map(lambda a: a[...], w))
-
-    def rows_of(a):
-        return pl.BlockSpec((block, a.shape[1]), lambda i: (i, 0))
-
-    def columns_of(a):
-        return pl.BlockSpec((a.shape[0], block), lambda i: (0, i))
-
-    y = pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct((len(x), O), jnp.float32),
-        grid=(pl.cdiv(O, block),),
-        in_specs=[
-            pl.BlockSpec(x.shape, lambda i: (0, 0)),
-            Int4Lanes(rows_of(w.values), columns_of(w.scale), None if w.zero is None else columns_of(w.zero)),
-        ],
-        out_specs=pl.BlockSpec((len(x), block), lambda i: (0, i)),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),  # shared by the two cores of a v5p
-        cost_estimate=kernel_cost(2 * B * O * C, w),
-        interpret=interpret,
-        name="lanes_product",
-    )(x, jax.tree.map(lambda a: pltpu.with_memory_space_constraint(a, pltpu.HBM), w))
-    return y[:B]
-
-
 def tpu_lanes_product(x: Array, w: Int4Lanes) -> Array:
     """product for TPUs in 4 bits."""
-    return lanes_product(padded(x, w), w) if len(x) <= 32 else tpu_product(x, w)
+    if len(x) > 32:
+        return tpu_product(x, w)
+    rows = jnp.pad(padded(x, w), ((0, -len(x) % 8), (0, 0)))
+    return streamed_product(rows, w, partial(lanes_kernel_product, add=add_scaled_sums))[: len(x)]
 
 
 PRODUCTS["cpu", Int4] = int4_cpu_product
@@ -1432,10 +1336,27 @@ def piece_product(x: Array, slot: Array, w: Format, *bias: Plain) -> Array:
 def kernel_product(x: Array, w: Format) -> Array:
     """x [B, C] times a piece w [O, C] of a matrix in a kernel for TPUs: float32 [B, O]."""
     if isinstance(w, Int4Lanes):
-        return lanes_kernel_product(x, w)
+        groups = 128 * w.scale.shape[0] // w.shape[1]  # in 128 columns
+        return lanes_kernel_product(x, w, add_scaled_sums if len(x) * groups <= 256 else add_scaled_numbers)
     values, scale = w.values_and_scale(x.dtype)
     y = einsum("bc,oc->bo", x, values)
     return y if scale is None else y * scale
+
+
+def add_scaled_numbers(total: Array, x: Array, numbers: list[Array], w: Int4Lanes, first: int, group: int) -> Array:
+    """add_scaled_sums for many rows: each number is scaled. A product with ones gives a group's scale to its columns,
+    since a kernel's lanes are slow to spread otherwise."""
+    many = 512 // group
+    is_of_group = [jax.lax.broadcasted_iota(jnp.int32, (many, 512), axis) for axis in (0, 1)]
+    is_of_group = is_of_group[0] == is_of_group[1] // group
+
+    def spread(a):  # [many, O] to [O, 512]
+        return einsum("go,gc->oc", a, is_of_group.astype(a.dtype))
+
+    numbers, offset = jnp.concatenate(numbers, axis=1).astype(jnp.float32), w.offset(first, many)
+    if offset is not None:
+        numbers -= offset if w.zero is None else spread(offset.astype(jnp.bfloat16))
+    return total + einsum("bc,oc->bo", x, (numbers * spread(w.scale[first : first + many])).astype(x.dtype))
 
 
 def places_of(w: Format, e: Array, axis: int, i: int | Array, n: int, count: int = 1) -> list[tuple]:
@@ -1543,14 +1464,13 @@ def exchange_kernel(x: Array, R: int, interpret: bool | pltpu.InterpretParams = 
     of the next arrives too early."""
     receivers = R // x.shape[0]  # devices that receive the same block
 
-    def kernel(x, y, semaphores):
+    def kernel(x, y, sent, received):
         device, r = jax.lax.axis_index(MODEL_AXES), shard_index(R)
         group = [{MODEL_AXES: device - r + n} for n in range(R)]  # itself among them
         barrier = pltpu.get_barrier_semaphore()
         for other in group:
             pl.semaphore_signal(barrier, device_id=other)
         pl.semaphore_wait(barrier, R)
-        sent, received = semaphores.at[0], semaphores.at[1]
         copies = [
             pltpu.make_async_remote_copy(x.at[n // receivers], y.at[r], sent, received, group[n]) for n in range(R)
         ]
@@ -1564,7 +1484,7 @@ def exchange_kernel(x: Array, R: int, interpret: bool | pltpu.InterpretParams = 
         out_shape=jax.ShapeDtypeStruct((R, *x.shape[1:]), x.dtype),
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
         out_specs=pl.BlockSpec(memory_space=pl.ANY),
-        scratch_shapes=[pltpu.SemaphoreType.DMA((2,))],
+        scratch_shapes=[pltpu.SemaphoreType.DMA] * 2,
         compiler_params=pltpu.CompilerParams(collective_id=0),
         interpret=interpret,
         name="exchange",

@@ -62,7 +62,7 @@ def interpret_kernels(monkeypatch, model, block: int | None = None, **of_prefill
     monkeypatch.setattr(model, "decode_kernel", partial(model.decode_kernel, interpret=STRICT, block=block))
     prefill = partial(model.FAST["attend_to_stored", "tpu"], interpret=STRICT, block=block, **of_prefill)
     monkeypatch.setitem(model.FAST, ("attend_to_stored", "tpu"), prefill)
-    for name in ("expert_kernel", "streamed_product", "lanes_product"):
+    for name in ("expert_kernel", "streamed_product"):
         if kernel := getattr(fast, name, None):
             monkeypatch.setattr(fast, name, partial(kernel, interpret=STRICT))
     for row in product(("exchange", "chosen_experts", "index_scores", "lowest_chosen"), ("tpu",)):

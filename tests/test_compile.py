@@ -19,7 +19,7 @@ from shared import folders
 pytestmark = pytest.mark.optimized
 
 FOLDERS = {name: import_folder(name) for name in folders()}
-KERNEL = re.compile(r"%(ragged_attention|exchange|routing|experts|streamed_product|lanes_product)[.\d]* = ")
+KERNEL = re.compile(r"%(ragged_attention|exchange|routing|experts|streamed_product)[.\d]* = ")
 COLLECTIVE = re.compile(r"= [^=]*? (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* copy\(")
 BITS = {"bf16": 16, "f32": 32, "s32": 32, "s8": 8, "u32": 32, "pred": 8}

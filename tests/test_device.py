@@ -176,7 +176,7 @@ def test_products_in_4_bits(run, B):
     model, fast = test_kernel.model, fast_of(test_kernel.model)
     held = fast.Int4Lanes if jax.default_backend() == "tpu" else fast.Int4
     w = fast.Int4Groups(held=held).declare((3072, 4096), jnp.bfloat16)
-    x, w = numbers(0, B, 4096), jax.jit(w.of)(numbers(1, 3072, 4096, scale=1 / 64))
+    x, w = numbers(0, B, 4096), jax.jit(w.encode)(numbers(1, 3072, 4096, scale=1 / 64))
     wanted = floats(w.in_order(x)) @ floats(w.values_and_scale(jnp.float32)[0]).T
     np.testing.assert_allclose(np.asarray(run(model.linear, x, w), np.float64), wanted, atol=2e-2)
 

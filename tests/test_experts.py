@@ -54,7 +54,7 @@ def on_mesh(mesh, x, ids, scale, w_gate_up, w_down):
     def body(*arguments):
         return jax.lax.psum(model.experts(*arguments, model.activation), model.MODEL_AXES)
 
-    weights = w_gate_up.specs(P("ep", "tp")), w_down.specs(P("ep", None, "tp"))
+    weights = w_gate_up.specs(P("ep", "tp", None)), w_down.specs(P("ep", None, "tp"))
     rows = (P("dp"),) * 3
     program = jax.shard_map(body, mesh=mesh, in_specs=(*rows, *weights), out_specs=P("dp"), check_vma=False)
     return jax.jit(program)(x, ids, scale, grouped(w_gate_up, mesh.shape["tp"]), w_down)
@@ -161,7 +161,7 @@ def test_biases_and_a_residual_stream_of_no_whole_lanes(monkeypatch, platform, B
         values = jnp.pad(w_gate_up.values, ((0, 0), (0, 0), (0, 96)))
         w_gate_up = dataclasses.replace(w_gate_up, values=values)
     mesh = model.make_mesh(1, 1, 2, devices=jax.devices()[:2])
-    split, down = w_gate_up.specs(P(None, "tp")), w_down.specs(P(None, None, "tp"))
+    split, down = w_gate_up.specs(P(None, "tp", None)), w_down.specs(P(None, None, "tp"))
     specs = (P(), P(), P(), split, down, P(None, "tp"), P())
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
     out = program(x, ids, scale, grouped(w_gate_up, 2), w_down, grouped(biases[0], 2), biases[1])

@@ -414,7 +414,8 @@ def test_products_against_float64(monkeypatch, O, C, size, has_zeros, dtype):
     products = {name: partial(model.PRODUCTS[name, fast.Int4], w=w) for name in ("cpu", "gpu")}
     if C % 512 == 0:
         lanes, _ = in_groups(fast.Int4Lanes, O, C, size=size, has_zeros=has_zeros)
-        products["tpu"] = lambda x: fast.lanes_product(x, lanes, block=128, interpret=STRICT)
+        monkeypatch.setattr(fast, "streamed_product", partial(fast.streamed_product, block=128, interpret=STRICT))
+        products["tpu"] = partial(model.PRODUCTS["tpu", fast.Int4Lanes], w=lanes)
     for name, multiply in products.items():
         for B in (1, 3, 9, 60)[: 3 if name == "tpu" else 4]:
             out = jax.jit(multiply)(x[:B])
@@ -438,7 +439,7 @@ def test_a_single_row_on_a_cpu_is_one_loop():
 def test_half_a_step():
     """No number is further off than half a step of its group, but for one of 8 steps, which is cut to 7."""
     x = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
-    held = jax.jit(fast.Int4Groups(held=fast.Int4).declare(x.shape, jnp.float32).of)(x)
+    held = jax.jit(fast.Int4Groups(held=fast.Int4).declare(x.shape, jnp.float32).encode)(x)
     steps = held.in_order(np.abs(floats(held.scale)).repeat(32, axis=-1))
     errors = np.abs(np.asarray(held.values_and_scale(jnp.float32)[0]) - held.in_order(x))
     assert (errors <= 1.05 * steps).all() and (errors <= 0.51 * steps).mean() > 0.97

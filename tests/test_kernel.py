@@ -325,9 +325,9 @@ def test_no_block_arrives_before_all_have_entered(monkeypatch, races, is_broken)
     call = pl.pallas_call
 
     def writing_before(kernel, **options):
-        def writes_and_exchanges(x, y, semaphores):
+        def writes_and_exchanges(x, y, *semaphores):
             pltpu.sync_copy(x, y)
-            kernel(x, y, semaphores)
+            kernel(x, y, *semaphores)
 
         return call(writes_and_exchanges, **options)
 

@@ -17,11 +17,10 @@ ALLOWED = {
     "the benchmarks': programs that are compiled ahead of time": {"abstract_weights"},
     "the tests': kernels that are interpreted, and in small blocks": {
         "decode_kernel(block)", "decode_kernel(interpret)", "delta_kernel(interpret)", "exchange_kernel(interpret)",
-        "expert_kernel(interpret)", "expert_kernel(tile)", "index_kernel(interpret)", "lanes_product(block)",
-        "lanes_product(interpret)", "lowest_kernel(interpret)", "prefill_kernel(block)", "prefill_kernel(interpret)",
-        "prefill_kernel(queries)", "routing_kernel(interpret)", "streamed_product(block)",
-        "streamed_product(interpret)", "tiled_experts(interpret)", "triton_attention(interpret)",
-        "triton_int4_product(interpret)",
+        "expert_kernel(interpret)", "expert_kernel(tile)", "index_kernel(interpret)", "lowest_kernel(interpret)",
+        "prefill_kernel(block)", "prefill_kernel(interpret)", "prefill_kernel(queries)", "routing_kernel(interpret)",
+        "streamed_product(block)", "streamed_product(interpret)", "tiled_experts(interpret)",
+        "triton_attention(interpret)", "triton_int4_product(interpret)",
     },
     "config.json's: read_rope gives what stands there": {
         "ProportionalRope.factor", "YarnRope.attention_factor", "YarnRope.beta_fast", "YarnRope.beta_slow",
