@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from helpers import assert_matches, decode, fast_of, save_random
+from helpers import ROOT, assert_matches, decode, fast_of, save_random
+from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 from safetensors.torch import load_file, save_file
 from test_experts import select
@@ -48,6 +49,18 @@ def test_mxfp4(mxfp4, mesh):
     assert_matches(reference, prompts, decode(gpt_oss, path, prompts, mesh, max_new_tokens=8))
 
 
+@pytest.mark.parametrize("quantize", [None, "int4"])
+def test_what_tpus_hold(quantize):
+    """Matrices of 4 bits as their kernels take them: the released experts, and with int4 all others."""
+    raw_config = json.loads((ROOT / "gpt_oss" / "configs" / "gpt-oss-20b.json").read_text())
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+    model, mesh = gpt_oss.model, gpt_oss.model.make_mesh(ep=4, devices=devices)
+    layer = model.abstract_weights(model.Config.from_dict(raw_config), mesh, "bfloat16", quantize)["layers"][0]
+    fast = fast_of(model)
+    assert {type(layer[name]) for name in ("experts_gate_up", "experts_down")} == {fast.Mxfp4Lanes}
+    assert {type(layer[name]) for name in ("qkv", "o")} == {fast.Int4Lanes if quantize else model.Plain}
+
+
 def test_mxfp4_for_tpus(mxfp4, monkeypatch):
     """What TPUs would hold is the same numbers, and zeros beside them."""
     model, mesh, loaded = gpt_oss.model, gpt_oss.model.make_mesh(2, 2, 2), []
@@ -55,7 +68,7 @@ def test_mxfp4_for_tpus(mxfp4, monkeypatch):
     lanes = fast.Int4Groups(held=fast.Mxfp4Lanes)
     checkpoint = gpt_oss.convert.open_checkpoint(mxfp4[0])
     for kind in (model.Mxfp4, lanes):
-        monkeypatch.setattr(model.Mxfp4, "on", lambda *_, kind=kind: kind)
+        monkeypatch.setattr(model.Mxfp4, "for_mesh", lambda *_, kind=kind: kind)
         layer = gpt_oss.convert.load(checkpoint, mesh, "float32")["layers"][1]
         loaded.append([layer[name].values_and_scale(jnp.float32)[0] for name in ("experts_gate_up", "experts_down")])
     for w, wide, devices in zip(*loaded, (1, 2), strict=True):  # as many share a row
