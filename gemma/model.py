@@ -1100,15 +1100,15 @@ def cached_attention(q, k, v, cache: LayerCache, span: Span, mask: Mask, sinks=N
     q = jnp.moveaxis(q, 0, 2)
     starts = span.positions[:, 0]
     out, cache = store_and_attend(q.reshape(folded), new, cache, starts, span.places, mask, T, R, run=N // K)
-    out = jnp.moveaxis(out.reshape(*q.shape[:5], -1), 2, 0)
     if R > 1:
-        out = exchange(out, R)
+        out = exchange(jnp.moveaxis(out.reshape(*q.shape[:5], -1), 2, 0), R)
         out, parts = out[..., :-1], out[..., -1:]
         log_sum_exp = functools.reduce(jnp.logaddexp, jnp.unstack(parts))  # logsumexp takes TPUs two kernels more
         out = jnp.sum(out * jnp.exp(parts - log_sum_exp), axis=0)
     else:
-        out, log_sum_exp = out[0, ..., :-1], out[0, ..., -1:]
-    out, log_sum_exp = (x.transpose(np.argsort(order)) for x in (out, log_sum_exp))  # [B, T, K, N / K, ..]
+        out, log_sum_exp = out[..., :-1], out[..., -1:]
+    of_heads, back = (B, K, *q.shape[3:5], -1), np.argsort(order)
+    out, log_sum_exp = (x.reshape(of_heads).transpose(back) for x in (out, log_sum_exp))  # [B, T, K, N / K, ..]
     if sinks is not None:
         out = out * jax.nn.sigmoid(log_sum_exp - sinks.reshape(*out.shape[2:4], 1))
     return out[..., :H].astype(q.dtype).reshape(B, T, N * H), cache
