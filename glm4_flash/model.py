@@ -170,7 +170,7 @@ def weights_of(config: Config) -> dict:
             return Part({f"{attention}.{name}": N * width}, units=N)
 
         def of_each_head(within):
-            part = PartOfUnits({f"{attention}.kv_b_proj": N * (H + W)}, units=N, within=within)
+            part = PartOfBlocks({f"{attention}.kv_b_proj": N * (H + W)}, units=N, blocks=N, within=within)
             return WeightByHead((part,), 0, L, ".weight")
 
         queries = {f"{attention}.q_a_proj": Q} if Q else {}
@@ -739,24 +739,27 @@ def in_format(weights: dict, quantize: str | None) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Some rows of each unit
+# Some rows of each block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PartOfUnits(Part):
-    """Of each unit the rows `within` (start, stop)."""
+class PartOfBlocks(Part):
+    """Of the tensors' rows, which form `blocks` of equal size, those `within` (start, stop) of each block alone."""
 
+    blocks: int
     within: tuple[int, int]
 
-    def rows_per_device(self, shards):
-        return self.assigned_units(0, shards)[2] * (self.within[1] - self.within[0])
+    def layout(self):
+        rows = self.blocks * (self.within[1] - self.within[0])
+        return self.units or rows, rows // (self.units or rows)
 
     def rows_of(self, first, last):
-        (start, stop), rows = self.within, self.layout()[1]
-        runs = [range(rows * i + start, rows * i + stop) for i in range(first, last)]
-        if stop - start == 1 < len(runs):  # one slice instead of thousands
-            return [range(runs[0].start, runs[-1].stop, rows)]
-        return runs
+        (start, stop), rows, pitch = self.within, self.layout()[1], sum(self.tensors.values()) // self.blocks
+        first, last, size = rows * first, rows * last, stop - start  # counting the rows of the part alone
+        if size == 1:  # one slice instead of thousands
+            return [range(start + pitch * first, start + pitch * last, pitch)]
+        blocks = [(start + pitch * i, size * i) for i in range(first // size, ceil_div(last, size))]
+        return [range(at + max(first - own, 0), at + min(last - own, size)) for at, own in blocks]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -198,7 +198,7 @@ def weights_of(config: Config) -> dict:
         # A device has whole kv heads with their query heads. If R devices share a kv head, each has some of its query
         # heads, and all have a copy of its key and value rows.
         q, gate = (
-            PartOfUnits({f"{module}.q_proj": 2 * N * H}, units=N, groups=K, within=rows)
+            PartOfBlocks({f"{module}.q_proj": 2 * N * H}, units=N, groups=K, blocks=N, within=rows)
             for rows in ((0, H), (H, 2 * H))
         )
         k, v = (Part({f"{module}.{name}": K * H}, units=K, groups=K, replicated=True) for name in ("k_proj", "v_proj"))
@@ -212,37 +212,31 @@ def weights_of(config: Config) -> dict:
     def of_delta_net(module):
         N, K = config.linear_num_value_heads, config.linear_num_key_heads
         H, W = config.linear_key_head_dim, config.linear_value_head_dim
-        channels = 2 * K * H + N * W
 
         def of_values(name, size=1):  # so many rows of each value head
             return Part({f"{module}.{name}": N * size}, N, K)
 
-        def of_channels(name):  # those of queries, keys and values
-            def heads(first, count, size, replicated=False):
-                rows = first, first + count * size
-                return PartOfTensor({f"{module}.{name}": channels}, count, K, replicated, rows=rows)
-
-            return heads(0, K, H, True), heads(K * H, K, H, True), heads(2 * K * H, N, W)
-
         def number_a_head(name):
             return bias(of_values(name), suffix="", dtype="float32")
 
-        def of_key_heads(name, *kinds):  # each key head has the rows of all kinds: heads, their size, replicated or not
+        def parts(name, blocks, *kinds):  # each block has rows of all kinds: heads, the size of one, replicated or not
             ends = list(itertools.accumulate(count * size for count, size, _ in kinds))
-            rows = {f"{module}.{name}": K * ends[-1]}
+            rows = {f"{module}.{name}": blocks * ends[-1]}
             for (count, size, replicated), end in zip(kinds, ends, strict=True):
-                yield PartOfGroups(rows, K * count, K, replicated, of_group=(end - count * size, end))
+                within = end - count * size, end
+                yield PartOfBlocks(rows, blocks * count, K, replicated, blocks=blocks, within=within)
 
-        if config.model_type == "qwen3_next":
+        channels = (K, H, True), (K, H, True), (N, W, False)  # of queries, keys and values
+        if config.model_type == "qwen3_next":  # a block for each key head
             keys, values, numbers = (1, H, True), (N // K, W, False), (N // K, 1, False)
-            qkvz = of_key_heads("in_proj_qkvz", keys, keys, values, values)
-            gates = of_key_heads("in_proj_ba", numbers, numbers)
+            qkvz = parts("in_proj_qkvz", K, keys, keys, values, values)
+            gates = parts("in_proj_ba", K, numbers, numbers)
         else:
-            qkvz = *of_channels("in_proj_qkv"), of_values("in_proj_z", W)
+            qkvz = *parts("in_proj_qkv", 1, *channels), of_values("in_proj_z", W)
             gates = of_values("in_proj_b"), of_values("in_proj_a")
         return {
             "qkvz": by_output(D, *qkvz),
-            "taps": by_output(config.linear_conv_kernel_dim, *of_channels("conv1d"), dtype="float32"),
+            "taps": by_output(config.linear_conv_kernel_dim, *parts("conv1d", 1, *channels), dtype="float32"),
             "gates": by_output(D, *gates, dtype="float32"),
             "A_log": number_a_head("A_log"),
             "dt_bias": number_a_head("dt_bias"),
@@ -254,7 +248,8 @@ def weights_of(config: Config) -> dict:
         gate, up, down = (Part({f"{module}.{name}": columns}) for name in ("gate_proj", "up_proj", "down_proj"))
         if experts and (packed := module.removesuffix(".{}")) in config.packed_experts:
             module, F = packed, columns
-            gate, up = (PartOfTensor({f"{module}.gate_up_proj": 2 * F}, rows=(first, first + F)) for first in (0, F))
+            both = partial(PartOfBlocks, {f"{module}.gate_up_proj": 2 * F}, blocks=1)
+            gate, up = both(within=(0, F)), both(within=(F, 2 * F))
             down = Part({f"{module}.down_proj": F})
         return of_experts(experts, by_output(D, gate, up)), of_experts(experts, by_input(D, down))
 
@@ -824,64 +819,27 @@ def in_format(weights: dict, quantize: str | None) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Some rows of a tensor
+# Some rows of each block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PartOfTensor(Part):
-    """`rows` (start, stop) of the tensors alone."""
+class PartOfBlocks(Part):
+    """Of the tensors' rows, which form `blocks` of equal size, those `within` (start, stop) of each block alone."""
 
-    rows: tuple[int, int]
+    blocks: int
+    within: tuple[int, int]
 
     def layout(self):
-        rows = self.rows[1] - self.rows[0]
+        rows = self.blocks * (self.within[1] - self.within[0])
         return self.units or rows, rows // (self.units or rows)
 
     def rows_of(self, first, last):
-        start, rows = self.rows[0], self.layout()[1]
-        return [range(start + rows * first, start + rows * last)]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Some rows of each unit
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PartOfUnits(Part):
-    """Of each unit the rows `within` (start, stop)."""
-
-    within: tuple[int, int]
-
-    def rows_per_device(self, shards):
-        return self.assigned_units(0, shards)[2] * (self.within[1] - self.within[0])
-
-    def rows_of(self, first, last):
-        (start, stop), rows = self.within, self.layout()[1]
-        runs = [range(rows * i + start, rows * i + stop) for i in range(first, last)]
-        if stop - start == 1 < len(runs):  # one slice instead of thousands
-            return [range(runs[0].start, runs[-1].stop, rows)]
-        return runs
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Some rows of each group
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PartOfGroups(Part):
-    """The units are made of the rows `of_group` (start, stop) of each group alone."""
-
-    of_group: tuple[int, int]
-
-    def layout(self):
-        start, stop = self.of_group
-        return self.units, (stop - start) * self.groups // self.units
-
-    def rows_of(self, first, last):
-        (units, rows), pitch = self.layout(), sum(self.tensors.values()) // self.groups  # the rows of a group
-        of_one = units // self.groups
-        firsts = [self.of_group[0] + i // of_one * pitch + i % of_one * rows for i in range(first, last)]
-        return [range(i, i + rows) for i in firsts]
+        (start, stop), rows, pitch = self.within, self.layout()[1], sum(self.tensors.values()) // self.blocks
+        first, last, size = rows * first, rows * last, stop - start  # counting the rows of the part alone
+        if size == 1:  # one slice instead of thousands
+            return [range(start + pitch * first, start + pitch * last, pitch)]
+        blocks = [(start + pitch * i, size * i) for i in range(first // size, ceil_div(last, size))]
+        return [range(at + max(first - own, 0), at + min(last - own, size)) for at, own in blocks]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
