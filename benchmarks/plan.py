@@ -287,12 +287,12 @@ def loop_trips(model, cache: list, R: int, rows: int, start: int, piece: int) ->
     keys; one with a state goes through chunks of tokens."""
     trips = []
     for layer in cache:
-        chooses = hasattr(layer, "index_key")
-        if not isinstance(layer, model.LayerCache) and not chooses:
+        chooses = getattr(layer, "index_key", None) is not None
+        if hasattr(layer, "state"):
             trips.append(math.ceil(piece / model.CHUNK))
             continue
         of_layer = [rows] * (rows > 1)
-        slots = layer[0].shape[2]
+        slots = jax.tree.leaves(layer)[0].shape[2]
         is_expanded = hasattr(model, "row_groups")
         block = math.gcd(slots, max(1, model.power_of_two(max(piece, 128)) // R)) if is_expanded else slots
         if block < slots:

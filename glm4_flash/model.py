@@ -1203,7 +1203,7 @@ def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> list[in
 
 def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Config) -> float:
     """Bytes of the cache that a decode step has to read, on all devices, for rows of these lengths."""
-    rows, devices, slots, _ = cache[0].latent.shape
+    rows, devices, slots, _ = jax.tree.leaves(cache)[0].shape
     return stored_bytes(cache) * sum(lengths) / (rows * cache_sharers(config, devices) * slots)
 
 
@@ -1316,9 +1316,8 @@ def absorbed_attention(q, q_rope, new: LayerCache, cache: LayerCache, starts, w:
     I, parts = row_groups(B, R)
     # The first product sums over the dimension of k_b's scales, so they go to q; v_b's belong to the output.
     (w_k, k_scale), (w_v, v_scale) = (by_head(w[name], N, q.dtype) for name in ("k_b", "v_b"))
-
-    scaled = (q if k_scale is None else (q * k_scale).astype(q.dtype)).reshape(B * T, N, H)
-    absorbed = head_product("bnh,nhl->bnl", scaled, w_k).astype(q.dtype).reshape(B, T, N, -1)
+    q = q if k_scale is None else (q * k_scale).astype(q.dtype)
+    absorbed = head_product("bnh,nhl->bnl", q.reshape(B * T, N, H), w_k).astype(q.dtype).reshape(B, T, N, -1)
     queries = jnp.concatenate(as_wide([absorbed, q_rope], cache), axis=-1)
     queries = queries.reshape(I, B // I, T, N, -1)
     if R > 1:

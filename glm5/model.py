@@ -161,13 +161,13 @@ class Config:
         """How the indexer's heads turn: as the others do."""
         return self.rope
 
-    def layer_caches(self, side, tokens: int) -> list[LayerCache | IndexedCache]:
+    def layer_caches(self, side, tokens: int) -> list[IndexedCache]:
         """What each layer keeps of each token, with room for so many of a row; side(width) makes a side. Where all
         tokens can be attended to, there is nothing to choose."""
         cache = LayerCache(side(self.kv_lora_rank), side(self.qk_rope_head_dim))
-        indexed, chooses = IndexedCache(*cache, side(self.index_head_dim)), self.index_topk < tokens
+        index_key = side(self.index_head_dim) if self.index_topk < tokens else None
         layers = range(self.num_hidden_layers + self.uses_extra_layer)
-        return [indexed if chooses and self.has_indexer(i) else cache for i in layers]
+        return [IndexedCache(cache, index_key if self.has_indexer(i) else None) for i in layers]
 
 
 def read_indexer_types(config: dict, layers: int) -> tuple[str, ...]:
@@ -288,7 +288,7 @@ def left_out(name: str, config: Config) -> str | None:
 
 
 @jax.named_scope("attention")  # the name in a profiler's trace
-def attention(x: Array, w: dict, cache: LayerCache | IndexedCache, span: Span, config: Config, choice: Array | None):
+def attention(x: Array, w: dict, cache: IndexedCache, span: Span, config: Config, choice: Array | None):
     """The first half of a layer, on the residual stream x, [1, B T, D] or a share (see divide_tokens), at
     `span.positions`: norm, attention, residual. `choice` says to which tokens the layer before attends, None to all.
     Returns the new x, the new cache and the choice of this layer.
@@ -309,16 +309,14 @@ def attention(x: Array, w: dict, cache: LayerCache | IndexedCache, span: Span, c
     compressed = rms_norm(compressed, w["q_norm"], eps)
     q, q_rope = jnp.split(linear(compressed, w["q"]).reshape(B, T, -1, H + U) * (H + U) ** -0.5, [H], axis=-1)
     q, q_rope = q.astype(x.dtype), rotate(q_rope, span.positions, config.rope).astype(x.dtype)
-    new, keys = LayerCache(latent, rope_key.astype(x.dtype)), ()
-    if isinstance(cache, IndexedCache):
-        choice, cache = choose_keys(*indexer(h, compressed, w, span, config), cache, span, config.index_topk)
-        cache, keys = LayerCache(*cache[:2]), cache[2:]
+    new, (cache, keys) = LayerCache(latent, rope_key.astype(x.dtype)), cache
+    if keys is not None:
+        choice, keys = choose_keys(*indexer(h, compressed, w, span, config), keys, span, config.index_topk)
     out, cache = cached_attention(q, q_rope, new, cache, span, w, partial(mask_of_choice, choice))
-    cache = IndexedCache(*cache, *keys) if keys else cache
     x = x + summed(linear(out.astype(x.dtype).reshape(B, T, -1), w["o"]), x)
     if config.attention_bias:
         x = x + w["o_bias"]  # after the sum; otherwise it is added X times
-    return x, cache, choice
+    return x, IndexedCache(cache, keys), choice
 
 
 @jax.named_scope("indexer")
@@ -385,7 +383,7 @@ def activation(gate: Array, up: Array, score: Array) -> Array:
     return jax.nn.silu(gate) * up * score
 
 
-def forward(weights: dict, tokens: Array, span: Span, cache: list[LayerCache], config: Config):
+def forward(weights: dict, tokens: Array, span: Span, cache: list[IndexedCache], config: Config):
     """The layers on tokens [B, T] at `span.positions`: hidden states [B, T, D], not yet normed, and the new cache.
 
     It is a Python loop, not a jax.lax.scan over stacked weights: the compiler can then fetch the next layer's weights
@@ -1277,7 +1275,7 @@ def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> list[in
 
 def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Config) -> float:
     """Bytes of the cache that a decode step has to read, on all devices, for rows of these lengths."""
-    rows, devices, slots, _ = cache[0].latent.shape
+    rows, devices, slots, _ = jax.tree.leaves(cache)[0].shape
     return stored_bytes(cache) * sum(lengths) / (rows * cache_sharers(config, devices) * slots)
 
 
@@ -1390,9 +1388,8 @@ def absorbed_attention(q, q_rope, new: LayerCache, cache: LayerCache, starts, w:
     I, parts = row_groups(B, R)
     # The first product sums over the dimension of k_b's scales, so they go to q; v_b's belong to the output.
     (w_k, k_scale), (w_v, v_scale) = (by_head(w[name], N, q.dtype) for name in ("k_b", "v_b"))
-
-    scaled = (q if k_scale is None else (q * k_scale).astype(q.dtype)).reshape(B * T, N, H)
-    absorbed = head_product("bnh,nhl->bnl", scaled, w_k).astype(q.dtype).reshape(B, T, N, -1)
+    q = q if k_scale is None else (q * k_scale).astype(q.dtype)
+    absorbed = head_product("bnh,nhl->bnl", q.reshape(B * T, N, H), w_k).astype(q.dtype).reshape(B, T, N, -1)
     queries = jnp.concatenate(as_wide([absorbed, q_rope], cache), axis=-1)
     queries = queries.reshape(I, B // I, T, N, -1)
     if R > 1:
@@ -1434,22 +1431,20 @@ def by_head(w: Format, N: int, dtype: jnp.dtype) -> tuple[Array, Array | None]:
 
 
 class IndexedCache(NamedTuple):
-    """A LayerCache, and beside it the indexer's key of each token, [B / I, X, S, index_head_dim]."""
+    """A LayerCache, and, if the layer chooses keys, the indexer's key of each token, [B / I, X, S, index_head_dim]."""
 
-    latent: Format
-    rope_key: Format
-    index_key: Format
+    latents: LayerCache
+    index_key: Format | None
 
 
-def choose_keys(q: Array, key: Array, weights: Array, cache: IndexedCache, span: Span, k: int):
+def choose_keys(q: Array, key: Array, weights: Array, side: Format, span: Span, k: int) -> tuple[Array, Format]:
     """Stores the indexer's keys [B, T, H] of the tokens of `span`, and chooses for each of them k keys up to its own,
     or all if there are no more. q [B, T, n, H] are the queries of this device's n heads, float32 weights [B, T, N] the
-    factors of all N heads. Returns what mask_of_choice takes, and the cache."""
-    width = cache.index_key.shape[-1]
+    factors of all N heads. Returns what mask_of_choice takes, and the new `side` of the cache."""
+    width = side.shape[-1]
     q, key = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]) for x in (q, key))
     choose = choose_for_few if q.shape[1] <= FEW else choose_for_many
-    choice, side = choose(q, key, weights, cache.index_key, span, k)
-    return choice, cache._replace(index_key=side)
+    return choose(q, key, weights, side, span, k)
 
 
 def choose_for_few(q, key, weights, side: Format, span: Span, k: int) -> tuple[Array, Format]:

@@ -118,15 +118,16 @@ def test_against_float64(monkeypatch, platform, mesh, sharers, starts, T, slots,
             held[b, :start] = x[b, :start]
         return jnp.asarray(dealt(held, dp, X, R))
 
-    cache = model.IndexedCache(*(jax.tree.map(side, x) for x in history))
+    *stored, index_key = (jax.tree.map(side, x) for x in history)
+    cache = model.IndexedCache(model.LayerCache(*stored), index_key)
     heads = P("dp", None, model.MODEL_AXES)
     k_b, v_b = (jax.tree.map(lambda x: x[:, part].reshape(-1, *x.shape[2:]), kv_b) for part in np.s_[:H, H:])
 
     def attend(q, q_rope, index_q, weights, new, cache, positions, w):
         span = model.Span(positions, None, None, B // dp, R)
-        choice, cache = model.choose_keys(index_q, new[2], weights, cache, span, K)
-        masks, stored = partial(model.mask_of_choice, choice), model.LayerCache(*cache[:2])
-        return model.cached_attention(q, q_rope, model.LayerCache(*new[:2]), stored, span, w, masks)[0]
+        choice, _ = model.choose_keys(index_q, new[2], weights, cache.index_key, span, K)
+        masks = partial(model.mask_of_choice, choice)
+        return model.cached_attention(q, q_rope, model.LayerCache(*new[:2]), cache.latents, span, w, masks)[0]
 
     specs = heads, heads, heads, P("dp"), P("dp"), model.CACHE_SPEC, P("dp"), P(model.MODEL_AXES)
     program = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
@@ -208,7 +209,7 @@ def test_a_short_cache_has_no_indexer(sparse):
     indexers = [layer.self_attn.indexer for layer in reference.model.layers]
     for slots in (16, 17):
         cache = folder.model.abstract_cache(config, mesh, 1, slots, jnp.float32)
-        assert [hasattr(layer, "index_key") for layer in cache] == [bool(x) and slots > 16 for x in indexers]
+        assert [layer.index_key is not None for layer in cache] == [bool(x) and slots > 16 for x in indexers]
     (prompt,) = random_prompts(120)
     sparse_logprobs = reference_logprobs(reference, prompt, [0])
     for indexer in filter(None, indexers):
