@@ -504,13 +504,12 @@ def index_kernel(q: Array, weights: Array, keys: Format, interpret=False) -> Arr
     q = jnp.pad(q, ((0, 0), (0, 0), (0, heads - N), (0, 0))).reshape(B, T * heads, width)
     weights = jnp.pad(weights, ((0, 0), (0, 0), (0, heads - N))).reshape(B, T * heads, 1)
     values, scale = keys.values_and_scale(keys.values.dtype)  # rounded ones as they are
-    scales = () if scale is None else (scale[:, None],)
+    scale = None if scale is None else scale[:, None]
 
-    def kernel(q, weights, values, *rest):
-        *scale, out = rest
+    def kernel(q, weights, values, scale, out):
         scores = jnp.maximum(einsum("qh,sh->qs", q[0], values[0].astype(q.dtype)), 0) * weights[0]
         total = jnp.sum(scores.reshape(tile, heads, block), axis=1)
-        out[0] = total * scale[0][0] if scale else total
+        out[0] = total if scale is None else total * scale[0]
 
     def of_tokens(columns):
         return pl.BlockSpec((1, tile * heads, columns), lambda b, t, i: (b, t, 0))
@@ -523,14 +522,14 @@ def index_kernel(q: Array, weights: Array, keys: Format, interpret=False) -> Arr
             of_tokens(width),
             of_tokens(1),
             pl.BlockSpec((1, block, width), lambda b, t, i: (b, i, 0)),
-            *(pl.BlockSpec((1, 1, block), lambda b, t, i: (b, 0, i)) for _ in scales),
+            jax.tree.map(lambda _: pl.BlockSpec((1, 1, block), lambda b, t, i: (b, 0, i)), scale),
         ],
         out_specs=pl.BlockSpec((1, tile, block), lambda b, t, i: (b, t, i)),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
-        cost_estimate=kernel_cost(2 * B * T * heads * S * width, (values, scales)),
+        cost_estimate=kernel_cost(2 * B * T * heads * S * width, (values, scale)),
         interpret=interpret,
         name="index_scores",
-    )(q, weights, values, *scales)
+    )(q, weights, values, scale)
 
 
 def lowest_kernel(scores: Array, positions: Array, k: int, interpret=False) -> tuple[Array, Array]:

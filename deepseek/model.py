@@ -1361,10 +1361,10 @@ def cached_attention(
     [B, T, N, H] and q_rope [B, T, N, U] are scaled already; `new` has the latents [B, T, L] and rotary keys [B, T, U]
     of these tokens, in q's dtype. mask_of(i) is the Mask of their i-th block of slots, of which few tokens have one.
     Returns the attention output, float32 [B, T, N, W], and the cache."""
-    starts = span.positions[:, 0]
+    new = LayerCache(*(x[:, None] for x in as_wide(new, cache)))  # one head of keys, K = 1
     if q.shape[1] > FEW:
-        return expanded_attention(q, q_rope, new, cache, starts, w, Collector(span, cache), mask_of)
-    return absorbed_attention(q, q_rope, new, cache, starts, w, span.R, mask_of(0))
+        return expanded_attention(q, q_rope, new, cache, span, w, mask_of)
+    return absorbed_attention(q, q_rope, new, cache, span, w, mask_of(0))
 
 
 class Collector:
@@ -1401,10 +1401,12 @@ class Collector:
         return x.reshape(len(x), self.tokens, *width)
 
 
-def expanded_attention(q, q_rope, new: LayerCache, cache: LayerCache, starts, w: dict, collector: Collector, mask_of):
-    """cached_attention of many tokens. Each block of latents is collected from the devices that share the cache, and
-    expanded to the keys and values of this device's heads."""
-    (B, T, N, _), U, L, tokens = q.shape, q_rope.shape[-1], w["v_b"].shape[1], collector.tokens
+def expanded_attention(q, q_rope, new: LayerCache, cache: LayerCache, span: Span, w: dict, mask_of):
+    """cached_attention of many tokens, with `new` as `store` takes it. Each block of latents is collected from the
+    devices that share the cache, and expanded to the keys and values of this device's heads."""
+    (B, T, N, _), U, L = q.shape, q_rope.shape[-1], w["v_b"].shape[1]
+    collector, starts = Collector(span, cache), span.positions[:, 0]
+    tokens = collector.tokens
 
     def load(i):  # keys [B, N, tokens, H + U] and values [B, N, tokens, W]
         latent, rope_key = (scaled(collector.block(x, i), q.dtype) for x in cache)
@@ -1416,14 +1418,10 @@ def expanded_attention(q, q_rope, new: LayerCache, cache: LayerCache, starts, w:
         out = attend_to_stored(queries, load(i), starts - i * tokens, jnp.arange(B), mask_of(i), T, 1)
         return out[..., :-1], out[..., -1:]
 
-    new = LayerCache(*(x[:, None] for x in as_wide(new, cache)))
     cache = collector.store(cache, new, starts)
     queries = jnp.concatenate([q, q_rope], axis=-1).swapaxes(1, 2)[:, :, None]  # [B, K, A, M, H + U]: K = N, A = 1
-    if collector.blocks == 1:
-        out, _ = attend(0)
-    else:
-        shape = *queries.shape[:4], jax.eval_shape(load, 0)[1].shape[-1]
-        out, _ = over_blocks(attend, 0, collector.last // tokens, shape)
+    shape = *queries.shape[:4], w["v_b"].shape[0] // N
+    out, _ = attend(0) if collector.blocks == 1 else over_blocks(attend, 0, collector.last // tokens, shape)
     return out[:, :, 0].swapaxes(1, 2), cache
 
 
@@ -1440,15 +1438,15 @@ def scaled(x: Format, dtype: jnp.dtype) -> Array:
     return (values if scale is None else values * scale[..., None]).astype(dtype)
 
 
-def absorbed_attention(q, q_rope, new: LayerCache, cache: LayerCache, starts, w: dict, R: int, mask: Mask):
-    """cached_attention of few tokens, of all rows. Latents are not expanded (the absorbed form, see the top of the
-    file).
+def absorbed_attention(q, q_rope, new: LayerCache, cache: LayerCache, span: Span, w: dict, mask: Mask):
+    """cached_attention of few tokens, of all rows, with `new` as `store` takes it. Latents are not expanded (the
+    absorbed form, see the top of the file).
 
     Each of the R devices that share the cache attends to its rows and tokens with the query heads of all R. They
     exchange the queries before, and afterwards the outputs with the log-sum-exp of their scores, by which the partial
     softmaxes of a row merge (as in Dao et al. 2023, "Flash-Decoding"). So no part of the cache is read twice.
     """
-    (B, T, N, H), L = q.shape, w["v_b"].shape[1]
+    (B, T, N, H), L, R, starts = q.shape, w["v_b"].shape[1], span.R, span.positions[:, 0]
     I, parts = row_groups(B, R)
     # The first product sums over the dimension of k_b's scales, so they go to q; v_b's belong to the output.
     (w_k, k_scale), (w_v, v_scale) = (by_head(w[name], N, q.dtype) for name in ("k_b", "v_b"))
@@ -1460,7 +1458,6 @@ def absorbed_attention(q, q_rope, new: LayerCache, cache: LayerCache, starts, w:
         queries = exchange(queries, R)  # to each device those of its rows
         new, starts = jax.tree.map(partial(own_rows, R=R), (new, starts))
     queries = queries.swapaxes(0, 1).reshape(B // I, 1, 1, R * T * N, -1)
-    new = LayerCache(*(x[:, None] for x in as_wide(new, cache)))  # one head of keys, K = 1
     out, cache = store_and_attend(queries, new, cache, starts, None, mask, T, parts, run=N)
     out = out.reshape(B // I, R, T, N, -1).swapaxes(0, 1)
     if R > 1:
@@ -1508,7 +1505,7 @@ def choose_keys(q: Array, key: Array, weights: Array, side: Format, span: Span, 
     width = side.shape[-1]
     q, key = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]) for x in (q, key))
     choose = choose_for_few if q.shape[1] <= FEW else choose_for_many
-    return choose(q, key, weights, side, span, k)
+    return choose(q, key[:, None], weights, side, span, k)
 
 
 def choose_for_few(q, key, weights, side: Format, span: Span, k: int) -> tuple[Array, Format]:
@@ -1527,7 +1524,7 @@ def choose_for_few(q, key, weights, side: Format, span: Span, k: int) -> tuple[A
         q = exchange(q, R)
         key, weights, starts = jax.tree.map(partial(own_rows, R=R), (key, weights, starts))
     q = jnp.moveaxis(q, 0, 2).reshape(B // I, T, R * n, width)
-    (side,) = store((side,), (key[:, None],), starts, None, Mask(), parts)
+    (side,) = store((side,), (key,), starts, None, Mask(), parts)
     scores = index_scores(q, weights, jax.tree.map(lambda x: x[:, 0], side))
     if X > R:
         scores = jax.lax.psum(scores, MODEL_AXES, axis_index_groups=np.arange(X).reshape(-1, R).T.tolist())
@@ -1558,7 +1555,7 @@ def choose_for_many(q, key, weights, side: Format, span: Span, k: int) -> tuple[
     (B, T, _, _), X = q.shape, jax.lax.axis_size(MODEL_AXES)
     collector, share = Collector(span, (side,)), ceil_div(T, X)
     tokens, blocks = collector.tokens, collector.blocks
-    (side,) = collector.store((side,), (key[:, None],), span.positions[:, 0])
+    (side,) = collector.store((side,), (key,), span.positions[:, 0])
 
     def own_tokens(x):
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(MODEL_AXES) * share, share, axis=1)
@@ -1575,13 +1572,11 @@ def choose_for_many(q, key, weights, side: Format, span: Span, k: int) -> tuple[
         return jax.lax.dynamic_update_slice_in_dim(scores, of_block[:, :, None], i, axis=2)
 
     scores = jnp.full((B, share, blocks, tokens), -jnp.inf)
-    scores = jax.lax.fori_loop(0, collector.last // tokens + 1, add_block, scores)
+    scores = jax.lax.fori_loop(0, collector.last // tokens + 1, add_block, scores).reshape(-1, blocks, tokens)
     positions = jnp.arange(blocks * tokens).reshape(blocks, tokens)
-    scores = scores.reshape(-1, blocks, tokens)
     chosen = is_chosen(scores, positions, *lowest_chosen(scores, positions, k))
-    chosen = jnp.pad(chosen.reshape(B, share, blocks, tokens), ((0, 0), (0, 0), (0, -blocks % 4), (0, 0)))
-    chosen = chosen.reshape(B, share, -1, 32, tokens // 8).astype(jnp.uint32)
-    words = jnp.sum(chosen << jnp.arange(32, dtype=jnp.uint32)[:, None], axis=3, dtype=jnp.uint32)
+    bits = jnp.pad(chosen, ((0, 0), (0, -blocks % 4), (0, 0))).reshape(B, share, -1, 32, tokens // 8)
+    words = jnp.sum(bits.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)[:, None], axis=3, dtype=jnp.uint32)
     return jax.lax.all_gather(words, MODEL_AXES, axis=1, tiled=True)[:, :T], side
 
 
@@ -1649,7 +1644,8 @@ def ordered(x: Array) -> Array:
 
 def is_chosen(scores: Array, positions: Array, value: Array, position: Array) -> Array:
     """Whether scores of keys at some positions are as high as lowest_chosen's."""
-    return (ordered(scores) > value) | ((ordered(scores) == value) & (positions <= position))
+    order = ordered(scores)
+    return (order > value) | ((order == value) & (positions <= position))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
