@@ -115,6 +115,16 @@ def test_latent_attention_on_tpus(folder, name, topology, ep_tp, batch, slots, q
     assert largest_copy(text) < 2**20
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize(("T", "batch", "quantize"), [(1, 8, "int8"), (4, 3, None), (128, 1, "int8")])
+def test_chosen_keys_on_tpus(T, batch, quantize):
+    """With more slots than keys that are chosen: a step of a token, one with drafts, a piece of a prompt."""
+    config = full_size("deepseek-v3.2", "deepseek", num_hidden_layers=1, n_routed_experts=8, n_group=1, topk_group=1)
+    program = compile_step(config, tpu_mesh("v5e:2x4", 8), batch, 4096, "int8", "deepseek", quantize, T=T)
+    kernels = Counter(re.findall(r"%(index_scores|lowest_chosen)[.\d]* = ", program.as_text()))
+    assert kernels == {"index_scores": 1, "lowest_chosen": 1}
+
+
 def test_experts_are_not_cut_finer_than_lanes():
     """The mesh where none is asked for: on TPUs ep takes what tp cannot."""
     wanted = [
