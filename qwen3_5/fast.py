@@ -1491,6 +1491,8 @@ def delta_kernel(qkv, taps, log_decay, beta, old: StateCache, is_new, kept, know
         tokens = [split(vectors[t : t + count + 1]) for t in range(T)]
         for i in range(count + P):
             new.inputs[0, 0, i : i + 1] = one_of(vectors, known + i).astype(qkv.dtype)
+        for i in range(P):
+            new.gates[0, :, :, i : i + 1] = one_of([gates[0, :, :, t : t + 1] for t in range(T)], known + i)
         for n in range(N):
             k = K + n // (N // K)
 
@@ -1512,9 +1514,6 @@ def delta_kernel(qkv, taps, log_decay, beta, old: StateCache, is_new, kept, know
                 out[0, t, n : n + 1] = jnp.sum(S * columns[:, k - K : k - K + 1], axis=0, keepdims=True)
                 after = jnp.where(t < known, S, after)
             new.state[0, n] = after
-            for i, p in np.ndindex(2, P):
-                of_tokens = [at(gates, t)[i] for t in range(T)]
-                new.gates[0, n, i : i + 1, p : p + 1] = one_of(of_tokens, known + p)
 
     def of_row(x):
         return pl.BlockSpec((1, *x.shape[1:]), lambda b, *_: (b, *[0] * (x.ndim - 1)))
