@@ -1466,6 +1466,7 @@ def delta_kernel(qkv, taps, log_decay, beta, old: StateCache, is_new, kept, know
     multiply each column of a state, are transposed to columns, all at once."""
     (B, T, M), N, count = qkv.shape, old.state.shape[1], taps.shape[1] - 1
     K, P = (M // 128 - N) // 2, 0 if old.gates is None else old.gates.shape[-1]
+    G = N // K  # value heads of a key head
     counts = jnp.stack([is_new.astype(jnp.int32), kept, known], axis=1).ravel()
     gates = jnp.stack([log_decay, beta], axis=-1).transpose(0, 2, 3, 1)  # [B, N, 2, T]
 
@@ -1493,25 +1494,22 @@ def delta_kernel(qkv, taps, log_decay, beta, old: StateCache, is_new, kept, know
             new.inputs[0, 0, i : i + 1] = one_of(vectors, known + i).astype(qkv.dtype)
         for i in range(P):
             new.gates[0, :, :, i : i + 1] = one_of([gates[0, :, :, t : t + 1] for t in range(T)], known + i)
+
+        def changed(S, n, t, columns, values, gates):  # the state S of head n after token t
+            log_decay, beta = (gates[0, n, i : i + 1, t : t + 1] for i in range(2))
+            key = columns[:, K + n // G, None]
+            S = S * jnp.exp(log_decay)
+            error = values[n] - jnp.sum(S * key, axis=0, keepdims=True)
+            return S + key * (beta * error)
+
         for n in range(N):
-            k = K + n // (N // K)
-
-            def changed(S, columns, values, log_decay, beta, n=n, k=k):
-                S = S * jnp.exp(log_decay)
-                key = columns[:, k : k + 1]
-                error = values[n] - jnp.sum(S * key, axis=0, keepdims=True)
-                return S + key * (beta * error)
-
-            def at(gates, t, n=n):  # [1, 1] each
-                return gates[0, n, 0:1, t : t + 1], gates[0, n, 1:2, t : t + 1]
-
             S = jnp.where(is_new == 1, 0, old.state[0, n])
-            for t in range(P):
-                S = jnp.where(t < kept, changed(S, *drafts[t], *at(old.gates, t)), S)
+            for t, (columns, values) in enumerate(drafts):
+                S = jnp.where(t < kept, changed(S, n, t, columns, values, old.gates), S)
             after = S
             for t, (columns, values) in enumerate(tokens):
-                S = changed(S, columns, values, *at(gates, t))
-                out[0, t, n : n + 1] = jnp.sum(S * columns[:, k - K : k - K + 1], axis=0, keepdims=True)
+                S = changed(S, n, t, columns, values, gates)
+                out[0, t, n : n + 1] = jnp.sum(S * columns[:, n // G, None], axis=0, keepdims=True)
                 after = jnp.where(t < known, S, after)
             new.state[0, n] = after
 
