@@ -185,9 +185,8 @@ def step(
         result = jax.lax.all_gather((taken.lengths, chosen, logprobs), "dp", tiled=True)
         return cache, rows, result
 
-    of_rows = Rows(*[P("dp")] * len(Rows._fields))
-    program = model.sharded(body, mesh, weights, config, (CACHE_SPEC, of_rows, P("dp")), (CACHE_SPEC, of_rows, P()))
-    return program(weights, cache, rows, places)
+    in_specs, out_specs = (CACHE_SPEC, P("dp"), P("dp")), (CACHE_SPEC, P("dp"), P())
+    return model.sharded(body, mesh, weights, config, in_specs, out_specs)(weights, cache, rows, places)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
