@@ -76,7 +76,7 @@ def plain_cpu_product(x: Array, w: Array) -> Array:
             return row_product(x, w, runs)
         if B <= 4 and (pieces := pieces_of(w, 2**19, least=2)) > 1:
             return over_rows(partial(cast_product, x.astype(jnp.float32)), w, pieces)
-    if w.shape[1] > C:  # see stored_width
+    if w.shape[1] > C:  # see Format.width
         # More columns for those where w is zero, x's own first ones: XLA would fuse a padding of zeros with the
         # elementwise operations before it, which would take four times as long, and pad bfloat16 as float32.
         bits = jax.lax.bitcast_convert_type(x, jnp.uint16)

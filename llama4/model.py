@@ -421,6 +421,15 @@ def by_machine(plain):
     return dispatch
 
 
+def cache_layout(H: int, dtype: jnp.dtype, mesh: Mesh) -> tuple[int, jnp.dtype]:
+    """The width and the dtype of a cache of width H. On TPUs H is rounded up to the 128 lanes: a narrower array would
+    have its slots innermost in memory, and be copied to another layout for the kernel in every step. Before jax 0.11
+    XLA for CPUs would convert all of a 16-bit cache to float32 and back to update one slot, so it is float32 there."""
+    platform = mesh.devices.flat[0].platform
+    is_converted = platform == "cpu" and jax.__version_info__ < (0, 11)
+    return ceil_div(H, 128) * 128 if platform == "tpu" else H, jnp.float32 if is_converted else dtype
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Number formats
 
@@ -449,8 +458,18 @@ class Format:
 
     @classmethod
     def width(cls, C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
-        """How many columns a device stores for the C of its part of a weight: those beyond C are zeros."""
-        return stored_width(C, weight, jnp.dtype(jnp.int8), mesh)
+        """How many columns a device stores for the C of its part of a weight: those beyond C are zeros.
+
+        On TPUs a matrix that is split by output gets whole lanes of 128 numbers. Otherwise XLA would store it with the
+        output dimension last, and copy it for a kernel in every step. On CPUs 16-bit rows must not lie a multiple of
+        4,096 bytes apart, since such rows map to the same places in the processor's cache, and the product would take
+        up to 1.7 times as long. They get 32 numbers more, unless they are experts.
+        """
+        platform = mesh.devices.flat[0].platform
+        if platform == "tpu" and weight.split == 0:
+            return ceil_div(C, 128) * 128
+        is_16_bit = cls.bits == 16 and jnp.dtype(dtype).itemsize == 2
+        return C + 32 if platform == "cpu" and is_16_bit and 2 * C % 4096 == 0 and not weight.experts else C
 
     def specs(self, spec: P) -> Format:
         """The format with a PartitionSpec for each array, by that of the numbers."""
@@ -490,10 +509,6 @@ class Plain(Format):
     @classmethod
     def declare(cls, shape, dtype):
         return cls(jax.ShapeDtypeStruct(shape, dtype))
-
-    @classmethod
-    def width(cls, C, weight, dtype, mesh):
-        return stored_width(C, weight, jnp.dtype(dtype), mesh)
 
     def encode(self, x):
         return Plain(x.astype(self.values.dtype))
@@ -887,7 +902,7 @@ def rows_of_tokens(tokens: Array, table: Format, columns: int, dtype: jnp.dtype)
     index = jnp.pad(jnp.where(is_here, local, 0), ((0, 1), (0, 0)))
     x, scale = jax.tree.map(lambda t: t[index][:-1], table).values_and_scale(jnp.float32)
     x = x if scale is None else x * scale[..., None]
-    x = x[..., :columns]  # see stored_width
+    x = x[..., :columns]  # see Format.width
     return jax.lax.psum(jnp.where(is_here[..., None], x, 0).astype(dtype), MODEL_AXES)
 
 
@@ -914,7 +929,7 @@ def linear(x: Array, w: Format, bias: Array | None = None) -> Array:
 
 
 def multiply(x: Array, w: Format) -> Array:
-    """x [B, C] times w [O, C], or a wider w (see stored_width): float32 [B, O]."""
+    """x [B, C] times w [O, C], or a wider w (see Format.width): float32 [B, O]."""
     return PRODUCTS.get((platform(), type(w)), product)(x, w)
 
 
@@ -1099,7 +1114,9 @@ def store(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R: int
     rows = (jnp.arange(len(starts)) if places is None else places)[:, None]
 
     def stored(x, n):
-        return keep_layout(x.at[rows, :, slots].set(n.swapaxes(1, 2), mode="drop"))
+        x = x.at[rows, :, slots].set(n.swapaxes(1, 2), mode="drop")
+        # Row-major: for a single row, XLA for GPUs would copy a whole cache to another layout, twice a step.
+        return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
     return jax.tree.map(stored, cache, as_stored(new, cache))
 
@@ -1424,38 +1441,6 @@ def read_list(config: dict, name: str, allowed: Collection, default: Collection,
     if len(values) < least:
         raise InputError(f"config.json: {name} has {len(values)} entries for {least} layers")
     return tuple(values)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory on each machine
-
-
-def stored_width(C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
-    """Format.width of numbers in `dtype`.
-
-    On TPUs a matrix that is split by output gets whole lanes of 128 numbers. Otherwise XLA would store it with the
-    output dimension last, and copy it for a kernel in every step. On CPUs 16-bit rows must not lie a multiple of 4,096
-    bytes apart, since such rows map to the same places in the processor's cache, and the product would take up to 1.7
-    times as long. They get 32 numbers more, unless they are experts.
-    """
-    platform = mesh.devices.flat[0].platform
-    if platform == "tpu" and weight.split == 0:
-        return ceil_div(C, 128) * 128
-    return C + 32 if platform == "cpu" and dtype.itemsize == 2 and 2 * C % 4096 == 0 and not weight.experts else C
-
-
-def cache_layout(H: int, dtype: jnp.dtype, mesh: Mesh) -> tuple[int, jnp.dtype]:
-    """The width and the dtype of a cache of width H. On TPUs H is rounded up to the 128 lanes: a narrower array would
-    have its slots innermost in memory, and be copied to another layout for the kernel in every step. Before jax 0.11
-    XLA for CPUs would convert all of a 16-bit cache to float32 and back to update one slot, so it is float32 there."""
-    platform = mesh.devices.flat[0].platform
-    is_converted = platform == "cpu" and jax.__version_info__ < (0, 11)
-    return ceil_div(H, 128) * 128 if platform == "tpu" else H, jnp.float32 if is_converted else dtype
-
-
-def keep_layout(x: Array) -> Array:
-    """x in row-major order: for a single row, XLA for GPUs would copy a whole cache to another layout, twice a step."""
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def test_products_on_a_cpu(monkeypatch, rows, contracted, dtype, quantize, has_a
     x = jax.random.normal(keys[0], (rows, contracted)).astype(dtype)
     w = jax.random.normal(keys[1], (70, contracted)).astype(dtype)
     if contracted == 2048 and not quantize:
-        w = jnp.pad(w, ((0, 0), (0, 32)))  # see stored_width
+        w = jnp.pad(w, ((0, 0), (0, 32)))  # see Format.width
     w = in_format(model, w, quantize)
     wanted = floats(x) @ floats(w)[:, :contracted].T
     tolerance = 5e-3 if quantize else 1e-4 * max(1, contracted / 1024)
