@@ -1086,18 +1086,14 @@ def einsum(subscripts: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) 
 
 
 def linear(x: Array, w: Format, bias: Array | None = None) -> Array:
-    """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
+    """x [..., C] times w [O, C], or a wider w (see Format.width), plus bias [O]: float32 [..., O]."""
+    multiply = PRODUCTS.get((platform(), type(w)), product)
     y = multiply(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 
 
-def multiply(x: Array, w: Format) -> Array:
-    """x [B, C] times w [O, C], or a wider w (see Format.width): float32 [B, O]."""
-    return PRODUCTS.get((platform(), type(w)), product)(x, w)
-
-
 def product(x: Array, w: Format) -> Array:
-    """`multiply` for all machines and formats."""
+    """x [B, C] times w [O, C], for all machines and formats: float32 [B, O]."""
     values, scale = w.values_and_scale(x.dtype)
     y = einsum("bc,oc->bo", w.in_order(padded(x, w)), values)
     return y if scale is None else y * scale
@@ -1492,9 +1488,8 @@ def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> 
 
     def add(e, out):
         gate_up, down, bias = jax.tree.map(lambda a: a[e], (w_gate_up, w_down, gate_up_bias))
-        y = multiply(x, gate_up)
-        gate, up = jnp.split(y if bias is None else y + bias, 2, axis=-1)
-        return out + multiply(activate(gate, up, by_expert[:, e, None]).astype(x.dtype), down)
+        gate, up = jnp.split(linear(x, gate_up, bias), 2, axis=-1)
+        return out + linear(activate(gate, up, by_expert[:, e, None]).astype(x.dtype), down)
 
     def visit(e, out):
         return jax.lax.cond(jnp.any(ids == e), add, lambda e, out: out, e, out)

@@ -686,18 +686,14 @@ def einsum(subscripts: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) 
 
 
 def linear(x: Array, w: Format, bias: Array | None = None) -> Array:
-    """x [..., C] times w [O, C], plus bias [O]: float32 [..., O]."""
+    """x [..., C] times w [O, C], or a wider w (see Format.width), plus bias [O]: float32 [..., O]."""
+    multiply = PRODUCTS.get((platform(), type(w)), product)
     y = multiply(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], -1)
     return y if bias is None else y + bias
 
 
-def multiply(x: Array, w: Format) -> Array:
-    """x [B, C] times w [O, C], or a wider w (see Format.width): float32 [B, O]."""
-    return PRODUCTS.get((platform(), type(w)), product)(x, w)
-
-
 def product(x: Array, w: Format) -> Array:
-    """`multiply` for all machines and formats."""
+    """x [B, C] times w [O, C], for all machines and formats: float32 [B, O]."""
     values, scale = w.values_and_scale(x.dtype)
     y = einsum("bc,oc->bo", w.in_order(padded(x, w)), values)
     return y if scale is None else y * scale

@@ -50,7 +50,6 @@ from model import (
     kernel_cost,
     linear,
     linear_halves,
-    multiply,
     over_blocks,
     padded,
     power_of_two,
@@ -1004,11 +1003,11 @@ def expert_loop(
             return jax.lax.dynamic_slice_in_dim(a, begin, tile)
 
         score = jnp.sum(jnp.where(of_visit(ids) == e, of_visit(scores), 0), axis=1, keepdims=True)
-        gate, up = (multiply(of_visit(x), part(weights[0], 1, start + column)) for start in (0, F))
+        gate, up = (linear(of_visit(x), part(weights[0], 1, start + column)) for start in (0, F))
         if gate_up_bias is not None:
             gate, up = (y + part(weights[2], 1, start + column) for y, start in ((gate, 0), (up, F)))
         h = activate(gate, up, score).astype(x.dtype)
-        y = of_visit(out) + multiply(h, part(weights[1], -1, column))
+        y = of_visit(out) + linear(h, part(weights[1], -1, column))
         return jax.lax.dynamic_update_slice_in_dim(out, y, begin, axis=0)
 
     out = jax.lax.fori_loop(0, ends[-1] * (F // columns), step, jnp.zeros((len(x), D), jnp.float32))
