@@ -1087,13 +1087,13 @@ def over_blocks(attend, first: Array, last: Array, shape) -> tuple[Array, Array]
 
 
 @by_machine
-def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R=1, run=None) -> Array:
+def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R=1, run=1) -> Array:
     """Causal attention of T tokens a row over this device's slots, where they are stored already.
 
-    Queries are [B, K, A, M, H]. Of each M, the first `run` (by default M / T) are of the token at position starts [B],
-    the next ones of the token after it, and so on; after T runs it begins anew. Position p of a row is in slot p // R
-    of device p % R of the R that share its tokens; if the cache is a ring, modulo its slots. The rows are those at
-    `places` [B] of the cache, or all (None, for few tokens).
+    Queries are [B, K, A, M, H]. Of each M, the first `run` are of the token at position starts [B], the next ones of
+    the token after it, and so on; after T runs it begins anew. Position p of a row is in slot p // R of device p % R of
+    the R that share its tokens; if the cache is a ring, modulo its slots. The rows are those at `places` [B] of the
+    cache, or all (None, for few tokens).
 
     The cache is keys [.., K, S, H] and values [.., K, S, W]. Or, if queries are wider than its first side, both sides
     are keys: the first columns of a query are for the first side, the rest for the second. The first side is the values
@@ -1104,7 +1104,7 @@ def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R=1, run=None
     """
     M, S = q.shape[3], cache[0].shape[2]
     cache = tuple(cache) if places is None else jax.tree.map(lambda x: x[places], tuple(cache))
-    tokens = jnp.arange(M) // (run or M // T) % T  # of each query
+    tokens = jnp.arange(M) // run % T  # of each query
     keys = jnp.arange(S)[None] * R + shard_index(R)
     if mask.wraps(R * S, T):  # behind the slot of the last token, a ring holds what was stored a round before
         last = starts[:, None] + T - 1
@@ -1143,7 +1143,7 @@ def store(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R: int
     return jax.tree.map(stored, cache, as_stored(new, cache))
 
 
-def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask: Mask, T: int, R: int, run=None):
+def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask: Mask, T: int, R: int, run: int):
     """Stores the tokens `new` [B, K, T, ..], then has each attend to itself and those before it. Few tokens are of all
     rows, and `run` is for them alone. Args and result as in attend_to_stored. Returns the cache too."""
     if T > FEW:
@@ -1719,7 +1719,7 @@ def finish_softmax(out, m, l, acc) -> None:
     out[0, :, :, :, W:] = (m[:, :, :1] + jnp.log(total)).reshape(*out.shape[1:4], 1)
 
 
-def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=None, block=None, interpret=False):
+def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=1, block=None, interpret=False):
     """store_and_attend of few tokens as a Pallas kernel for TPUs.
 
     The grid is (rows of the batch, blocks of keys). All kv heads of a block are fetched at once, since one is too few
@@ -1773,7 +1773,7 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=None, b
         def attend(is_whole):
             offsets = 0
             if T > 1:
-                offsets = jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, (M, 1), 0), run or M // T)
+                offsets = jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, (M, 1), 0), run)
                 offsets = jnp.fmod(offsets, T)
             seen = None if is_whole else mask.is_attended(blocks.positions(i), start + offsets)
             if chosen is not None and not is_whole:

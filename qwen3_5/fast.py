@@ -232,13 +232,13 @@ def store_many(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R
     return jax.lax.fori_loop(0, len(starts), store_row, cache)
 
 
-def tiled_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None, *, rows: int, tile: int, block: int):
+def tiled_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=1, *, rows: int, tile: int, block: int):
     """attend_to_stored in tiles of `rows` rows and at most `tile` queries. A tile attends to one block after another of
     at most `block` slots: from the first that one of its queries sees to the last."""
     (B, K, A, M, H), (*_, S, width) = q.shape, cache[0].shape
     W = width if width < H else cache[1].shape[-1]
     tile, block = (max(n for n in range(1, most + 1) if size % n == 0) for most, size in ((tile, M), (block, S)))
-    blocks, offsets = Blocks(block, S, R, mask, mask.wraps(R * S, T)), jnp.arange(M) // (run or M // T) % T
+    blocks, offsets = Blocks(block, S, R, mask, mask.wraps(R * S, T)), jnp.arange(M) // run % T
 
     def of_tile(n):
         row, m = n // (M // tile) * rows, n % (M // tile) * tile
@@ -273,7 +273,7 @@ def tiled_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=None,
     return out.transpose(0, 2, 3, 4, 1, 5, 6).reshape(B, K, A, M, -1)
 
 
-def cpu_attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R=1, run=None) -> Array:
+def cpu_attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R=1, run=1) -> Array:
     """attend_to_stored for CPUs."""
     attend = partial(tiled_attention, q, cache, starts, places, mask, T, R, run)
     if T > FEW:
@@ -307,7 +307,7 @@ def gpu_product(x: Array, w: Format) -> Array:
     return y if scale is None else y * scale
 
 
-def gpu_attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R=1, run=None) -> Array:
+def gpu_attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R=1, run=1) -> Array:
     """attend_to_stored for GPUs."""
     if T <= FEW:
         return attend_to_stored.plain(q, cache, starts, places, mask, T, R, run)

@@ -92,7 +92,7 @@ def check_attention(run, model, q, widths, S, T, starts, window, quantize):
     places, arguments = (np.arange(B), None) if T <= model.FEW else (np.arange(B)[::-1], np.arange(B)[::-1])
 
     def attend(*arguments):
-        return model.store_and_attend(*arguments, model.Mask(window), T, 1)
+        return model.store_and_attend(*arguments, model.Mask(window), T, 1, M // T)
 
     def other_slots(x):
         return np.where(is_new.reshape(B, 1, S, *[1] * (x.ndim - 3)), 0, np.asarray(x, np.float32))

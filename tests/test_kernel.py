@@ -101,7 +101,7 @@ def test_against_float64(monkeypatch, shape, T, starts, mask, block, dtype, quan
     folded = folded.reshape((B, K, 1, T * G, H) if few else (B, K, G, T, H))
 
     def attend():
-        return jax.jit(lambda *args: model.store_and_attend(*args, places, mask, T, 1))(folded, new, before, at)
+        return jax.jit(lambda *args: model.store_and_attend(*args, places, mask, T, 1, G))(folded, new, before, at)
 
     results = [attend()]
     with monkeypatch.context() as without:
@@ -110,7 +110,7 @@ def test_against_float64(monkeypatch, shape, T, starts, mask, block, dtype, quan
     options = {"block": block} if few else {"block": block, "queries": 128}
     interpret_kernels(monkeypatch, model, **options)
     results.append(attend())
-    tiles = {"rows": B, "tile": G * T} if few else {"rows": 1, "tile": 24}
+    tiles = {"rows": B, "tile": G * T, "run": G} if few else {"rows": 1, "tile": 24}
     results.append((fast.tiled_attention(folded, after, at, places, mask, T, **tiles, block=64), after))
     if not few:
         on_gpu = fast.triton_attention(folded, after, at, places, mask, 1, interpret=True)
@@ -285,7 +285,7 @@ def test_compiles_for_tpus(topology, quantize, shape, T, mask):
     arguments = row_major(array(B, K, 1, T * G, H)), model.LayerCache(new, new), model.LayerCache(side, side)
 
     def attend(*arguments):  # as the models do; XLA 0.10.2 fails if what the kernel returns leaves the program as it is
-        out, cache = model.decode_kernel(*arguments, mask=model.Mask(**mask), T=T)
+        out, cache = model.decode_kernel(*arguments, mask=model.Mask(**mask), T=T, run=G)
         return out[..., :-1], out[..., -1:], cache
 
     program = jax.jit(attend, donate_argnums=2).lower(*arguments, array(B, dtype=jnp.int32)).compile()

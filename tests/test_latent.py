@@ -208,7 +208,7 @@ def test_compiles_for_tpus(topology, quantize, B, G, S, T):
         model.LayerCache(side(S, 512), side(S, 128)),
         array(B, dtype=jnp.int32),
     )
-    kernel = partial(model.decode_kernel, mask=model.Mask(), T=T)
+    kernel = partial(model.decode_kernel, mask=model.Mask(), T=T, run=G)
     program = jax.jit(kernel, donate_argnums=2).lower(*arguments).compile()
     cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[2]))
     memory = program.memory_analysis()
