@@ -1455,10 +1455,10 @@ def check_supported(**features: tuple[object, tuple]) -> None:
             raise InputError(f"config.json: {name} {value!r:.40} is not supported, only {only}")
 
 
-def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:
+def read_fields(cls: type, given: dict) -> dict:
     """Those of `given` that are plain fields of the dataclass `cls`, in their types; null counts as absent.
 
-    Raises InputError for a value that such a field cannot have, and for a missing one that is needed or has no default.
+    Raises InputError for a value that such a field cannot have, and for a missing one that has no default.
     """
     plain = (bool, int, float, str, int | None)
     kinds = {name: kind for name, kind in get_type_hints(cls, globals()).items() if kind in plain}
@@ -1466,14 +1466,13 @@ def read_fields(cls: type, given: dict, needed: tuple[str, ...] = ()) -> dict:
     for name, value in given.items():
         if not is_valid(value, kinds[name], name):
             raise InputError(f"config.json: {name} cannot be {value!r:.40}")
-    required = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
-    for name in (*required, *needed):
-        if name not in given:
-            raise InputError(f"config.json: {name} is missing")
+    for field in dataclasses.fields(cls):
+        if field.default is dataclasses.MISSING and field.name not in given:
+            raise InputError(f"config.json: {field.name} is missing")
     return {name: float(value) if kinds[name] is float else value for name, value in given.items()}
 
 
-def is_valid(value: object, kind: type, name: str = "") -> bool:
+def is_valid(value: object, kind: type, name: str) -> bool:
     """Whether a value of a JSON file can be a field of type `kind`. Numbers are positive and bounded."""
     if kind in (bool, str):
         return isinstance(value, kind)

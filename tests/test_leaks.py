@@ -91,7 +91,7 @@ def unused(files: dict[str, str]) -> set[str]:
             return
         arguments = function.args
         places = arguments.posonlyargs + arguments.args
-        is_method = bool(places) and places[0].arg in ("self", "cls")
+        is_method = bool(owner and places) and places[0].arg in ("self", "cls")
         given = [(x.arg, i - is_method) for i, x in enumerate(places)][len(places) - len(arguments.defaults) :]
         pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
         given += [(x.arg, 999) for x, default in pairs if default is not None]
@@ -129,6 +129,7 @@ def test_the_list_is_not_longer_than_needed():
     ("before", "after", "name"),
     [
         ("def rms_norm(x: Array, ", "def rms_norm(x: Array, *, factor: float = 1.0, ", "rms_norm(factor)"),
+        ("given: dict) -> dict:", "given: dict, planted: int = 0) -> dict:", "read_fields(planted)"),
         ("    multiple: int = 1", "    multiple: int = 1\n    planted: int = 0", "Part.planted"),
         ("def linear(", "def planted():\n    return planted\n\n\ndef linear(", "planted"),
     ],
