@@ -957,23 +957,32 @@ def cpu_columns(w_down: Format, F: int, rows: int) -> int:
     return next((F // n for n in range(fewest, 4 * fewest) if F % (n * group) == 0), F)
 
 
+def visits_of(ids: Array, E: int, tile: int) -> tuple[Array, ...]:
+    """The experts `ids` [pairs], E for one on another device, as visits: an expert and at most `tile` of its pairs,
+    which lie together, since pairs are sorted by expert.
+
+    Returns that order of the pairs; of each visit its expert, its first pair in that order, and how many it has; and
+    the number of visits. The arrays have room for as many as there can be.
+    """
+    counts = jnp.sum(ids == jnp.arange(E)[:, None], axis=1, dtype=jnp.int32)
+    visits = ceil_div(counts, tile)  # of each expert
+    ends, steps = jnp.cumsum(visits), jnp.arange(min(E, ids.size) + ids.size // tile)[:, None]
+    # TPUs are slow to look up numbers one by one, so they are sums over the experts before, and up to, that of a visit.
+    expert, begin, earlier = (jnp.sum(jnp.where(ends <= steps, n, 0), axis=1) for n in (1, counts, visits))
+    first, end = begin + (steps[:, 0] - earlier) * tile, jnp.sum(jnp.where(ends - visits <= steps, counts, 0), axis=1)
+    return jnp.argsort(ids), jnp.minimum(expert, E - 1), first, jnp.clip(end - first, 0, tile), ends[-1]
+
+
 def expert_loop(
     x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile: int, columns: int | None = None
 ) -> Array:
-    """For CPUs, and GPUs with many rows: a loop over visits, and over pieces of their experts, of so many columns, or
-    of all. A visit is an expert and at most `tile` of the tokens that chose it, whose rows lie together since pairs are
-    sorted by expert. Up to `tile` tokens are not sorted: all of them are multiplied with every expert that one of them
-    chose."""
+    """For CPUs, and GPUs with many rows: a loop over visits of at most `tile` rows, and over pieces of their experts,
+    of so many columns, or of all. Up to `tile` tokens are not sorted: all of them are multiplied with every expert that
+    one of them chose."""
     (B, k), (E, D, _), F, x = ids.shape, w_down.shape, w_gate_up.shape[1] // 2, padded(x, w_gate_up)
     columns, is_sorted = columns or F, tile < B
-    counts = jnp.sum(ids.ravel() == jnp.arange(E)[:, None], axis=1)  # the pairs of each expert
-    visits = ceil_div(counts, tile) if is_sorted else (counts > 0).astype(jnp.int32)
-    ends, steps = jnp.cumsum(visits), jnp.arange(min(E, B * k) + B * k // tile)  # steps: as many as there can be
-    expert = jnp.sum(ends <= steps[:, None], axis=1)  # of each visit
-    first = jnp.zeros_like(steps)  # its first row
+    order, expert, first, _, count = visits_of(ids.ravel(), E, tile if is_sorted else B * k)
     if is_sorted:
-        first = (jnp.cumsum(counts) - counts)[expert] + (steps - (ends - visits)[expert]) * tile
-        order = jnp.argsort(ids.ravel())
         # The last visit of an expert may go beyond its pairs: these have other experts, or none.
         x = x[jnp.pad(order // k, (0, tile))]
         ids = jnp.pad(ids.ravel()[order], (0, tile), constant_values=E)[:, None]
@@ -984,7 +993,7 @@ def expert_loop(
         # The barrier ties the weights to i: otherwise XLA for CPUs would convert all experts before the loop.
         weights, i = jax.lax.optimization_barrier(((w_gate_up, w_down, gate_up_bias), i))
         visit, column = i // (F // columns), i % (F // columns) * columns
-        e, begin = expert[visit], first[visit]
+        e, begin = expert[visit], first[visit] if is_sorted else 0
 
         def part(w, axis, start):  # of the expert e, `columns` of an axis; all of it, if it has zeros beside F
             def cut(a):
@@ -1010,7 +1019,7 @@ def expert_loop(
         y = of_visit(out) + linear(h, part(weights[1], -1, column))
         return jax.lax.dynamic_update_slice_in_dim(out, y, begin, axis=0)
 
-    out = jax.lax.fori_loop(0, ends[-1] * (F // columns), step, jnp.zeros((len(x), D), jnp.float32))
+    out = jax.lax.fori_loop(0, count * (F // columns), step, jnp.zeros((len(x), D), jnp.float32))
     if not is_sorted:
         return out
     return jnp.sum(out[jnp.argsort(order)].reshape(B, k, D), axis=1)  # zeros for experts on other devices
@@ -1041,23 +1050,17 @@ def gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) 
 
 
 def tiled_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, interpret=False) -> Array:
-    """For GPUs and many pairs, which are sorted by expert. A tile is some rows of one expert, which has as many tiles
-    as its pairs need; rows that it has beyond them count nothing. Two kernels multiply the tiles."""
+    """For GPUs and many pairs. Two kernels multiply the visits, each as a tile of so many rows. Rows that a tile has
+    beyond its pairs count nothing."""
     (B, k), E, pairs = ids.shape, w_down.shape[0], ids.ravel()
     tile = min(power_of_two(max(pairs.size // (E * jax.lax.axis_size("ep")), 16)), 64)
-    counts = jnp.sum(pairs == jnp.arange(E)[:, None], axis=1, dtype=jnp.int32)
-    tiles, first_pair = ceil_div(counts, tile), jnp.cumsum(counts) - counts
-    ends, most = jnp.cumsum(tiles), min(E, pairs.size) + pairs.size // tile
-    expert = jnp.minimum(jnp.sum(ends <= jnp.arange(most)[:, None], axis=1, dtype=jnp.int32), E - 1)
-    order = jnp.argsort(pairs)
-    rank = (jnp.arange(most) - (ends - tiles)[expert])[:, None] * tile + jnp.arange(tile)  # among its expert's pairs
-    pair = order[jnp.minimum(first_pair[expert][:, None] + rank, pairs.size - 1).ravel()]  # of each row of the tiles
-    score = jnp.where((rank < counts[expert][:, None]).ravel(), scores.ravel()[pair], 0)
-    visits = expert, ends[-1:]
-    h = tile_products(x[pair // k], w_gate_up, *visits, (activate, score, gate_up_bias), interpret)
-    y = tile_products(h, w_down, *visits, interpret=interpret)
-    own = jnp.minimum(pairs, E - 1)
-    row = jnp.minimum((ends - tiles)[own] * tile + jnp.argsort(order) - first_pair[own], len(y) - 1)
+    order, expert, first, rows, count = visits_of(pairs, E, tile)
+    pair = order[jnp.minimum(first[:, None] + jnp.arange(tile), pairs.size - 1).ravel()]  # of each row of the tiles
+    is_pair = (jnp.arange(tile) < rows[:, None]).ravel()
+    score = jnp.where(is_pair, scores.ravel()[pair], 0)
+    h = tile_products(x[pair // k], w_gate_up, expert, count[None], (activate, score, gate_up_bias), interpret)
+    y = tile_products(h, w_down, expert, count[None], interpret=interpret)
+    row = jnp.zeros_like(pairs).at[jnp.where(is_pair, pair, pairs.size)].set(jnp.arange(len(pair)), mode="drop")
     return jnp.sum(jnp.where((pairs < E)[:, None], y[row], 0).reshape(B, k, -1), axis=1)
 
 
@@ -1147,27 +1150,25 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
     fitting, fewest = GROUP_BYTES // (width * (x.dtype.itemsize + 4)), 8 if isinstance(w_down, Int4Lanes) else 1
     group = min(power_of_two(B), power_of_two(fitting + 1) // 2) if is_sorted else max(B, fewest)
     groups, pairs = ceil_div(B, group), group * k
-    visits = min(E, pairs) + pairs // tile * is_sorted
     dtype, missing = x.dtype, ((0, groups * group - B), (0, 0))
     x, ids, scores = jnp.pad(x, missing), jnp.pad(ids, missing, constant_values=E), jnp.pad(scores, missing)
     scores, ids = scores_by_expert(ids, scores, E), ids.reshape(groups, pairs)
-    listed, tokens = ids, jnp.zeros(1, jnp.int32)
+    listed, visits = (ids,), 0
     if is_sorted:
-        counts = jnp.sum(ids.reshape(groups, group, k, 1) == jnp.arange(E), axis=(1, 2), dtype=jnp.int32)
-        listed = jnp.pad(jnp.cumsum(counts, axis=1), ((0, 0), (1, 0)))
-        x, tokens = packed(x), (jnp.argsort(ids, axis=1) // k).astype(jnp.int32).ravel()
+        order, *listed = jax.vmap(partial(visits_of, E=E, tile=tile))(ids)
+        x, listed, visits = packed(x), (order // k, *listed), listed[0].shape[1]
 
-    def kernel(listed, tokens, x, scores, weights, out, seen, active, first, rows, picked, y, buffers, arrived):
-        # listed has the experts of the pairs or, if they are sorted, where each expert's pairs begin; tokens the token
-        # of each sorted pair. rows, picked and y are a visit's rows, scores and results.
-        def begin_of(e):
-            return listed[pl.program_id(0) * (E + 1) + e]
+    def kernel(listed, x, scores, weights, out, seen, chosen, rows, picked, y, buffers, arrived):
+        # listed has the experts of the pairs or, if they are sorted, what visits_of returns, with the token of each
+        # pair. rows, picked and y are a visit's rows, scores and results.
+        g = pl.program_id(0)
+        steps = pieces * (listed[4][g] if is_sorted else list_chosen(listed[0], seen, chosen))
 
-        count = list_tiles(begin_of, E, tile, active, first) if is_sorted else list_chosen(listed, seen, active)
-        steps = count * pieces
+        def expert_of(visit):
+            return listed[1][g * visits + visit] if is_sorted else chosen[visit]
 
         def for_piece(i, action):
-            e, f, slot = active[jax.lax.div(i, pieces)], jax.lax.rem(i, pieces), jax.lax.rem(i, 2)
+            e, f, slot = expert_of(jax.lax.div(i, pieces)), jax.lax.rem(i, pieces), jax.lax.rem(i, 2)
             for_copies(action, e, f, slot, weights, buffers, arrived, F, columns)
 
         def start(i):
@@ -1175,12 +1176,13 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
 
         def for_rows(visit, action):
             """action(row of the visit, row of its token), for each pair of the visit."""
-            begin, end = first[visit], begin_of(active[visit] + 1)
+            tokens, _, first, sizes, _ = listed
+            begin = g * pairs + first[g * visits + visit]
 
             def of_row(n, _):
-                action(pl.ds(n, 1), pl.ds(tokens[pl.program_id(0) * pairs + begin + n], 1))
+                action(pl.ds(n, 1), pl.ds(tokens[begin + n], 1))
 
-            jax.lax.fori_loop(0, jnp.minimum(end - begin, tile), of_row, None)
+            jax.lax.fori_loop(0, sizes[g * visits + visit], of_row, None)
 
         def collect(row, token):
             rows[row], picked[row] = x[token], scores[token]
@@ -1201,7 +1203,7 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
             for_piece(i, lambda copy: copy.wait())
 
             h, score = (unpacked(rows[...], dtype)[:, :width], picked) if is_sorted else (x[...], scores)
-            is_e = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1) == active[visit]
+            is_e = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1) == expert_of(visit)
             score = jnp.sum(jnp.where(is_e, score[...], 0), axis=1, keepdims=True)
             gate, up = (piece_product(h, slot, *w) for w in buffers[:2])
             h = activate(gate, up, score)
@@ -1231,12 +1233,12 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
         kernel,
         out_shape=jax.ShapeDtypeStruct((groups * group, D), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=1,
             grid=(groups,),
             in_specs=[of_group(x.shape[1]), of_group(E), jax.tree.map(lambda _: in_hbm, weights)],
             out_specs=of_group(D),
             scratch_shapes=[
-                *(pltpu.SMEM((n + 1,), jnp.int32) for n in (E, visits, visits)),  # seen, active, first
+                *(pltpu.SMEM((n + 1,), jnp.int32) for n in (E, min(E, pairs))),  # seen, chosen
                 pltpu.VMEM((tile, x.shape[1]), x.dtype),
                 *(pltpu.VMEM((tile, width), jnp.float32) for width in (E, D)),
                 (*[[two_slots(w, 0, columns) for w in gate_up]] * 2, two_slots(w_down, 1, columns)),
@@ -1247,11 +1249,11 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
         cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0),
         interpret=interpret,
         name="experts",
-    )(listed.ravel(), tokens, x, scores, weights)[:B]
+    )([a.ravel() for a in listed], x, scores, weights)[:B]
 
 
-def list_chosen(ids, seen, active) -> Array:
-    """Lists each expert of `ids` once in `active`, and returns how many there are. seen[e] is 1 once e is listed; the
+def list_chosen(ids, seen, chosen) -> Array:
+    """Lists each expert of `ids` once in `chosen`, and returns how many there are. seen[e] is 1 once e is listed; the
     last of `seen`, for what is elsewhere, is 1 from the start."""
     E = seen.shape[0] - 1
 
@@ -1260,7 +1262,7 @@ def list_chosen(ids, seen, active) -> Array:
 
     def enter(i, count):
         e = ids[i]
-        active[count] = e  # the next one takes this place if this is in the list already
+        chosen[count] = e  # the next one takes this place if this is in the list already
         count += 1 - seen[e]
         seen[e] = 1
         return count
@@ -1268,22 +1270,6 @@ def list_chosen(ids, seen, active) -> Array:
     jax.lax.fori_loop(0, E, clear, None)
     seen[E] = 1
     return jax.lax.fori_loop(0, ids.shape[0], enter, 0)
-
-
-def list_tiles(begin_of, E: int, tile: int, active, first) -> Array:
-    """Lists all sorted pairs, at most `tile` of one expert at a time: their expert in `active`, their beginning in
-    `first`. Returns how often. Those of expert e begin at begin_of(e)."""
-
-    def enter_pairs(e, count):
-        begin, end = begin_of(e), begin_of(e + 1)
-
-        def enter_tile(i, count):
-            active[count], first[count] = e, begin + i * tile
-            return count + 1
-
-        return jax.lax.fori_loop(0, pl.cdiv(end - begin, tile), enter_tile, count)
-
-    return jax.lax.fori_loop(0, E, enter_pairs, 0)
 
 
 def for_copies(action, e: Array, f: Array, slot: Array, weights, buffers, arrived, F: int, columns: int) -> None:
