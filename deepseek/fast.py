@@ -1494,36 +1494,21 @@ def unpacked(x: Array, dtype: jnp.dtype) -> Array:
 # Routing on TPUs
 
 
-def routing_kernel(scores, choice, best: int, config: Config, interpret=False) -> tuple[Array, Array]:
-    """chosen_experts as one Pallas kernel for TPUs: k times it takes the highest choice, and strikes it out. XLA's
-    dozen small ones would take longer than to read the experts."""
-    (B, E), k = scores.shape, config.num_experts_per_tok
-    groups, size = config.n_group, E // config.n_group
+def highest(x: Array, lanes: Array) -> tuple[Array, Array]:
+    """Of x [B, n]: the highest and, of equal ones, the first lane that has it, [B, 1] each."""
+    value = jnp.max(x, axis=1, keepdims=True)
+    return value, jnp.min(jnp.where(x == value, lanes, x.shape[1]), axis=1, keepdims=True)
 
-    def highest(x, lanes):  # x [B, n]: the highest and, of equal ones, the first lane that has it, [B, 1] each
-        value = jnp.max(x, axis=1, keepdims=True)
-        return value, jnp.min(jnp.where(x == value, lanes, x.shape[1]), axis=1, keepdims=True)
+
+def routing_kernel(scores, choice, config: Config, limit=None, interpret=False) -> tuple[Array, Array]:
+    """chosen_experts as one Pallas kernel for TPUs: k times it takes the highest choice, and strikes it out. XLA's
+    dozen small ones would take longer than to read the experts. limit(choice, lanes) masks what is not eligible."""
+    (B, E), k = scores.shape, config.num_experts_per_tok
 
     def kernel(scores, choice, ids, weights):
         lanes = jax.lax.broadcasted_iota(jnp.int32, (tile, E), 1)
         columns = jax.lax.broadcasted_iota(jnp.int32, (tile, k), 1)
-        left = choice[...]
-        if config.topk_group < groups:
-            group_of = jax.lax.div(lanes, size)
-            group_lanes = jax.lax.broadcasted_iota(jnp.int32, (tile, groups), 1)
-            totals = jnp.zeros((tile, groups), jnp.float32)
-            for group in range(groups):
-                rest, total = jnp.where(group_of == group, left, MASKED), 0.0
-                for _ in range(best):
-                    value, lane = highest(rest, lanes)
-                    rest, total = jnp.where(lanes == lane, MASKED, rest), total + value
-                totals = jnp.where(group_lanes == group, total, totals)
-            is_eligible = lanes < 0
-            for _ in range(config.topk_group):
-                _, group = highest(totals, group_lanes)
-                totals = jnp.where(group_lanes == group, MASKED, totals)
-                is_eligible |= group_of == group
-            left = jnp.where(is_eligible, left, MASKED)
+        left = limit(choice[...], lanes) if limit else choice[...]
         chosen, found = jnp.zeros((tile, k), jnp.int32), jnp.zeros((tile, k), jnp.float32)
         for n in range(k):
             _, lane = highest(left, lanes)
@@ -1548,6 +1533,37 @@ def routing_kernel(scores, choice, best: int, config: Config, interpret=False) -
 
 
 FAST["chosen_experts", "tpu"] = routing_kernel
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Groups of experts on TPUs
+
+
+def grouped_routing_kernel(scores, choice, best: int, config: Config, interpret=False) -> tuple[Array, Array]:
+    """chosen_in_groups for TPUs, in one kernel."""
+    groups, size = config.n_group, choice.shape[1] // config.n_group
+
+    def limit(choice, lanes):
+        group_of = jax.lax.div(lanes, size)
+        group_lanes = jax.lax.broadcasted_iota(jnp.int32, (len(choice), groups), 1)
+        totals = jnp.zeros((len(choice), groups), jnp.float32)
+        for group in range(groups):
+            rest, total = jnp.where(group_of == group, choice, MASKED), 0.0
+            for _ in range(best):
+                value, lane = highest(rest, lanes)
+                rest, total = jnp.where(lanes == lane, MASKED, rest), total + value
+            totals = jnp.where(group_lanes == group, total, totals)
+        is_eligible = lanes < 0
+        for _ in range(config.topk_group):
+            _, group = highest(totals, group_lanes)
+            totals = jnp.where(group_lanes == group, MASKED, totals)
+            is_eligible |= group_of == group
+        return jnp.where(is_eligible, choice, MASKED)
+
+    return routing_kernel(scores, choice, config, limit if config.topk_group < groups else None, interpret)
+
+
+FAST["chosen_in_groups", "tpu"] = grouped_routing_kernel
 
 
 # ---------------------------------------------------------------------------------------------------------------------

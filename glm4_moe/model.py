@@ -121,7 +121,7 @@ class Config:
         given["rope"] = read_rope(config, "head_dim", given["head_dim"], partial_rotary_factor=0.5)
         extra = f"model.layers.{given['num_hidden_layers']}.eh_proj.weight"  # no other layer has this tensor
         result = cls(**given | {"has_extra_layer": extra in names})
-        check_routing(result, result.n_routed_experts, best=2)
+        check_groups(result, best=2)
         return result
 
     def has_experts(self, layer: int) -> bool:
@@ -259,7 +259,7 @@ def route(logits: Array, bias: Array, config: Config) -> tuple[Array, Array]:
     most are eligible.
     """
     scores = jax.nn.sigmoid(logits)
-    return chosen_experts(scores, scores + bias, 2, config)
+    return chosen_in_groups(scores, scores + bias, 2, config)
 
 
 def weighed(scores: Array, config: Config) -> Array:
@@ -1413,34 +1413,47 @@ def summed(parts: Array, x: Array) -> Array:
 # Routing in plain JAX
 
 
-def check_routing(config: Config, experts: int, best: int = 1) -> None:
-    """Raises InputError if a token cannot choose `num_experts_per_tok` of so many experts, in groups of which the
-    `best` experts count."""
-    k, groups, top = config.num_experts_per_tok, config.n_group, config.topk_group
+def check_routing(config: Config, eligible: int) -> None:
+    """Raises InputError if a token cannot choose `num_experts_per_tok` of so many experts."""
+    if (k := config.num_experts_per_tok) > eligible:
+        raise InputError(f"config.json: num_experts_per_tok {k} exceeds the {eligible} experts that a token can choose")
+
+
+@by_machine
+def chosen_experts(scores: Array, choice: Array, config: Config) -> tuple[Array, Array]:
+    """The k experts whose float32 choice [B, E] is highest, and their scores, [B, k] each."""
+    ids = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
+    return ids, weighed(jnp.take_along_axis(scores, ids, axis=1), config)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Groups of experts
+
+
+def check_groups(config: Config, best: int) -> None:
+    """Raises InputError unless n_group divides the experts into groups of `best` or more, of which topk_group are
+    enough for a token to choose from."""
+    experts, groups, top = config.n_routed_experts, config.n_group, config.topk_group
     if experts % groups or experts < best * groups:
         raise InputError(
             f"config.json: n_group {groups} does not divide {experts} experts into groups of {best} or more"
         )
     if top > groups:
         raise InputError(f"config.json: topk_group {top} exceeds n_group {groups}")
-    if k > (eligible := top * (experts // groups)):
-        raise InputError(f"config.json: num_experts_per_tok {k} exceeds the {eligible} experts that a token can choose")
+    check_routing(config, top * (experts // groups))
 
 
 @by_machine
-def chosen_experts(scores: Array, choice: Array, best: int, config: Config) -> tuple[Array, Array]:
-    """The k experts whose float32 choice [B, E] is highest, and their scores, [B, k] each. If topk_group is less than
-    n_group, only experts of so many groups are eligible: of the groups whose `best` highest choices add up to the most.
-    """
-    B, E = scores.shape
-    if config.topk_group < config.n_group:
-        in_groups = choice.reshape(B, config.n_group, -1)
+def chosen_in_groups(scores: Array, choice: Array, best: int, config: Config) -> tuple[Array, Array]:
+    """chosen_experts, from topk_group of n_group groups: those whose `best` highest choices add up to the most."""
+    (B, E), groups = choice.shape, config.n_group
+    if config.topk_group < groups:
+        in_groups = choice.reshape(B, groups, -1)
         totals = jnp.sum(jax.lax.top_k(in_groups, best)[0], axis=-1)
-        groups = jax.lax.top_k(totals, config.topk_group)[1]
-        is_eligible = jnp.any(groups[:, :, None] == jnp.arange(config.n_group), axis=1)
+        eligible = jax.lax.top_k(totals, config.topk_group)[1]
+        is_eligible = jnp.any(eligible[:, :, None] == jnp.arange(groups), axis=1)
         choice = jnp.where(is_eligible[:, :, None], in_groups, MASKED).reshape(B, E)
-    ids = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
-    return ids, weighed(jnp.take_along_axis(scores, ids, axis=1), config)
+    return chosen_experts.plain(scores, choice, config)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

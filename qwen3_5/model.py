@@ -119,7 +119,6 @@ class Config:
     has_extra_layer: bool = False  # in the checkpoint, for multi-token prediction
     uses_extra_layer: bool = False  # to draft tokens: then it is among the weights
 
-    n_group = topk_group = 1  # constants: `chosen_experts` can limit the choice to some groups of experts
     norm_offset = 1  # a constant: norms multiply by 1 + weight
 
     @classmethod
@@ -373,7 +372,7 @@ def route(logits: Array, config: Config) -> tuple[Array, Array]:
     """The experts of each token, int32 [B, k], and the weights of their outputs, float32 [B, k], from the router's
     float32 logits [B, E]: the k most probable, by a softmax over all. B counts tokens here, and E all experts."""
     scores = jax.nn.softmax(logits)
-    return chosen_experts(scores, scores, best=1, config=config)  # `best` is of a group, and there are no groups
+    return chosen_experts(scores, scores, config)
 
 
 def weighed(scores: Array, config: Config) -> Array:
@@ -1749,32 +1748,15 @@ def summed(parts: Array, x: Array) -> Array:
 # Routing in plain JAX
 
 
-def check_routing(config: Config, experts: int, best: int = 1) -> None:
-    """Raises InputError if a token cannot choose `num_experts_per_tok` of so many experts, in groups of which the
-    `best` experts count."""
-    k, groups, top = config.num_experts_per_tok, config.n_group, config.topk_group
-    if experts % groups or experts < best * groups:
-        raise InputError(
-            f"config.json: n_group {groups} does not divide {experts} experts into groups of {best} or more"
-        )
-    if top > groups:
-        raise InputError(f"config.json: topk_group {top} exceeds n_group {groups}")
-    if k > (eligible := top * (experts // groups)):
+def check_routing(config: Config, eligible: int) -> None:
+    """Raises InputError if a token cannot choose `num_experts_per_tok` of so many experts."""
+    if (k := config.num_experts_per_tok) > eligible:
         raise InputError(f"config.json: num_experts_per_tok {k} exceeds the {eligible} experts that a token can choose")
 
 
 @by_machine
-def chosen_experts(scores: Array, choice: Array, best: int, config: Config) -> tuple[Array, Array]:
-    """The k experts whose float32 choice [B, E] is highest, and their scores, [B, k] each. If topk_group is less than
-    n_group, only experts of so many groups are eligible: of the groups whose `best` highest choices add up to the most.
-    """
-    B, E = scores.shape
-    if config.topk_group < config.n_group:
-        in_groups = choice.reshape(B, config.n_group, -1)
-        totals = jnp.sum(jax.lax.top_k(in_groups, best)[0], axis=-1)
-        groups = jax.lax.top_k(totals, config.topk_group)[1]
-        is_eligible = jnp.any(groups[:, :, None] == jnp.arange(config.n_group), axis=1)
-        choice = jnp.where(is_eligible[:, :, None], in_groups, MASKED).reshape(B, E)
+def chosen_experts(scores: Array, choice: Array, config: Config) -> tuple[Array, Array]:
+    """The k experts whose float32 choice [B, E] is highest, and their scores, [B, k] each."""
     ids = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
     return ids, weighed(jnp.take_along_axis(scores, ids, axis=1), config)
 

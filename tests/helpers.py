@@ -65,7 +65,7 @@ def interpret_kernels(monkeypatch, model, block: int | None = None, **of_prefill
     for name in ("expert_kernel", "streamed_product"):
         if kernel := getattr(fast, name, None):
             monkeypatch.setattr(fast, name, partial(kernel, interpret=STRICT))
-    for row in product(("exchange", "chosen_experts", "index_scores", "lowest_chosen"), ("tpu",)):
+    for row in product(("exchange", "chosen_experts", "chosen_in_groups", "index_scores", "lowest_chosen"), ("tpu",)):
         if kernel := model.FAST.get(row):
             monkeypatch.setitem(model.FAST, row, partial(kernel, interpret=STRICT))
 

@@ -17,8 +17,9 @@ ALLOWED = {
     "the benchmarks': programs that are compiled ahead of time": {"abstract_weights"},
     "the tests': kernels that are interpreted, and in small blocks": {
         "decode_kernel(block)", "decode_kernel(interpret)", "delta_kernel(interpret)", "exchange_kernel(interpret)",
-        "expert_kernel(interpret)", "expert_kernel(tile)", "index_kernel(interpret)", "lowest_kernel(interpret)",
-        "prefill_kernel(block)", "prefill_kernel(interpret)", "prefill_kernel(queries)", "routing_kernel(interpret)",
+        "expert_kernel(interpret)", "expert_kernel(tile)", "grouped_routing_kernel(interpret)",
+        "index_kernel(interpret)", "lowest_kernel(interpret)", "prefill_kernel(block)", "prefill_kernel(interpret)",
+        "prefill_kernel(queries)", "routing_kernel(interpret)",
         "streamed_product(block)", "streamed_product(interpret)", "tiled_experts(interpret)",
         "triton_attention(interpret)", "triton_int4_product(interpret)",
     },
@@ -28,7 +29,7 @@ ALLOWED = {
     },
     "one Mask for all kernels": {"Mask.chosen", "Mask.chunk", "Mask.softcap", "Mask.window"},
     "a line, where a hook would take more text": {
-        "cached_attention(sinks)", "check_routing(best)", "experts(biases)", "linear(bias)", "store(is_own)",
+        "cached_attention(sinks)", "experts(biases)", "linear(bias)", "routing_kernel(limit)", "store(is_own)",
         "store_many(is_own)",
     },
     "a model has its own norm, turns its heads itself, or has no groups of heads or experts": {
