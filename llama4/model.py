@@ -1300,14 +1300,14 @@ def of_experts(experts: int, weight: Weight) -> Weight:
 
 
 @jax.named_scope("experts")
-def experts(x, ids, scores, w_gate_up, w_down, activate, biases: tuple[Array, Array] | None = None) -> Array:
+def experts(x, ids, scores, w_gate_up, w_down, activate, gate_up_bias: Array | None = None) -> Array:
     """What this device's experts, and its columns of them, contribute to the rows that chose them: float32 [B, D], to
     be summed over ep x tp.
 
     Args: x [B, D]; ids int32 [B, k], the experts chosen, counted over all devices; scores float32 [B, k]; w_gate_up
     [E, 2F, D], gate rows before up rows; w_down [E, D, F]; activate(gate, up, score), which gives float32 [B, F] for
-    gate and up [B, F] of one expert and the scores [B, 1] of its rows, 0 for one that did not choose it; biases, if
-    there are any: float32 [E, 2F] of gate and up, and [E, D] of down, the same on the devices of tp.
+    gate and up [B, F] of one expert and the scores [B, 1] of its rows, 0 for one that did not choose it; gate_up_bias
+    float32 [E, 2F], if there is one.
 
     B counts tokens here, rows times T. A pair is a token and an expert that it chose. An expert that no token chose is
     not read.
@@ -1315,15 +1315,7 @@ def experts(x, ids, scores, w_gate_up, w_down, activate, biases: tuple[Array, Ar
     E = w_down.shape[0]
     ids = ids - jax.lax.axis_index("ep") * E
     ids = jnp.where((ids >= 0) & (ids < E), ids, E)  # E: on another device
-    gate_up_bias, down_bias = biases or (None, None)
-    out = local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
-    if biases:
-        by_expert = scores_by_expert(ids, scores, E)
-        # XLA for TPUs turns fewer than 8 rows into slow vector code.
-        by_expert = jnp.pad(by_expert, ((0, max(8 - len(x), 0)), (0, 0)))
-        added = einsum("be,ed->bd", by_expert.astype(down_bias.dtype), down_bias)[: len(x)]
-        out += added / jax.lax.axis_size("tp")  # each of these devices adds a part
-    return out
+    return local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
 
 
 @by_machine

@@ -212,7 +212,7 @@ def test_experts_in_4_bits():
     model, random = FOLDERS["gpt_oss"].model, np.random.default_rng(0)
     kind, run = (fast_of(model).Mxfp4Lanes, 512) if jax.default_backend() == "tpu" else (model.Mxfp4, 32)
     gate_up, down = in_4_bits(random, 4, 5888, 2880), in_4_bits(random, 4, 2880, 2944)
-    biases = jnp.zeros((4, 5888)), jnp.zeros((4, 2880))
+    biases = jnp.zeros((4, 5888))
 
     def held(values, exponents):
         nibbles = values.reshape(*exponents.shape, 16)

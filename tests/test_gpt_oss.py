@@ -110,8 +110,9 @@ def test_experts_in_4_bits(monkeypatch, platform, B, dtype):
         wanted[b] += scores[b, n] * (down[e] @ (np.tanh(gate) * up) + biases[1][e])
 
     def body(*arguments):
-        *arguments, biases = arguments
-        return model.experts(*arguments, lambda gate, up, score: jnp.tanh(gate) * up * score, biases)
+        *arguments, (of_gate_and_up, of_down) = arguments
+        out = model.experts(*arguments, lambda gate, up, score: jnp.tanh(gate) * up * score, of_gate_and_up)
+        return out + model.output_biases(*arguments[1:3], of_down)
 
     mesh = model.make_mesh(devices=jax.devices()[:1])
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))

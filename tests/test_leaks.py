@@ -29,7 +29,7 @@ ALLOWED = {
     },
     "one Mask for all kernels": {"Mask.chosen", "Mask.chunk", "Mask.softcap", "Mask.window"},
     "a line, where a hook would take more text": {
-        "cached_attention(sinks)", "experts(biases)", "linear(bias)", "routing_kernel(limit)", "store(is_own)",
+        "cached_attention(sinks)", "experts(gate_up_bias)", "linear(bias)", "routing_kernel(limit)", "store(is_own)",
         "store_many(is_own)",
     },
     "a model has its own norm, turns its heads itself, or has no groups of heads or experts": {
