@@ -48,6 +48,7 @@ from model import (
     finish_softmax,
     fold,
     format_of_arrays,
+    inverse_rms,
     kernel_cost,
     linear,
     linear_halves,
@@ -64,6 +65,7 @@ from model import (
     softcapped,
     softmax_state,
     store,
+    turned,
     weighed,
 )
 
@@ -562,10 +564,15 @@ FAST["unpacked", "tpu"] = lambda bits: bits  # prefill_kernel does it
 # Norms on TPUs
 
 
+LARGE = 2**21  # numbers: pieces of prompts have more, and gain nothing by what saves kernels
+
+
 def tpu_inverse_rms(x: Array, eps: float) -> Array:
     """inverse_rms for TPUs, a number for each of x: the compiler then takes the root along with what it multiplies, and
     not in a kernel of its own, by estimate 1.2 us each. The maximum is the sum, since no square is larger, but the
     compiler does not know that, and would take the root before it repeats the number."""
+    if x.size > LARGE:
+        return inverse_rms.plain(x, eps)
     squares = x * x
     total = jnp.maximum(jnp.sum(squares, axis=-1, keepdims=True), squares)
     return jax.lax.rsqrt(total / x.shape[-1] + eps)
@@ -582,6 +589,8 @@ def tpu_turned(x: Array, cos: Array, sin: Array, rope) -> Array:
     """turned for TPUs. A product with zeros and ones puts each number where the other one of its pair was. It is exact,
     and takes one kernel, where halves that are cut out and put together again take several: by estimate 4 of 34 us in a
     layer of Qwen3 30B."""
+    if x.size > LARGE:
+        return turned.plain(x, cos, sin, rope)
     H, half = x.shape[-1], rope.dim // 2
     pairs, rest = np.arange(rope.dim), np.arange(rope.dim, H)
     first, second = pairs.reshape(half, 2).T if rope.interleaved else pairs.reshape(2, half)

@@ -48,6 +48,7 @@ from model import (
     finish_softmax,
     fold,
     format_of_arrays,
+    inverse_rms,
     kernel_cost,
     linear,
     linear_halves,
@@ -450,10 +451,15 @@ FAST["attend_to_stored", "tpu"] = prefill_kernel
 # Norms on TPUs
 
 
+LARGE = 2**21  # numbers: pieces of prompts have more, and gain nothing by what saves kernels
+
+
 def tpu_inverse_rms(x: Array, eps: float) -> Array:
     """inverse_rms for TPUs, a number for each of x: the compiler then takes the root along with what it multiplies, and
     not in a kernel of its own, by estimate 1.2 us each. The maximum is the sum, since no square is larger, but the
     compiler does not know that, and would take the root before it repeats the number."""
+    if x.size > LARGE:
+        return inverse_rms.plain(x, eps)
     squares = x * x
     total = jnp.maximum(jnp.sum(squares, axis=-1, keepdims=True), squares)
     return jax.lax.rsqrt(total / x.shape[-1] + eps)
