@@ -1975,13 +1975,14 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=1, bloc
     goes out in the memory that it came in: a row's tile is written after the block that holds it was read, and other
     rows never read it.
 
-    `block` is by default the power of two of slots that makes at most half a MiB of keys, or 128. It is cut to a
-    divisor of the slots.
+    `block` is by default the power of two of slots that makes at most half a MiB of keys, or 128, or 64 in float32. It
+    is cut to a divisor of the slots.
     """
     (B, K, A, M, H), (*_, S, split) = q.shape, cache[0].shape
     W = split if split < H else cache[1].shape[-1]
-    fitting = 2**19 // (K * split * jax.tree.leaves(cache)[0].dtype.itemsize)
-    block = math.gcd(S, block or max(128, power_of_two(fitting + 1) // 2))
+    itemsize = jax.tree.leaves(cache)[0].dtype.itemsize
+    fitting, least = 2**19 // (K * split * itemsize), min(128, 256 // itemsize)
+    block = math.gcd(S, block or max(least, power_of_two(fitting + 1) // 2))
     blocks = Blocks(block, S, R, mask, mask.wraps(R * S, T))
     tiles = blocks._replace(size=min(block, 128))  # that are written back
     steps = blocks.most_seen(T) + (T > 1)

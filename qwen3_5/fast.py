@@ -392,13 +392,16 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
 
     The grid is (rows, kv heads, tiles of queries, blocks of keys). A tile is about `queries` of them: some tokens, with
     all A of each. A block that a tile does not see is neither fetched nor computed, as in decode_kernel. `block` is by
-    default 1,024 slots, or 512 if keys and values are wide, and is cut to a divisor of the slots. It is all of them if
-    some are chosen: int32 [B, T, S / 8], where bit j of number n is for slot j (S / 8) + n.
+    default 1,024 slots, or fewer if keys and values are wide or float32, and is cut to a divisor of the slots. It is
+    all of them if some are chosen: int32 [B, T, S / 8], where bit j of number n is for slot j (S / 8) + n.
     """
     (B, K, A, _, H), (*_, S, split) = q.shape, cache[0].shape
     W = split if split < H else cache[1].shape[-1]
-    block = math.gcd(S, block or (1024 if sum(side.shape[-1] for side in cache) < 1024 else 512))
-    block = block if mask.chosen is None else S
+    width = sum(side.shape[-1] for side in cache)
+    fitting = 1024 if width < 1024 else 512
+    if q.dtype == jnp.float32:
+        fitting = power_of_two(2**17 // width + 1) // 2
+    block = math.gcd(S, block or fitting) if mask.chosen is None else S
     blocks, tile = Blocks(block, S, R, mask, mask.wraps(R * S, T)), min(T, max(queries // power_of_two(A), 16))
     tiles = pl.cdiv(T, tile)
     steps = jnp.minimum(blocks.most_seen(tile), blocks.holding(jnp.max(starts) + tiles * tile - 1) + 1)

@@ -255,8 +255,8 @@ def row_major(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=Format(Layout(tuple(range(x.ndim))), x.sharding))
 
 
-def abstract_side(array, shape, quantize):
-    side = model.FORMATS[quantize].declare(shape, jnp.bfloat16)
+def abstract_side(array, shape, quantize, dtype=jnp.bfloat16):
+    side = model.FORMATS[quantize].declare(shape, dtype)
     return jax.tree.map(lambda x: array(*x.shape, dtype=x.dtype), side)
 
 
@@ -316,6 +316,31 @@ def test_piece_compiles_for_tpus(topology, shape, T, mask, quantize):
     kernel = partial(fast.prefill_kernel, mask=model.Mask(**mask), T=T, R=1)
     program = jax.jit(kernel).lower(row_major(array(B, K, G, T, H)), cache, at, at).compile()
     assert program.memory_analysis().temp_size_in_bytes < 4 * 4 * B * K * G * T * 128  # no scores: 129 columns as 256
+
+
+@pytest.mark.sampled
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    ("topology", "shape", "T"),
+    [
+        ("v5e:2x2", (4, 32, 1, 2048, 128), 1),  # OpenLLaMA 3B
+        ("v5p:2x2x1", (1, 40, 1, 4096, 128), 8),  # Llama 2 13B
+        ("v5p:2x2x1", (1, 16, 1, 8192, 256), 1024),  # Gemma 7B
+    ],
+)
+def test_float32_fits_into_vmem(topology, shape, T):
+    """Many kv heads, or wide ones: the compiler refuses a kernel that needs more of VMEM than 16 MiB."""
+    (B, K, G, S, H), array = shape, partial(array_on(topology), dtype=jnp.float32)
+    cache = model.LayerCache(*[abstract_side(array, (B, K, S, H), None, jnp.float32)] * 2)
+    new = model.LayerCache(*[row_major(array(B, K, T, H))] * 2)
+    at = array(B, dtype=jnp.int32)
+    if T <= model.FEW:
+        kernel = partial(model.decode_kernel, mask=model.Mask(), T=T, run=G)
+        arguments = row_major(array(B, K, 1, T * G, H)), new, cache, at
+    else:
+        kernel = partial(fast.prefill_kernel, mask=model.Mask(), T=T, R=1)
+        arguments = row_major(array(B, K, G, T, H)), cache, at, at
+    jax.jit(lambda *arguments: jax.tree.map(lambda x: x[..., :-1], kernel(*arguments))).lower(*arguments).compile()
 
 
 @pytest.mark.parametrize("is_broken", [False, True], ids=["", "broken"])
