@@ -49,6 +49,22 @@ def test_mxfp4(mxfp4, mesh):
     assert_matches(reference, prompts, decode(gpt_oss, path, prompts, mesh, max_new_tokens=8))
 
 
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 2), (4, 1)], ids=str)
+def test_output_biases(mesh):
+    """Each is added once for each token, whichever devices share an expert or have none that a token chose."""
+    random, (ep, tp), model = np.random.default_rng(1), mesh, gpt_oss.model
+    ids = np.stack([random.permutation(8)[:3] for _ in range(5)]).astype(np.int32)
+    scores, biases = random.random((5, 3), np.float32), random.standard_normal((8, 160)).astype(np.float32)
+
+    def summed(*arguments):
+        return jax.lax.psum(model.output_biases(*arguments), model.MODEL_AXES)
+
+    one = model.make_mesh(1, ep, tp, devices=jax.devices()[: ep * tp])
+    program = jax.shard_map(summed, mesh=one, in_specs=(P(), P(), P("ep")), out_specs=P(), check_vma=False)
+    wanted = (scores[:, :, None].astype(float) * biases[ids]).sum(1)
+    np.testing.assert_allclose(jax.jit(program)(ids, scores, biases), wanted, atol=1e-5)
+
+
 @pytest.mark.parametrize("quantize", [None, "int4"])
 def test_what_tpus_hold(quantize):
     """Matrices of 4 bits as their kernels take them: the released experts, and with int4 all others."""
