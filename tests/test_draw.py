@@ -20,8 +20,8 @@ def test_what_is_drawn(monkeypatch, tmp_path):
     monkeypatch.setattr(draw, "RESULTS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["draw.py", *names])
     draw.main()
-    for name in names:
-        assert (tmp_path / f"{name}.svg").read_bytes() == (RESULTS / f"{name}.svg").read_bytes()
+    for name, label in zip(names, ("decode steps/s", "operations a byte read"), strict=True):
+        assert label in (tmp_path / f"{name}.svg").read_text()  # its bytes depend on matplotlib's version
     for name in ("8b-prefill", "check-cpu-1"):
         monkeypatch.setattr(sys, "argv", ["draw.py", name])
         with pytest.raises(ValueError, match=f"{name}: only plans of decode steps"):
