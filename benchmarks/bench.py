@@ -28,7 +28,6 @@ import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 if any("transformers" in argument for argument in sys.argv):  # --vs: torch wants a part of a GPU's memory too
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -38,7 +37,7 @@ if "--components" in sys.argv:  # in a captured graph, a GPU's kernels would not
 import jax
 import jax.numpy as jnp
 import numpy as np
-from folders import check_batch, count, flops, import_from, provenance, read_config, result_name, run, save, with_drafts
+from folders import check_batch, count, flops, import_all, provenance, read_config, result_name, run, save, with_drafts
 
 # Published dense bfloat16 peak in TFLOP/s of a device, by the beginning of jax's device_kind; sources as main.py's.
 PEAK_TFLOPS = {
@@ -206,9 +205,7 @@ def components(folder, weights, config, mesh, args, batch: int, length: int) -> 
 
 def bench(args) -> dict:
     """All measurements, and what is needed to repeat them."""
-    folder = SimpleNamespace(
-        **{name: import_from(args.folder, name) for name in ("model", "generate", "convert", "main")}
-    )
+    folder = import_all(args.folder)
     model = folder.model
     raw_config = read_config(args.folder, args.config, args.layers)
     config = with_drafts(model.Config.from_dict(raw_config), args)

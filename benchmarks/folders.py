@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -33,6 +33,11 @@ def import_from(folder: str, module: str) -> ModuleType:
         sys.path.insert(0, str(path))
     importlib.import_module("fast")
     return importlib.import_module(module)
+
+
+def import_all(folder: str) -> SimpleNamespace:
+    """The modules of a model folder that load and decode."""
+    return SimpleNamespace(**{name: import_from(folder, name) for name in ("model", "generate", "convert", "main")})
 
 
 def import_apart(folder: str, module: str = "model") -> ModuleType:
@@ -192,7 +197,6 @@ def commit() -> str | None:
 
 def save(name: str, report: dict) -> None:
     """Writes benchmarks/results/NAME.json."""
-    RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 

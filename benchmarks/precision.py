@@ -12,12 +12,11 @@ import argparse
 import inspect
 import textwrap
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from folders import count, import_from, provenance, result_name, run, save
+from folders import count, import_all, provenance, result_name, run, save
 from jax.sharding import PartitionSpec as P
 
 FORMATS = {  # dtype of all that is not rounded; how weights are, how the cache is
@@ -144,9 +143,7 @@ def main() -> None:
     parser.add_argument("--vs", choices=["transformers"], help="the reference class too")
     parser.add_argument("--save", type=result_name, metavar="NAME", help="write benchmarks/results/NAME.json")
     args = parser.parse_args()
-    folder = SimpleNamespace(
-        **{name: import_from(args.folder, name) for name in ("model", "generate", "convert", "main")}
-    )
+    folder = import_all(args.folder)
     path = folder.convert.find_checkpoint(args.model_path)
     tokenizer = folder.main.read_tokenizer(folder.convert.open_checkpoint(path))
     table = measure(folder, path, real_rows(tokenizer, args.tokens, args.window), args.vs == "transformers")
