@@ -457,7 +457,7 @@ def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None
     if dp * ep * tp != len(devices):
         needs = f"dp x ep x tp = {dp} x {ep} x {tp} needs {dp * ep * tp} devices, and there are {len(devices)}"
         raise InputError(f"the mesh {needs}; choose --dp --ep --tp so that their product is that number")
-    # jax.make_mesh splits an axis of the torus on v5e alone, and refuses to join the GPUs of several hosts.
+    # Not jax.make_mesh: it splits an axis of the torus on v5e alone, and refuses to join the GPUs of several hosts.
     if devices[0].platform == "tpu":
         grid = mesh_utils.create_device_mesh((dp, ep, tp), devices, allow_split_physical_axes=True)
     else:
@@ -1140,7 +1140,7 @@ PREFILL_PIECE = 1024  # the most tokens of a prompt in one step, to share each w
 
 
 class Mask(NamedTuple):
-    """Which of the tokens up to its own a token attends to, by default all. And `softcap`, since it goes with them."""
+    """Which of the tokens up to its own a token attends to, by default all; and what bounds their scores."""
 
     window: int | None = None  # the last so many tokens, its own among them
     chunk: int | None = None  # those of its own chunk of so many tokens

@@ -411,7 +411,7 @@ class Gptq(Awq):
     def collect(cls, folder: Path, found: dict, quantization: dict) -> None:
         parts = quantization.get("dynamic")  # GPTQModel's settings for some weights, by name
         for part in parts.values() if isinstance(parts, dict) else ():
-            if isinstance(part, dict) and quantization | part | {"dynamic": parts} != quantization:
+            if isinstance(part, dict) and quantization | part != quantization:
                 raise InputError(f"{folder}: quantization_config: dynamic gives some weights {part!r:.200}")
         super().collect(folder, found, quantization)
         unsettled = []
