@@ -1378,8 +1378,10 @@ def expanded_attention(q, q_rope, new: LayerCache, cache: LayerCache, span: Span
 def own_rows(x: Array, R: int) -> Array:
     """Of x [B, ..], which all devices have, this device's rows of the cache."""
     I, parts = row_groups(len(x), R)
-    group = jax.lax.div(shard_index(R), parts)
-    return jax.lax.dynamic_slice_in_dim(x, group * (len(x) // I), len(x) // I)
+    is_own = jnp.arange(I) == jax.lax.div(shard_index(R), parts)
+    rows = jnp.where(is_own.reshape(-1, *[1] * x.ndim), x.reshape(I, -1, *x.shape[1:]), 0)
+    # A sum, not a slice, and in float32: XLA for TPUs computes both along with x, and needs no other layout.
+    return jnp.sum(rows, axis=0, dtype=x.dtype if x.dtype == jnp.int32 else jnp.float32)
 
 
 def scaled(x: Format, dtype: jnp.dtype) -> Array:
