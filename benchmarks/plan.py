@@ -123,7 +123,7 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 }} device_description_str: "N
 COLLECTIVE = re.compile(
     r"= (?P<shapes>[^=]*?) (?P<kind>all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(-start)?\("
 )
-EXCHANGE = re.compile(r"%exchange[.\d]* = (?P<shapes>.*?) custom-call\(")
+EXCHANGE = re.compile(r'%exchange[.\d]* = .*?"remote_bytes_transferred":"(\d+)"', re.DOTALL)
 COPY = re.compile(r"= (?P<shapes>\w+\[[\d,]*\])\S* copy\(")
 GROUP = re.compile(r"replica_groups=(?:\{\{([\d,]+)|\[\d+,(\d+)\]|mesh\[(.*?)\].*?\{(.*?)\})")
 KERNEL = re.compile(r"= [^=]*? (fusion|custom-call|copy|(all-reduce|all-gather|reduce-scatter)(-start)?)\(")
@@ -350,7 +350,7 @@ def costs(text: str, memory, shards: int, layers: int, name: str, runs: list[Run
             n = group_size(text[match.end() :].partition("\n")[0], shards)
             arrays = {"all-reduce": 2, "reduce-scatter": n}.get(match["kind"], 1)  # of the size of the result
             carried += nbytes(match["shapes"]) * arrays * (n - 1) / n
-        return Counter(match["kind"] for match in found), len(exchanges), carried + sum(map(nbytes, exchanges))
+        return Counter(match["kind"] for match in found), len(exchanges), carried + sum(map(int, exchanges))
 
     def seconds(kinds, exchanges, carried):
         return (kinds.total() + exchanges) * COLLECTIVE_START_S + carried / chip.links

@@ -1119,11 +1119,14 @@ def linear_halves(x: Array, w: Format) -> tuple[Array, Array]:
 
 
 @by_machine
-def exchange(x: Array, R: int) -> Array:
-    """All-to-all among R consecutive devices of MODEL_AXES. x is [I, ..] with I a divisor of R: each group of R / I
-    consecutive devices receives the same block. Returns [R, ..], a block from each device."""
-    blocks = jnp.repeat(x, R // x.shape[0], axis=0)
-    return jax.lax.all_to_all(blocks, MODEL_AXES, 0, 0, axis_index_groups=sharer_groups(R))
+def exchange(x: Array, R: int, finish=lambda y: y) -> Array:
+    """All-to-all among R consecutive devices of MODEL_AXES. x is [I, .., W] with I a divisor of R: each group of R / I
+    consecutive devices receives the same block. Returns finish(y) of y [R, .., W], a block from each device."""
+    groups = sharer_groups(R)
+    if len(x) == 1:
+        return finish(jax.lax.all_gather(x[0], MODEL_AXES, axis_index_groups=groups))
+    blocks = jnp.repeat(x, R // len(x), axis=0)
+    return finish(jax.lax.all_to_all(blocks, MODEL_AXES, 0, 0, axis_index_groups=groups))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1214,6 +1217,13 @@ def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
     """Softmax outputs over two sets of keys as one over both: pairs of an output and the log-sum-exp of its scores."""
     log_sum_exp = jnp.logaddexp(a[1], b[1])
     return sum(out * jnp.exp(each - log_sum_exp) for out, each in (a, b)), log_sum_exp
+
+
+def joined(parts: Array) -> Array:
+    """`merged` of any number: `parts` [n, .., W + 1] and the result are as attend_to_stored has them."""
+    outs, each = parts[..., :-1], parts[..., -1:]
+    log_sum_exp = functools.reduce(jnp.logaddexp, jnp.unstack(each))  # logsumexp takes TPUs longer
+    return jnp.concatenate([jnp.sum(outs * jnp.exp(each - log_sum_exp), axis=0), log_sum_exp], axis=-1)
 
 
 def over_blocks(attend, first: Array, last: Array, shape) -> tuple[Array, Array]:
@@ -1477,19 +1487,10 @@ def absorbed_attention(q, q_rope, new: LayerCache, cache: LayerCache, span: Span
     out, cache = store_and_attend(queries, new, cache, starts, None, mask, T, parts, run=N)
     out = out.reshape(B // I, R, T, N, -1).swapaxes(0, 1)
     if R > 1:
-        out = joined(exchange(out, R).reshape(I, parts, B // I, T, N, -1))
+        out = exchange(out, R, lambda y: joined(y.reshape(I, parts, *y.shape[1:]).swapaxes(0, 1))[..., :L])
     out = out.reshape(B * T, N, -1)[..., :L].astype(q.dtype)
     out = head_product("bnl,nwl->bnw", out, w_v).reshape(B, T, N, -1)
     return out if v_scale is None else out * v_scale, cache
-
-
-def joined(parts: Array) -> Array:
-    """The softmax output over all keys from those over some of them, parts [I, n, .., W + 1] as attend_to_stored has
-    them. It is written part by part, since XLA for TPUs makes a kernel of its own for each sum over them."""
-    outs, sums = jnp.unstack(parts[..., :-1], axis=1), jnp.unstack(parts[..., -1:], axis=1)
-    m = functools.reduce(jnp.maximum, sums)
-    weights = [jnp.exp(each - m) for each in sums]
-    return sum(weight * out for weight, out in zip(weights, outs)) / sum(weights)
 
 
 def by_head(w: Format, N: int, dtype: jnp.dtype) -> tuple[Array, Array | None]:

@@ -709,11 +709,14 @@ def padded(x: Array, w: Format, rows: int = 1) -> Array:
 
 
 @by_machine
-def exchange(x: Array, R: int) -> Array:
-    """All-to-all among R consecutive devices of MODEL_AXES. x is [I, ..] with I a divisor of R: each group of R / I
-    consecutive devices receives the same block. Returns [R, ..], a block from each device."""
-    blocks = jnp.repeat(x, R // x.shape[0], axis=0)
-    return jax.lax.all_to_all(blocks, MODEL_AXES, 0, 0, axis_index_groups=sharer_groups(R))
+def exchange(x: Array, R: int, finish=lambda y: y) -> Array:
+    """All-to-all among R consecutive devices of MODEL_AXES. x is [I, .., W] with I a divisor of R: each group of R / I
+    consecutive devices receives the same block. Returns finish(y) of y [R, .., W], a block from each device."""
+    groups = sharer_groups(R)
+    if len(x) == 1:
+        return finish(jax.lax.all_gather(x[0], MODEL_AXES, axis_index_groups=groups))
+    blocks = jnp.repeat(x, R // len(x), axis=0)
+    return finish(jax.lax.all_to_all(blocks, MODEL_AXES, 0, 0, axis_index_groups=groups))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -804,6 +807,13 @@ def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
     """Softmax outputs over two sets of keys as one over both: pairs of an output and the log-sum-exp of its scores."""
     log_sum_exp = jnp.logaddexp(a[1], b[1])
     return sum(out * jnp.exp(each - log_sum_exp) for out, each in (a, b)), log_sum_exp
+
+
+def joined(parts: Array) -> Array:
+    """`merged` of any number: `parts` [n, .., W + 1] and the result are as attend_to_stored has them."""
+    outs, each = parts[..., :-1], parts[..., -1:]
+    log_sum_exp = functools.reduce(jnp.logaddexp, jnp.unstack(each))  # logsumexp takes TPUs longer
+    return jnp.concatenate([jnp.sum(outs * jnp.exp(each - log_sum_exp), axis=0), log_sum_exp], axis=-1)
 
 
 def over_blocks(attend, first: Array, last: Array, shape) -> tuple[Array, Array]:
@@ -927,17 +937,13 @@ def cached_attention(q, k, v, cache: LayerCache, span: Span, mask: Mask, sinks=N
     else:  # A x M is (R N / K) x T
         order, folded = (0, 2, 3, 1, 4), (B, K, -1, T, width)
     q = q.reshape(B, T, K, N // K, width).transpose(order)[None]
-    q = exchange(q, R) if R > 1 else q  # [R, B, K, ..]: each device sends its block to all, an all-gather
+    q = exchange(q, R) if R > 1 else q  # [R, B, K, ..]: each device sends its block to all
     q = jnp.moveaxis(q, 0, 2)
     starts = span.positions[:, 0]
     out, cache = store_and_attend(q.reshape(folded), new, cache, starts, span.places, mask, T, R, run=N // K)
     if R > 1:
-        out = exchange(jnp.moveaxis(out.reshape(*q.shape[:5], -1), 2, 0), R)
-        out, parts = out[..., :-1], out[..., -1:]
-        log_sum_exp = functools.reduce(jnp.logaddexp, jnp.unstack(parts))  # logsumexp takes TPUs two kernels more
-        out = jnp.sum(out * jnp.exp(parts - log_sum_exp), axis=0)
-    else:
-        out, log_sum_exp = out[..., :-1], out[..., -1:]
+        out = exchange(jnp.moveaxis(out.reshape(*q.shape[:5], -1), 2, 0), R, joined)
+    out, log_sum_exp = out[..., :-1], out[..., -1:]
     of_heads, back = (B, K, *q.shape[3:5], -1), np.argsort(order)
     out, log_sum_exp = (x.reshape(of_heads).transpose(back) for x in (out, log_sum_exp))  # [B, T, K, N / K, ..]
     if sinks is not None:

@@ -45,6 +45,7 @@ from model import (
     begin_softmax,
     ceil_div,
     einsum,
+    exchange,
     finish_softmax,
     fold,
     format_of_arrays,
@@ -1422,38 +1423,48 @@ FAST["chosen_experts", "tpu"] = routing_kernel
 # Exchange on TPUs
 
 
-def exchange_kernel(x: Array, R: int, interpret: bool | pltpu.InterpretParams = False) -> Array:
-    """exchange for TPUs: a block has some kilobytes, and launching XLA's all-to-all takes longer than moving them. Each
-    device writes into the memory of the others, once all R have entered. A device leaves when it has a block from each,
-    so all have passed the barrier by then: no signal of the next exchange is mistaken for one of this one, and no block
-    of the next arrives too early."""
-    receivers = R // x.shape[0]  # devices that receive the same block
+def exchange_kernel(x: Array, R: int, finish=lambda y: y, interpret: bool | pltpu.InterpretParams = False) -> Array:
+    """exchange for TPUs, of some kilobytes, which XLA takes longer to launch than to move: its all-to-all, each change
+    of layout around that, and more to finish. Here blocks are cut, and finished, in VMEM. Rows of a packed dtype cannot
+    be sent one by one, so a few are sent as float32.
 
-    def kernel(x, y, sent, received):
+    Each device writes into the memory of the others, once all R have entered. A device leaves when it has a block from
+    each, so all have passed the barrier by then: no signal of the next exchange is mistaken for one of this one, and no
+    block of the next arrives too early.
+    """
+    (I, *shape, W), M = x.shape, x.size // (len(x) * x.shape[-1])  # M rows of a block
+    if R * M * W > 2**18:
+        return exchange.plain(x, R, finish)
+    result = jax.eval_shape(finish, jax.ShapeDtypeStruct((R, *shape, W), x.dtype))
+    dtype = jnp.dtype(jnp.float32 if M % 16 else x.dtype)
+
+    def kernel(x, y, mine, arrived, sent, received):
+        mine[...] = x[...].astype(dtype).reshape(mine.shape)
         device, r = jax.lax.axis_index(MODEL_AXES), shard_index(R)
         group = [{MODEL_AXES: device - r + n} for n in range(R)]  # itself among them
         barrier = pltpu.get_barrier_semaphore()
         for other in group:
             pl.semaphore_signal(barrier, device_id=other)
         pl.semaphore_wait(barrier, R)
-        copies = [
-            pltpu.make_async_remote_copy(x.at[n // receivers], y.at[r], sent, received, group[n]) for n in range(R)
+        copies = [  # R / I devices receive the same block
+            pltpu.make_async_remote_copy(mine.at[n * I // R], arrived.at[r], sent, received, group[n]) for n in range(R)
         ]
         for copy in copies:
             copy.start()
         for copy in copies:
             copy.wait()
+        y[...] = finish(arrived[...]).reshape(y.shape).astype(y.dtype)
 
-    return pl.pallas_call(
+    out = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((R, *x.shape[1:]), x.dtype),
-        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
-        out_specs=pl.BlockSpec(memory_space=pl.ANY),
-        scratch_shapes=[pltpu.SemaphoreType.DMA] * 2,
+        out_shape=jax.ShapeDtypeStruct((math.prod(result.shape[:-1]), result.shape[-1]), result.dtype),
+        scratch_shapes=[*(pltpu.VMEM((n, M, W), dtype) for n in (I, R)), *[pltpu.SemaphoreType.DMA] * 2],
         compiler_params=pltpu.CompilerParams(collective_id=0),
+        cost_estimate=pl.CostEstimate(0, 0, 0, remote_bytes_transferred=R * M * W * dtype.itemsize),
         interpret=interpret,
         name="exchange",
-    )(x)
+    )(x.reshape(I * M, W))
+    return out.reshape(result.shape)
 
 
 FAST["exchange", "tpu"] = exchange_kernel

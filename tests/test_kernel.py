@@ -10,7 +10,6 @@ from helpers import STRICT, fast_of, floats, import_folder, in_format, in_turns,
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
-from jax.experimental.pallas import tpu as pltpu
 
 llama3 = import_folder("llama3")
 model = llama3.model
@@ -343,16 +342,17 @@ def test_float32_fits_into_vmem(topology, shape, T):
     jax.jit(lambda *arguments: jax.tree.map(lambda x: x[..., :-1], kernel(*arguments))).lower(*arguments).compile()
 
 
+@pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("is_broken", [False, True], ids=["", "broken"])
-def test_no_block_arrives_before_all_have_entered(monkeypatch, races, is_broken):
-    """Until a device enters the exchange, its result's memory may hold something else: here it is written once more.
-    Without the barrier that is a race, and conftest.py sees it."""
+def test_no_block_arrives_before_all_have_entered(monkeypatch, races, is_broken, rows):
+    """Until a device enters the exchange, the memory for its blocks may hold something else: here it is written once
+    more. Without the barrier that is a race, and conftest.py sees it."""
     call = pl.pallas_call
 
     def writing_before(kernel, **options):
-        def writes_and_exchanges(x, y, *semaphores):
-            pltpu.sync_copy(x, y)
-            kernel(x, y, *semaphores)
+        def writes_and_exchanges(x, y, mine, arrived, *semaphores):
+            arrived[...] = jnp.zeros(arrived.shape, arrived.dtype)
+            kernel(x, y, mine, arrived, *semaphores)
 
         return call(writes_and_exchanges, **options)
 
@@ -362,9 +362,9 @@ def test_no_block_arrives_before_all_have_entered(monkeypatch, races, is_broken)
     R, spec = 4, jax.sharding.PartitionSpec(model.MODEL_AXES)
     mesh = model.make_mesh(tp=R, devices=jax.devices()[:R])
     body = partial(fast.exchange_kernel, R=R, interpret=STRICT)
-    x = np.random.default_rng(0).standard_normal((R, R, 8, 128)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((R, R, rows, 128)).astype(np.float32)
     program = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    y = jax.block_until_ready(jax.jit(program)(x.reshape(R * R, 8, 128)))
+    y = jax.block_until_ready(jax.jit(program)(x.reshape(R * R, rows, 128)))
     assert races() == is_broken
     if not is_broken:
         np.testing.assert_array_equal(np.asarray(y).reshape(x.shape), x.swapaxes(0, 1))
