@@ -53,6 +53,7 @@ from model import (
     kernel_cost,
     linear,
     linear_halves,
+    local_ids,
     lowest_chosen,
     ordered,
     over_blocks,
@@ -60,7 +61,6 @@ from model import (
     power_of_two,
     product,
     quantize,
-    scores_by_expert,
     shard_index,
     sharer_groups,
     softcapped,
@@ -1044,7 +1044,7 @@ def has_few_pairs(ids: Array, E: int) -> bool:
 
 def cpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
     """local_experts for CPUs."""
-    E = w_down.shape[0]
+    ids = local_ids(ids, E := w_down.shape[0])
     mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
     tile = 1 if has_few_pairs(ids, E) else min(2 * power_of_two(mean), 64)
     columns = cpu_columns(w_down, w_gate_up.shape[1] // 2, tile)
@@ -1053,7 +1053,7 @@ def cpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Ar
 
 def gpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
     """local_experts for GPUs. On an H100 tiles are faster where there are more pairs than experts."""
-    E = w_down.shape[0]
+    ids = local_ids(ids, E := w_down.shape[0])
     if ids.size > E and tiles_suit(x, w_gate_up) and tiles_suit(x, w_down):
         return tiled_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
     if has_few_pairs(ids, E):
@@ -1064,6 +1064,7 @@ def gpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Ar
 def tpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
     """local_experts for TPUs."""
     if w_gate_up.shape[1] // 2 % 128:  # the kernel fetches whole lanes
+        ids = local_ids(ids, w_down.shape[0])
         return expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile=128)
     return expert_kernel(padded(x, w_gate_up), ids, scores, w_gate_up, w_down, gate_up_bias, activate)
 
@@ -1278,18 +1279,20 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
     group = min(power_of_two(B), power_of_two(fitting + 1) // 2) if is_sorted else max(B, fewest)
     groups, pairs = ceil_div(B, group), group * k
     dtype, missing = x.dtype, ((0, groups * group - B), (0, 0))
-    x, ids, scores = jnp.pad(x, missing), jnp.pad(ids, missing, constant_values=E), jnp.pad(scores, missing)
-    scores, ids = scores_by_expert(ids, scores, E), ids.reshape(groups, pairs)
+    x, ids, scores = jnp.pad(x, missing), jnp.pad(ids, missing, constant_values=-1), jnp.pad(scores, missing)
+    ids = local_ids(ids, E) if is_sorted else ids  # otherwise the kernel counts them itself, which saves a launch
+    choices, ids = [ids, scores], ids.reshape(groups, pairs)
     listed, visits = (ids,), 0
     if is_sorted:
         order, *listed = jax.vmap(partial(visits_of, E=E, tile=tile))(ids)
         x, listed, visits = packed(x), (order // k, *listed), listed[0].shape[1]
 
-    def kernel(listed, x, scores, weights, out, seen, chosen, rows, picked, y, buffers, arrived):
+    def kernel(listed, x, choices, weights, out, seen, chosen, rows, picked, y, buffers, arrived):
         # listed has the experts of the pairs or, if they are sorted, what visits_of returns, with the token of each
-        # pair. rows, picked and y are a visit's rows, scores and results.
-        g = pl.program_id(0)
-        steps = pieces * (listed[4][g] if is_sorted else list_chosen(listed[0], seen, chosen))
+        # pair. choices are each token's experts and their scores. rows, picked and y are a visit's rows, their choices
+        # and results.
+        g, before = pl.program_id(0), 0 if is_sorted else jax.lax.axis_index("ep") * E  # experts on earlier devices
+        steps = pieces * (listed[4][g] if is_sorted else list_chosen(listed[0], before, seen, chosen))
 
         def expert_of(visit):
             return listed[1][g * visits + visit] if is_sorted else chosen[visit]
@@ -1312,7 +1315,9 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
             jax.lax.fori_loop(0, sizes[g * visits + visit], of_row, None)
 
         def collect(row, token):
-            rows[row], picked[row] = x[token], scores[token]
+            rows[row] = x[token]
+            for of_visit, of_all in zip(picked, choices):
+                of_visit[row] = of_all[token]
 
         def add_to_token(row, token):
             out[token] += y[row]
@@ -1329,9 +1334,8 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
 
             for_piece(i, lambda copy: copy.wait())
 
-            h, score = (unpacked(rows[...], dtype)[:, :width], picked) if is_sorted else (x[...], scores)
-            is_e = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1) == expert_of(visit)
-            score = jnp.sum(jnp.where(is_e, score[...], 0), axis=1, keepdims=True)
+            h, (experts, scores) = (unpacked(rows[...], dtype)[:, :width], picked) if is_sorted else (x[...], choices)
+            score = jnp.sum(jnp.where(experts[...] == before + expert_of(visit), scores[...], 0), axis=1, keepdims=True)
             gate, up = (piece_product(h, slot, *w) for w in buffers[:2])
             h = activate(gate, up, score)
             if F % columns:  # beyond an expert's last rows are those of the piece before
@@ -1362,12 +1366,13 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(groups,),
-            in_specs=[of_group(x.shape[1]), of_group(E), jax.tree.map(lambda _: in_hbm, weights)],
+            in_specs=[of_group(x.shape[1]), [of_group(k)] * 2, jax.tree.map(lambda _: in_hbm, weights)],
             out_specs=of_group(D),
             scratch_shapes=[
                 *(pltpu.SMEM((n + 1,), jnp.int32) for n in (E, min(E, pairs))),  # seen, chosen
                 pltpu.VMEM((tile, x.shape[1]), x.dtype),
-                *(pltpu.VMEM((tile, width), jnp.float32) for width in (E, D)),
+                [pltpu.VMEM((tile, k), dtype) for dtype in (jnp.int32, jnp.float32)],
+                pltpu.VMEM((tile, D), jnp.float32),
                 (*[[two_slots(w, 0, columns) for w in gate_up]] * 2, two_slots(w_down, 1, columns)),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
@@ -1376,19 +1381,20 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
         cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=0),
         interpret=interpret,
         name="experts",
-    )([a.ravel() for a in listed], x, scores, weights)[:B]
+    )([a.ravel() for a in listed], x, choices, weights)[:B]
 
 
-def list_chosen(ids, seen, chosen) -> Array:
-    """Lists each expert of `ids` once in `chosen`, and returns how many there are. seen[e] is 1 once e is listed; the
-    last of `seen`, for what is elsewhere, is 1 from the start."""
+def list_chosen(ids, before, seen, chosen) -> Array:
+    """Lists each expert of `ids` that is here once in `chosen`, and returns how many there are; `before` are on earlier
+    devices. seen[e] is 1 once e is listed; the last of `seen`, for what is elsewhere, is 1 from the start."""
     E = seen.shape[0] - 1
 
     def clear(e, _):
         seen[e] = 0
 
     def enter(i, count):
-        e = ids[i]
+        e = ids[i] - before
+        e = jnp.where((e >= 0) & (e < E), e, E)
         chosen[count] = e  # the next one takes this place if this is in the list already
         count += 1 - seen[e]
         seen[e] = 1

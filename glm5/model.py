@@ -1662,17 +1662,15 @@ def experts(x, ids, scores, w_gate_up, w_down, activate, gate_up_bias: Array | N
     B counts tokens here, rows times T. A pair is a token and an expert that it chose. An expert that no token chose is
     not read.
     """
-    E = w_down.shape[0]
-    ids = ids - jax.lax.axis_index("ep") * E
-    ids = jnp.where((ids >= 0) & (ids < E), ids, E)  # E: on another device
     return local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
 
 
 @by_machine
 def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
-    """experts, with ids counted on this device: E is one on another device. Each expert that a token chose is
-    multiplied with all tokens, and those that did not choose it count nothing."""
-    by_expert = scores_by_expert(ids, scores, E := w_down.shape[0])
+    """experts, which says what it takes. Each expert that a token chose is multiplied with all tokens, and those that
+    did not choose it count nothing."""
+    ids = local_ids(ids, E := w_down.shape[0])
+    by_expert = scores_by_expert(ids, scores, E)
 
     def add(e, out):
         gate_up, down, bias = jax.tree.map(lambda a: a[e], (w_gate_up, w_down, gate_up_bias))
@@ -1683,6 +1681,12 @@ def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> 
         return jax.lax.cond(jnp.any(ids == e), add, lambda e, out: out, e, out)
 
     return jax.lax.fori_loop(0, E, visit, jnp.zeros((len(x), w_down.shape[1]), jnp.float32))
+
+
+def local_ids(ids: Array, E: int) -> Array:
+    """`ids`, which are counted over all devices, as this one counts its E experts: E for one on another device."""
+    ids = ids - jax.lax.axis_index("ep") * E
+    return jnp.where((ids >= 0) & (ids < E), ids, E)
 
 
 def scores_by_expert(ids: Array, scores: Array, E: int) -> Array:
