@@ -669,19 +669,21 @@ def read_rope(config: dict, field: str, size: int, **defaults) -> Rope:
     """The Rope of a config.json, whose `field` says that heads have `size` numbers. Its parameters stand in
     `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), or beside the other fields. As in
     transformers, the table wins. But original_max_position_embeddings beside it wins over the table's. Without either
-    it is max_position_embeddings. `defaults` are the model's own, of Rope's fields. If partial_rotary_factor is not
-    among them, heads turn whole.
+    it is max_position_embeddings. A rope_scaling that somebody added leaves the base in `rope_parameters`, where
+    transformers 5 had put it. `defaults` are the model's own, of Rope's fields. If partial_rotary_factor is not among
+    them, heads turn whole.
 
     Raises InputError for a missing or impossible value and, by name, for what is not supported.
     """
-    table = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values()):
-        raise InputError(f"config.json: the rope parameters must be one table for all layers, not {table!r:.40}")
+    scaling, parameters = (config.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
+    for table in (parameters, scaling):
+        if not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values()):
+            raise InputError(f"config.json: the rope parameters must be one table for all layers, not {table!r:.40}")
     key = "original_max_position_embeddings"
     sources = (  # the later ones win
         {"rope_theta": 1e4, "partial_rotary_factor": 1, key: config.get("max_position_embeddings")} | defaults,
-        {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")},
-        table,
+        *({name: part.get(name) for name in ("rope_theta", "partial_rotary_factor")} for part in (parameters, config)),
+        scaling or parameters,
         {key: config.get(key), "size": size, "interleaved": defaults.get("interleaved", False)},
     )
     given = {name: value for source in sources for name, value in source.items() if value is not None}

@@ -53,6 +53,20 @@ def test_frequencies(kind, options):
                 assert rope.scale == pytest.approx(scale, rel=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_a_table_that_was_added_to_that_of_transformers_5(kind):
+    """As pages of releases say how to read longer texts. transformers would lose the base, and take 10,000."""
+    table, before = {"rope_type": kind} | PARAMETERS[kind][0], {"rope_type": "default", "rope_theta": 1e6}
+    frequencies, scale = reference(table | {"rope_theta": 1e6}, 96)
+    for folder, model in MODELS.items():
+        if kind in model.ROPES:
+            rope = model.read_rope({"rope_scaling": table, "rope_parameters": before}, "head_dim", 96)
+            np.testing.assert_allclose(rope.frequencies(), frequencies, rtol=3e-7, err_msg=folder)
+            assert rope.scale == pytest.approx(scale, rel=1e-12)
+            of_config = {"rope_scaling": table, "rope_parameters": before, "rope_theta": 5e5}  # as in transformers
+            assert model.read_rope(of_config, "head_dim", 96).rope_theta == 5e5
+
+
 @pytest.mark.parametrize("folder", MODELS)
 def test_a_folder_has_the_types_that_its_page_names(folder):
     model, page = MODELS[folder], (ROOT / folder / "README.md").read_text()
