@@ -724,7 +724,8 @@ def unpack_experts(found: dict, weight: Weight) -> None:
 
 
 def weight_map_of(folder: Path) -> dict[str, str]:
-    """The file of each tensor. As in transformers, an index that names all tensors of model.safetensors is stale."""
+    """The file of each tensor. As in transformers, an index that names all tensors of model.safetensors is stale. So is
+    one of which no file is there: that of the source, which a quantized copy brought along."""
     index, whole, weight_map = folder / INDEX, folder / "model.safetensors", {}
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
@@ -732,7 +733,8 @@ def weight_map_of(folder: Path) -> dict[str, str]:
             raise InputError(f"{index}: has no weight_map from tensor to file")
     if whole.is_file() and whole.name not in weight_map.values():
         of_whole = dict.fromkeys(read_header(whole), whole.name)
-        if not weight_map or of_whole.keys() <= weight_map.keys():
+        others = any((folder / name).is_file() for name in {*weight_map.values()})
+        if of_whole.keys() <= weight_map.keys() or not others:
             return of_whole
     if weight_map:
         return weight_map

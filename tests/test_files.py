@@ -337,6 +337,23 @@ def test_shards_and_their_index(tmp_path):
         llama3.convert.open_checkpoint(tmp_path)
 
 
+def test_the_index_of_the_source_beside_a_quantized_file(tmp_path):
+    """It names shards that are not there, and none of the tensors that are in 4 bits."""
+    _, *reference = llama()
+    save_random(tmp_path, *reference)
+    save_index(tmp_path, dict.fromkeys(load_file(tmp_path / "model.safetensors"), "model-00001-of-00001.safetensors"))
+    reference = save_in_4_bits(tmp_path, reference, awq, 32, True, LINEAR)
+    assert_matches(reference, PROMPTS, decode(llama3, tmp_path, PROMPTS, max_new_tokens=2))
+    # A quantized file beside the source: the index says what is read.
+    quantized, shard = tmp_path / "model.safetensors", tmp_path / "model-00001-of-00001.safetensors"
+    shutil.copy(quantized, tmp_path / "quantized")
+    _, *source = llama()
+    source = save_random(tmp_path, *source)
+    quantized.rename(shard)
+    (tmp_path / "quantized").rename(quantized)
+    assert_matches(source, PROMPTS, decode(llama3, tmp_path, PROMPTS, max_new_tokens=2))
+
+
 def edit_tensors(edit):
     def edit_file(folder):
         save_file(edit(load_file(folder / "model.safetensors")), folder / "model.safetensors")

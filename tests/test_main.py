@@ -455,6 +455,9 @@ def truncate(name, keep):
     return edit
 
 
+HERE = {"model.embed_tokens.weight": "model.safetensors"}
+
+
 def index_to(weight_map):
     def edit(folder):
         content = {"weight_map": weight_map}
@@ -530,10 +533,10 @@ def template(text):
         ),
         (edit_tensors(lambda t: t.update({"model.\x1b[31mred": np.ones(5, np.float32)})), "model.?[31mred is not a"),
         (edit_json("config.json", quantization_config={}), "quantization"),
-        (index_to({"model.norm.weight": "other.safetensors"}), "other.safetensors: missing"),
-        (index_to({"model.norm.weight": "../demo/model.safetensors"}), "not a file of this folder"),
+        (index_to(HERE | {"model.norm.weight": "other.safetensors"}), "other.safetensors: missing"),
+        (index_to(HERE | {"model.norm.weight": "../demo/model.safetensors"}), "not a file of this folder"),
         (index_to([1]), "weight_map"),
-        (index_to({"model.norm.weight": "a\nb.safetensors"}), "missing"),
+        (index_to(HERE | {"model.norm.weight": "a\nb.safetensors"}), "missing"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
         (truncate("tokenizer.json", 0.5), "download it again"),
         (lambda folder: (folder / "tokenizer.json").write_text("version https://git-lfs"), "run git lfs pull"),
