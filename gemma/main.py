@@ -708,7 +708,7 @@ def read_inputs(args) -> Inputs:
         remedy = "; the template may take no --system"
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     prompt_tokens = encode(tokenizer, prompts, is_raw, system, args.template_args, remedy)
-    bos, bos_id = tokenizer.bos_token, tokenizer.bos_token_id
+    bos, bos_id, eos = tokenizer.bos_token, tokenizer.bos_token_id, tokenizer.eos_token
     asks_for_bos = is_raw and bos and read_json(folder / "tokenizer_config.json").get("add_bos_token")
     if asks_for_bos and any(ids[:1] != [bos_id] for ids in prompt_tokens):
         say(f"note: the tokenizer puts no {bos} before a prompt, and tokenizer_config.json wants it: write it yourself")
@@ -716,6 +716,9 @@ def read_inputs(args) -> Inputs:
         if is_raw and ids[:2] == [bos_id] * 2:
             del ids[0]
             say(f"note: prompt {row} begins with {bos}, and gets no other")
+        if is_raw and eos and ids[-1:] == [tokenizer.eos_token_id] and not prompts[row - 1].endswith(eos):
+            del ids[-1]  # as training wants it; what follows would be another text
+            say(f"note: prompt {row} is continued without the {eos} that the tokenizer puts behind it")
     asked = {"temperature": 1.0} | checkpoint.generation_config
     if asked.get("do_sample") is True and args.temperature == 0:
         flags = {name: asked.get(name) for name in ("temperature", "top_k", "top_p")}

@@ -19,6 +19,7 @@ from helpers import ROOT, environment_of_users, import_folder, reference_logprob
 from safetensors.numpy import load_file, save_file
 from shared import folders
 from test_parity import llama, qwen_3_moe
+from tokenizers import Tokenizer, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FOLDERS = {name: import_folder(name) for name in folders()}
@@ -223,6 +224,20 @@ def test_a_raw_prompt_with_its_own_bos(main):
     assert wanted["prompt_tokens"][0] == tokenizer.bos_token_id
     _, out, err = main("--prompt", f"{tokenizer.bos_token}Hello", "--raw", "--output", "json")
     assert json_rows(out)[0][0]["prompt_tokens"] == wanted["prompt_tokens"] and "gets no other" in err
+
+
+def test_a_raw_prompt_behind_which_the_tokenizer_puts_an_end(main, tmp_path):
+    """As one that was saved after training. An end that somebody wrote stays."""
+    prompts, flags = ("The capital", "The capital<|eot_id|>"), ("--raw", "--output", "json", "--max_new_tokens", "4")
+    wanted, _ = json_rows(main("--prompt", *prompts, *flags)[1])
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    bos, eos = special = [(name, tokenizer.token_to_id(name)) for name in ("<|begin_of_text|>", "<|eot_id|>")]
+    assert wanted[1]["prompt_tokens"] == [*wanted[0]["prompt_tokens"], eos[1]]
+    shutil.copytree(DEMO, tmp_path / "checkpoint")
+    tokenizer.post_processor = processors.TemplateProcessing(f"{bos[0]} $A {eos[0]}", special_tokens=special)
+    tokenizer.save(str(tmp_path / "checkpoint" / "tokenizer.json"))
+    _, out, err = main("--model_path", tmp_path / "checkpoint", "--prompt", prompts[0], *flags)
+    assert json_rows(out)[0] == wanted[:1] and "prompt 1 is continued without the <|eot_id|>" in err
 
 
 @pytest.mark.slow
