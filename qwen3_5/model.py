@@ -153,9 +153,11 @@ class Config:
         given = read_heads(cls, given | ({"intermediate_size": None} if is_mixture else {"num_experts": 0}))
         if not is_mixture and not given.get("intermediate_size"):
             raise InputError("config.json: intermediate_size is missing")
-        # transformers keeps a nested release's names when it saves the text model alone.
-        if is_nested or "model.language_model.embed_tokens.weight" in names:
-            given["prefix"] = "model.language_model."
+        # transformers keeps a nested release's names when it saves the text model alone, and 5.5.0 nested them thrice.
+        # Others rename the tensors, and keep the release's config.json.
+        table, usual = "embed_tokens.weight", "model.language_model." if is_nested else "model."
+        found = (name.removesuffix(table) for name in names if name.startswith("model.") and name.endswith(table))
+        given["prefix"] = next(found, usual)
         given["packed_experts"] = tuple(
             sorted(n.removesuffix(".down_proj") for n in names if n.endswith("experts.down_proj"))
         )

@@ -311,6 +311,17 @@ def test_the_text_model_of_a_nested_release(tmp_path):
     assert_matches(text, PROMPTS, decode(folder, tmp_path / "text", PROMPTS, max_new_tokens=4))
 
 
+@pytest.mark.parametrize("prefix", ["model.", "model." + "language_model." * 3])
+def test_a_nested_release_under_other_names(tmp_path, prefix):
+    """Its config.json beside tensors of the text model alone, and what transformers 5.5.0 wrote."""
+    folder, *reference = qwen_35_with_vision()
+    reference = save_random(tmp_path, *reference)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("model.language_model.", prefix): x for name, x in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    assert_matches(reference, PROMPTS, decode(folder, tmp_path, PROMPTS, max_new_tokens=2))
+
+
 def test_shards_and_their_index(tmp_path):
     """A tensor in two shards, where the index says which counts; a stale index; a file that nobody needs."""
     _, *reference = llama()
