@@ -537,6 +537,8 @@ def test_tokenizer_json_beside_a_program(of_case, tmp_path, name):
         ({"tokenizer.json": EMPTY, "chat_template.json": b"{"}, None, "chat_template.json"),
         ({"tokenizer.json": EMPTY, "chat_template.json": b"{}"}, None, "the tokenizer cannot be loaded"),
         ({"tokenizer.json": EMPTY, "tokenizer_config.json": b"[]"}, None, "the tokenizer cannot be loaded"),
+        ({"tokenizer.json": b"{}"}, {"add_special_tokens": True}, "download it again"),
+        ({"tokenizer.json": EMPTY}, {"add_special_tokens": True}, "mend tokenizer_config.json, special_tokens_map"),
         (
             {"tiktoken.model": LLAMA3.read_bytes()[:9000], "tokenizer_config.json": b"[]"},
             None,
