@@ -640,7 +640,9 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
     if "adapter_config.json" in names:
         say(f"note: {folder} has weights and a PEFT adapter beside them, which is not applied")
     raw_config, generation_config = (read_json(folder / name) for name in ("config.json", "generation_config.json"))
-    places = [place for place in (raw_config, raw_config.get("text_config")) if isinstance(place, dict)]
+    places = raw_config, raw_config.get("text_config") or {}
+    if not isinstance(places[1], dict):
+        raise InputError(f"{folder}: config.json: text_config must be a table, not {places[1]!r:.40}")
     quantization = next((place[key] for place in places for key in QUANTIZATION if key in place), None)
     if isinstance(quantization, dict) and quantization.get("quant_method") == "auto-round":
         quantization = quantization | AUTO_ROUND.get(str(quantization.get("packing_format")), {})

@@ -494,6 +494,7 @@ def template(text):
         (edit_json("config.json", model_type="falcon"), "'falcon' is not supported"),
         (edit_json("config.json", model_type="kimi_k2"), "only llama, mistral; use the folder deepseek"),
         (edit_json("config.json", model_type="absent"), "model_type None"),
+        (edit_json("config.json", text_config=[1]), "text_config must be a table"),
         (edit_json("config.json", model_type=["qwen3"]), "model_type ['qwen3'] is not"),
         (edit_json("config.json", vocab_size="absent"), "vocab_size is missing"),
         (edit_json("config.json", num_hidden_layers=-1), "num_hidden_layers"),
