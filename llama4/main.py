@@ -723,7 +723,8 @@ def read_inputs(args) -> Inputs:
         if is_raw and eos and ids[-1:] == [tokenizer.eos_token_id] and not prompts[row - 1].endswith(eos):
             del ids[-1]  # as training wants it; what follows would be another text
             say(f"note: prompt {row} is continued without the {eos} that the tokenizer puts behind it")
-    asked = {"temperature": 1.0} | checkpoint.generation_config
+    given = {name: value for name, value in checkpoint.generation_config.items() if value is not None}
+    asked = {"temperature": 1.0} | given
     if asked.get("do_sample") is True and args.temperature == 0:
         flags = {name: asked.get(name) for name in ("temperature", "top_k", "top_p")}
         flags = [f"--{name} {value}" for name, value in flags.items() if type(value) in (int, float)]

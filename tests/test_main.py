@@ -211,6 +211,8 @@ def test_sampling_that_a_release_asks_for(main, tmp_path):
     flags = ["--model_path", tmp_path, "--prompt", "Hello!", "--max_new_tokens", "1"]
     assert "generation_config.json asks for --temperature 0.6 --top_k 20;" in main(*flags)[2]
     assert "asks for" not in main(*flags, "--temperature", "0.6")[2]
+    edit_json("generation_config.json", temperature=None, top_k=None)(tmp_path)
+    assert "generation_config.json asks for --temperature 1.0;" in main(*flags)[2]
     edit_json("generation_config.json", do_sample=False)(tmp_path)
     assert "asks for" not in main(*flags)[2]
     edit_json("generation_config.json", do_sample=False, repetition_penalty=1.05)(tmp_path)
