@@ -773,6 +773,8 @@ def read_rope(config: dict, field: str, size: int, **defaults) -> Rope:
     )
     given = {name: value for source in sources for name, value in source.items() if value is not None}
     rope_type = given.get("rope_type", given.get("type", "default"))
+    if given.get("factor", 1) != 1 and not {"rope_type", "type"} & given.keys():  # transformers would ignore it
+        raise InputError("config.json: the rope parameters have a factor and no rope_type, such as linear")
     check_supported(rope_type=(rope_type, tuple(ROPES)))
     rope = ROPES[rope_type](**read_fields(ROPES[rope_type], given))
     share = rope.partial_rotary_factor

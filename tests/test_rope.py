@@ -89,6 +89,7 @@ def test_a_folder_has_the_types_that_its_page_names(folder):
         (PARAMETERS["llama3"][0] | {"rope_type": "llama3", "low_freq_factor": 5.0}, "must not be above"),
         ({"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}, "rope_theta 1.0 must exceed 1"),
         ({"rope_type": "linear", "factor": "2"}, "factor cannot be '2'"),
+        ({"factor": 8.0}, "have a factor and no rope_type, such as linear"),
         ({"rope_type": ["linear"]}, "rope_type .'linear'. is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"full_attention": {"rope_theta": 1e4}}, "must be one table for all layers"),
