@@ -621,7 +621,8 @@ class Engine:
             in_flight = self.places.in_flight
             self.tick(("prefill_s" if in_flight[-1].prompt_tokens else "decode_s") if in_flight else None)
             self.progress(f"compiling {what}", 0, 1)
-            self.programs[key] = function.lower(*arguments, **static).compile()
+            with jax.enable_x64(False):  # whoever calls may need it for other things
+                self.programs[key] = function.lower(*arguments, **static).compile()
             multihost_utils.sync_global_devices("compiled")  # the clock should not count others' compilation
             self.tick("compile_s")
         return self.programs[key]

@@ -408,6 +408,16 @@ def test_broken_off_while_it_compiles():
     assert_equal(collected(generate.generate(weights, [prompt], config, mesh, kept=kept, **options), 1), whole)
 
 
+@pytest.mark.parametrize("name", ["llama3", "qwen3_5"])
+def test_called_from_a_program_that_needs_64_bits(name):
+    """jax_enable_x64 changes no token: all numbers of the cache and of the indices have the dtypes that they had."""
+    folder, config, mesh, weights = demo(name, (1, 1, 1))
+    prompts, options = random_prompts([40, 3]), {"max_new_tokens": 4, "sampling": folder.generate.Sampling(0.7, 9, 0.9)}
+    wanted = collected(folder.generate.generate(weights, prompts, config, mesh, **options), 2)
+    with jax.enable_x64(True):
+        assert collected(folder.generate.generate(weights, prompts, config, mesh, **options), 2) == wanted
+
+
 def test_pieces_divide_a_prompt_evenly():
     """As few long pieces as there may be, with little padding, and what is left in short ones."""
     folder = import_folder("llama3")
