@@ -726,6 +726,7 @@ def generate(
     done, total)` is called before a compilation, and with the tokens that were read of the first prompts.
     """
     check_prompts(prompts, config, max_seq_len, max_new_tokens)
+    prompts, stop_tokens = [np.int32(prompt) for prompt in prompts], tuple(stop_tokens)
     if not 0 < draft_tokens < FEW:
         raise InputError(f"draft_tokens {draft_tokens} is not from 1 to {FEW - 1}")
     longest, dp, drafts = max(map(len, prompts)), mesh.shape["dp"], draft_tokens if draft else 0
@@ -758,7 +759,7 @@ def generate(
     sparing = draft == "lookup" and mesh.devices.flat[0].platform == "cpu"
     sizes = dict(drafts=drafts, sparing=sparing, seed=seed, max_new_tokens=max_new_tokens, max_seq_len=max_seq_len)
     sizes |= dict(together=together, held=min(held), opening=OPENING if forgetful and goes_on else 0, preamble=preamble)
-    places = Places([*map(np.int32, prompts)], count, batch, dp, pieces, **sizes, stop_tokens=stop_tokens, past=past)
+    places = Places(prompts, count, batch, dp, pieces, **sizes, stop_tokens=stop_tokens, past=past)
     options = dict(config=config, mesh=mesh, draft=draft, drafts=drafts, sampling=sampling, stop_tokens=stop_tokens)
     stats = {} if stats is None else stats
     engine = Engine(weights, *caches, programs, places, options, stats, progress)
@@ -791,10 +792,10 @@ def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | N
     positions = getattr(config, "n_positions", math.inf)
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens {max_new_tokens} is not at least 1")
-    if not prompts:
+    if not len(prompts):
         raise InputError("there is no prompt")
     for row, prompt in enumerate(prompts, 1):
-        if not prompt:
+        if not len(prompt):
             raise InputError(f"prompt {row} is empty: it has no tokens")
         if max_seq_len and len(prompt) > max_seq_len:
             raise InputError(f"prompt {row} has {len(prompt)} tokens, more than max_seq_len {max_seq_len}; raise it")

@@ -418,6 +418,21 @@ def test_called_from_a_program_that_needs_64_bits(name):
         assert collected(folder.generate.generate(weights, prompts, config, mesh, **options), 2) == wanted
 
 
+@pytest.mark.parametrize("array", [np.array, jnp.array, tuple], ids=["numpy", "jax", "tuple"])
+def test_prompts_that_are_arrays(array):
+    """As a tokenizer returns them that is asked for arrays; stop tokens may be a list, as in generation_config.json."""
+    folder, config, mesh, weights = demo("llama3", (1, 1, 1))
+    generate, prompts = folder.generate.generate, [[3, 4, 5, 6], [7, 8, 9, 10]]
+    wanted = collected(generate(weights, prompts, config, mesh, max_new_tokens=4), 2)
+    options = {"max_new_tokens": 4, "stop_tokens": [wanted[0][1].id]}
+    found = [
+        collected(generate(weights, p, config, mesh, **options), 2) for p in ([*map(array, prompts)], array(prompts))
+    ]
+    assert found == 2 * [stopped(wanted, options["stop_tokens"])]
+    with pytest.raises(folder.model.InputError, match="prompt 2 is empty"):
+        next(generate(weights, [array([1]), array([])], config, mesh, **options))
+
+
 def test_pieces_divide_a_prompt_evenly():
     """As few long pieces as there may be, with little padding, and what is left in short ones."""
     folder = import_folder("llama3")
