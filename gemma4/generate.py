@@ -698,8 +698,8 @@ def generate(
 ) -> Iterator[list[Token]]:
     """Decodes the prompts, `rows` of them at a time (by default as many as memory holds), and yields the new tokens of
     each step, none while prompts are read. When a row ends, the next prompt takes its place: it is read in pieces,
-    while the other rows keep their caches. The first `next` raises InputError for what check_prompts refuses, wrong
-    draft_tokens or too large a cache.
+    while the other rows keep their caches. The first `next` raises InputError for what check_prompts refuses, for
+    sampling, a seed or draft_tokens out of range, and for too large a cache.
 
     A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
     `max_seq_len` slots (by default as many as the longest row needs; programs are compiled for a number of slots, so
@@ -727,6 +727,8 @@ def generate(
     """
     check_prompts(prompts, config, max_seq_len, max_new_tokens)
     prompts, stop_tokens = [np.int32(prompt) for prompt in prompts], tuple(stop_tokens)
+    if not (min(sampling) >= 0 and 0 <= seed < 2**32):
+        raise InputError(f"{sampling} or seed {seed} is out of range")
     if not 0 < draft_tokens < FEW:
         raise InputError(f"draft_tokens {draft_tokens} is not from 1 to {FEW - 1}")
     longest, dp, drafts = max(map(len, prompts)), mesh.shape["dp"], draft_tokens if draft else 0

@@ -76,3 +76,14 @@ def test_seed_and_mesh():
 
     assert ids() == ids((2, 1, 4)) != ids(seed=1)
     assert ids(sampling=generate.Sampling(1.0, top_k=1)) == ids(sampling=generate.Sampling())
+
+
+@pytest.mark.parametrize(
+    ("sampling", "seed"),
+    [((-1.0,), 0), ((np.nan,), 0), ((1.0, -3), 0), ((1.0, 0, -0.1), 0), ((1.0,), -1), ((1.0,), 2**32)],
+)
+def test_what_is_out_of_range(sampling, seed):
+    """A negative temperature would draw the least probable tokens, and one that is no number any."""
+    options = {"sampling": llama3.generate.Sampling(*sampling), "seed": seed}
+    with pytest.raises(llama3.model.InputError, match="out of range"):
+        decode(llama3, DEMO, [[507, 291]], max_new_tokens=2, **options)
