@@ -639,6 +639,7 @@ def join_hosts(args) -> None:
     devices = [] if local.partition("(")[0] == "1" else None  # no restriction; Slurm writes 1(x2) for two hosts of one
     # jax gives up after 300 s, but its last try may wait forever: a rest of time that rounds to 0 ms means no limit.
     faulthandler.dump_traceback_later(360, exit=True, file=2)
+    os.environ.setdefault("grpc_proxy", "")  # none between hosts, though jax warns of one in http_proxy or https_proxy
     try:
         with patience(f"all {args.num_processes} processes" if args.num_processes else "all hosts"):
             if args.process_id == 0:  # jax would crash if another program had the port
