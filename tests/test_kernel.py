@@ -342,6 +342,28 @@ def test_float32_fits_into_vmem(topology, shape, T):
     jax.jit(lambda *arguments: jax.tree.map(lambda x: x[..., :-1], kernel(*arguments))).lower(*arguments).compile()
 
 
+@pytest.mark.parametrize(
+    ("R", "shape", "dtype", "finish"),
+    [
+        (16, (16, 1, 640), jnp.bfloat16, None),  # queries for latents: a row of 8, a head of 16
+        (16, (1, 3, 7, 128), jnp.bfloat16, None),
+        (8, (8, 4, 16, 128), jnp.bfloat16, None),
+        (16, (16, 1, 513), jnp.float32, model.joined),
+        (4, (4, 5, 7, 129), jnp.float32, model.joined),
+        (2, (2, 500, 257), jnp.float32, model.joined),  # nearly as many as there may be
+    ],
+)
+def test_exchange_compiles_for_tpus(R, shape, dtype, finish):
+    """Rows that fill no tile, of packed dtypes and of one lane more than a whole number."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
+    mesh, spec = model.make_mesh(tp=16, devices=devices), jax.sharding.PartitionSpec(model.MODEL_AXES)
+    body = partial(fast.exchange_kernel, R=R, **({"finish": finish} if finish else {}))
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    x = jax.ShapeDtypeStruct((16 * shape[0], *shape[1:]), dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+    text = program.lower(x).compile().as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 1 and "all-to-all" not in text
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("is_broken", [False, True], ids=["", "broken"])
 def test_no_block_arrives_before_all_have_entered(monkeypatch, races, is_broken, rows):
