@@ -208,23 +208,22 @@ def weights_of(config: Config) -> dict:
     def layer(i):
         attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
 
-        def heads(name, width):
-            return Part({f"{attention}.{name}": N * width}, units=N)
-
-        def of_each_head(within):
-            part = PartOfBlocks({f"{attention}.kv_b_proj": N * (H + W)}, units=N, blocks=N, within=within)
+        def of_each_head(within, **split):
+            part = PartOfBlocks({f"{attention}.kv_b_proj": N * (H + W)}, **split, blocks=N, within=within)
             return WeightByHead((part,), 0, L, ".weight")
 
+        # Where two devices share a head, both have its queries and keys, and each has half of its values.
+        whole_heads, halves = {"units": N, "groups": N, "replicated": True}, {"units": 2 * N, "groups": N}
         qkv_a = Part({f"{attention}.q_a_proj": Q, f"{attention}.kv_a_proj_with_mqa": L + U})
         weights = {
             "attention_norm": float32_vector(f"model.layers.{i}.input_layernorm.weight", D),
             "qkv_a": by_output(D, qkv_a),
             "kv_norm": float32_vector(f"{attention}.kv_a_layernorm.weight", L),
             "q_norm": float32_vector(f"{attention}.q_a_layernorm.weight", Q),
-            "q": by_output(Q, heads("q_b_proj", H + U)),
-            "k_b": of_each_head((0, H)),
-            "v_b": of_each_head((H, H + W)),
-            "o": by_input(D, heads("o_proj", W)),
+            "q": by_output(Q, Part({f"{attention}.q_b_proj": N * (H + U)}, **whole_heads)),
+            "k_b": of_each_head((0, H), **whole_heads),
+            "v_b": of_each_head((H, H + W), **halves),
+            "o": by_input(D, Part({f"{attention}.o_proj": N * W}, **halves)),
             "mlp_norm": float32_vector(f"model.layers.{i}.post_attention_layernorm.weight", D),
         }
         if config.has_indexer(i):

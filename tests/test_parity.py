@@ -413,6 +413,7 @@ CASES = {
     "deepseek v2": deepseek_2(topk_method="group_limited_greedy", routed_scaling_factor=3.0, n_shared_experts=2),
     "deepseek v3.2": deepseek_32(rope_parameters=YARN),
     "glm 5": glm_5(indexer_types=None, n_group=1, topk_group=1),
+    "glm 5, two heads": glm_5(num_attention_heads=2, num_key_value_heads=2),
     "glm 5.2, shared choices": glm_5(
         num_hidden_layers=4, indexer_types=["full", "shared", "shared", "full"], attention_bias=True, index_topk=64
     ),
@@ -596,6 +597,7 @@ OTHER_MESHES = {  # meshes that replace (2, 2, 2): tp beyond the kv heads or div
     "deepseek v2 lite": [(2, 1, 4)],
     "deepseek v2": [(1, 1, 1)],
     "glm 4.7 flash, other layers, groups": [(1, 2, 2)],
+    "glm 5, two heads": [(1, 2, 2), (1, 1, 8)],  # two devices share a head, and each has half of its values; or four
     "qwen2.5 0.5b, tied, seven query heads to a kv head": [(1, 1, 8)],
     "glm 4.5 air, groups, no biases, all turned, weights as they are, large eps": [(1, 4, 2)],
     "qwen3, tied, biases, yarn, later layers with a window, large eps": [(1, 1, 8)],
