@@ -206,7 +206,7 @@ def plan(args) -> dict:
     one = model.make_mesh(devices=devices[:1])
     options = [config, one, args.batch, args.max_seq_len, args.dtype, args.quantize_cache]
     unsharded = model.abstract_weights(config, one, args.dtype, args.quantize), model.abstract_cache(*options)
-    floor_bytes = generate.step_bytes(*unsharded, lengths, config, args.tokens)
+    floor_bytes = generate.step_bytes(*unsharded, lengths, config, args.batch * args.tokens)
     report = {
         "mesh": dict(mesh.shape),
         "fits": False,
@@ -225,14 +225,14 @@ def plan(args) -> dict:
             raise ValueError(f"{args.target}: the compiler failed: {str(error)[:300]}") from error
         return report | dict.fromkeys(PROGRAM_KEYS)
     report["compile_s"] = time.perf_counter() - begin
-    nbytes = generate.step_bytes(weights, cache, lengths, config, args.tokens)
+    nbytes = generate.step_bytes(weights, cache, lengths, config, args.batch * args.tokens / mesh.shape["dp"])
     if args.draft == "mtp":
-        nbytes += draft_bytes(generate, weights, cache, args, config)
+        nbytes += draft_bytes(generate, weights, cache, args, config, args.batch / mesh.shape["dp"])
     runs = [Run(nbytes / mesh.size)]
     if piece:
         runs, rows = [], taken * mesh.shape["dp"]
         for start in range(0, args.prefill, piece):
-            nbytes = weight_bytes(generate, weights, cache, rows * piece, config)
+            nbytes = weight_bytes(generate, weights, cache, taken * piece, config)
             nbytes += model.cache_bytes_read(cache, [start + piece] * rows, config)
             attention = rows * attention_flops(config, start, start + piece) / mesh.size
             operations = flops(model, config, rows, start, start + piece) / mesh.size
@@ -255,18 +255,17 @@ PROGRAM_KEYS = (  # null where the compiler finds that the program does not fit
 )  # fmt: skip
 
 
-def weight_bytes(generate, weights: dict, cache: list, tokens: int, config) -> float:
-    """Bytes of the weights that a step of so many tokens has to read, on all devices."""
-    lengths = [1] * tokens
-    of_cache = generate.model.cache_bytes_read(cache, lengths, config)
-    return generate.step_bytes(weights, cache, lengths, config) - of_cache
+def weight_bytes(generate, weights: dict, cache: list, tokens: float, config) -> float:
+    """Bytes of the weights that a step has to read on all devices, with so many tokens on each of dp."""
+    return generate.step_bytes(weights, cache, [], config, tokens)
 
 
-def draft_bytes(generate, weights: dict, cache: list, args, config) -> float:
-    """Bytes that drafts of the extra layer read again, on all devices: the head for each, the layer for all but one."""
+def draft_bytes(generate, weights: dict, cache: list, args, config, rows: float) -> float:
+    """Bytes that drafts of the extra layer read again, on all devices, with so many rows on each of dp: the head for
+    each draft, the layer for all but one."""
     others = {name: weight for name, weight in weights.items() if name != "extra"}
-    without = weight_bytes(generate, others, cache, args.batch, dataclasses.replace(config, uses_extra_layer=False))
-    layer = weight_bytes(generate, weights, cache, args.batch, config) - without
+    without = weight_bytes(generate, others, cache, rows, dataclasses.replace(config, uses_extra_layer=False))
+    layer = weight_bytes(generate, weights, cache, rows, config) - without
     head = generate.model.stored_bytes(weights.get("head", weights["embedding"]))
     return (args.tokens - 2) * layer + (args.tokens - 1) * head
 

@@ -672,7 +672,7 @@ class Engine:
         jax.block_until_ready(self.cache)
         stats, config = self.stats, self.options["config"]
         mean_lengths = list(self.lengths / max(stats["decode_steps"], 1))
-        tokens = 1 + stats["drafts"] / max(stats["busy_row_steps"], 1)
+        tokens = len(mean_lengths) / self.places.dp * (1 + stats["drafts"] / max(stats["busy_row_steps"], 1))
         stats["step_bytes"] = step_bytes(self.weights, self.cache, mean_lengths, config, tokens)
 
 
@@ -863,11 +863,10 @@ def memory_limit(root: str = "/") -> float:
     return min(found)
 
 
-def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config, tokens=1.0) -> int:
-    """Bytes that a step of so many tokens a row has to read on all devices: all weights, `lengths` slots of the rows.
-    A tied embedding counts, since it is the head too; an untied one does not. Of an embedding for each layer, the rows
-    of the tokens count. Of experts, those count that a uniform router would choose on average."""
-    tokens *= len(lengths) / weights["norm"].sharding.mesh.shape["dp"]
+def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], config: Config, tokens: float) -> int:
+    """Bytes that a step has to read on all devices, with so many tokens on each of dp: all weights, and `lengths` slots
+    of the rows. A tied embedding counts, since it is the head too; an untied one does not. Of an embedding for each
+    layer, the rows of the tokens count. Of experts, those count that a uniform router would choose on average."""
 
     def read(weight, array):
         share = 1 - (1 - config.num_experts_per_tok / weight.experts) ** tokens if weight.experts else 1

@@ -65,7 +65,7 @@ def test_what_is_cached_and_what_is_read():
     table = model.stored_bytes(weights["per_layer_embedding"])
     others = model.stored_bytes({name: weight for name, weight in weights.items() if name != "per_layer_embedding"})
     assert table > others * 0.9
-    assert generate.step_bytes(weights, cache, [4096, 4096], config) == others + read + 2 * 35 * 256 * 2
+    assert generate.step_bytes(weights, cache, [4096, 4096], config, 2) == others + read + 2 * 35 * 256 * 2
 
 
 @pytest.mark.slow

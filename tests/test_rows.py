@@ -433,6 +433,17 @@ def test_prompts_that_are_arrays(array):
         next(generate(weights, [array([1]), array([])], config, mesh, **options))
 
 
+def test_weights_from_elsewhere():
+    """Weights that another program kept, and put on a device, know of no mesh."""
+    folder, config, mesh, weights = demo("llama3", (1, 1, 1))
+    options, stats = {"config": config, "mesh": mesh, "max_new_tokens": 4}, [{}, {}]
+    kept = jax.device_put(jax.tree.map(np.asarray, weights), jax.devices()[0])
+    found = [
+        collected(folder.generate.generate(w, [[3, 4]], stats=s, **options), 1) for w, s in zip((weights, kept), stats)
+    ]
+    assert found[0] == found[1] and stats[0]["step_bytes"] == stats[1]["step_bytes"]
+
+
 def test_pieces_divide_a_prompt_evenly():
     """As few long pieces as there may be, with little padding, and what is left in short ones."""
     folder = import_folder("llama3")
