@@ -1268,7 +1268,8 @@ class Collector:
         self.I, self.parts = I, parts = row_groups(span.batch, span.R)
         self.is_own = places // (span.batch // I) == jax.lax.div(shard_index(span.R), parts)
         self.places = places % (span.batch // I)
-        self.slots = math.gcd(S, max(1, power_of_two(max(T, 128)) // parts))  # a kernel takes no fewer keys
+        # A tile of float32 at least, on any number of devices; a kernel takes no fewer than 128 keys.
+        self.slots = math.gcd(S, max(8, power_of_two(max(T, 128)) // power_of_two(parts)))
         self.tokens, self.blocks = parts * self.slots, S // self.slots
         self.last = jnp.minimum(jnp.max(span.positions[:, 0]) + T, parts * S) - 1  # position that one of them sees
 

@@ -596,6 +596,7 @@ OTHER_MESHES = {  # meshes that replace (2, 2, 2): tp beyond the kv heads or div
     "deepseek v3": [(1, 1, 8), (8, 1, 1), (2, 2, 2)],
     "deepseek v2 lite": [(2, 1, 4)],
     "deepseek v2": [(1, 1, 1)],
+    "deepseek v3.2": [(2, 2, 2), (1, 1, 5)],
     "glm 4.7 flash, other layers, groups": [(1, 2, 2)],
     "glm 5, two heads": [(1, 2, 2), (1, 1, 8)],  # two devices share a head, and each has half of its values; or four
     "qwen2.5 0.5b, tied, seven query heads to a kv head": [(1, 1, 8)],
