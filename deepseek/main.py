@@ -893,6 +893,8 @@ def chat(args, inputs: Inputs, generation) -> dict:
         try:
             if results and (message := results.answers[0].message()):
                 history = [*history, {"role": "user", "content": results.prompts[0]}, message]
+            elif results:
+                say("note: there is no answer, so the question is forgotten")
             results = None
             with interrupts_noted(at_once=True):
                 text = input("> ") if is_shown else input()  # this writes nothing: standard output may be full
@@ -913,8 +915,6 @@ def chat(args, inputs: Inputs, generation) -> dict:
                     check()
             measured = of_turn
             results.note_cut()
-            if not results.answers[0].message():
-                say("note: there is no answer, so the question is forgotten")
         except KeyboardInterrupt:
             write("\n")
         except EOFError:

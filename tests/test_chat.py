@@ -388,7 +388,7 @@ def test_a_stop_token_that_is_not_special(capsys, of_answer):
 
 def test_what_is_typed_in_a_conversation(monkeypatch, capsys):
     """/exit, Ctrl-C at the prompt, which keeps the conversation, once more while its line ends, and before the first
-    word, which keeps no answer."""
+    word, which keeps no answer, and says so."""
     lines = iter(["Hello!", KeyboardInterrupt, "What is 3 plus 4?", "Of Italy?", "/exit", "never read"])
     histories, calls, twice = [], iter(range(9)), iter([True])
     encode, generate, write = llama3.main.encode, llama3.main.generate, llama3.main.write
@@ -428,6 +428,7 @@ def test_what_is_typed_in_a_conversation(monkeypatch, capsys):
     (hello, italy), turns = [line for line in out.splitlines() if line], histories[1:]
     assert turns == [["Be brief."], *[["Be brief.", "Hello!", hello]] * 2] and italy
     assert "/exit" in err.partition("\n")[0] or "\nchat: " in err
+    assert err.count("the question is forgotten") == 1
 
 
 def test_a_key_that_is_held(monkeypatch):
