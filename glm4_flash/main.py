@@ -240,7 +240,7 @@ MARKERS = (
     {"<think>": "reasoning", "</think>": "answer"},  # Qwen3, DeepSeek, GLM, Kimi
     {"[THINK]": "reasoning", "[/THINK]": "answer"},  # Magistral
     {"<|channel>": "turn", "<channel|>": "answer"},  # Gemma 4
-    {"<|start|>": "turn", "<|end|>": "turn", "<|message|>": "message", "<|channel|>": "name"},  # gpt-oss
+    {"<|start|>": "name", "<|end|>": "turn", "<|message|>": "message", "<|channel|>": "name"},  # gpt-oss
 )
 
 

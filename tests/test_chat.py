@@ -268,6 +268,18 @@ FAMILIES = {  # what the template does with an answer, how it begins one; an ans
             "<|start|>assistant<|channel|>final<|message|>Paris, analysis.(They ask.\nI look.)<|end|>",
         ),
     ),
+    "gpt-oss, words of its format": (
+        CHANNELS,
+        "<|start|>assistant",
+        "<|channel|>analysis<|message|>As <|start|> is.<|end|><|start|>assistant<|channel|>final<|message|>"
+        "Use <|start|>assistant, <|channel|>\nand <|message|>.<|return|>",
+        (
+            "As <|start|> is.",
+            "Use <|start|>assistant, <|channel|>\nand <|message|>.",
+            "<|start|>assistant<|channel|>final<|message|>"
+            "Use <|start|>assistant, <|channel|>\nand <|message|>.(As <|start|> is.)<|end|>",
+        ),
+    ),
     "gpt-oss, a call": (
         CHANNELS,
         "<|start|>assistant",
