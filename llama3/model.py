@@ -898,11 +898,12 @@ def linear_halves(x: Array, w: Format) -> tuple[Array, Array]:
 def exchange(x: Array, R: int, finish=lambda y: y) -> Array:
     """All-to-all among R consecutive devices of MODEL_AXES. x is [I, .., W] with I a divisor of R: each group of R / I
     consecutive devices receives the same block. Returns finish(y) of y [R, .., W], a block from each device."""
-    groups = sharer_groups(R)
+    groups, blocks = sharer_groups(R), x.reshape(len(x), -1, x.shape[-1])  # XLA for TPUs lays out few dimensions well
     if len(x) == 1:
-        return finish(jax.lax.all_gather(x[0], MODEL_AXES, axis_index_groups=groups))
-    blocks = jnp.repeat(x, R // len(x), axis=0)
-    return finish(jax.lax.all_to_all(blocks, MODEL_AXES, 0, 0, axis_index_groups=groups))
+        y = jax.lax.all_gather(blocks[0], MODEL_AXES, axis_index_groups=groups)
+    else:
+        y = jax.lax.all_to_all(jnp.repeat(blocks, R // len(x), axis=0), MODEL_AXES, 0, 0, axis_index_groups=groups)
+    return finish(y.reshape(R, *x.shape[1:]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
