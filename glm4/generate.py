@@ -877,4 +877,7 @@ def step_bytes(weights: dict, cache: list[LayerCache], lengths: list[float], con
         total -= model.stored_bytes(weights["embedding"])
     if table := weights.get("per_layer_embedding"):
         total -= model.stored_bytes(table) * max(0, 1 - tokens / table.shape[0])
+    for layer, of_layer in zip(weights["layers"], cache):
+        if getattr(of_layer, "index_key", 0) is None:  # so few slots that no indexer chooses among them
+            total -= model.stored_bytes({name: x for name, x in layer.items() if name.startswith("index_")})
     return int(total + model.cache_bytes_read(cache, lengths, config))

@@ -202,14 +202,19 @@ def test_drafts_of_an_extra_layer(tmp_path, name):
 
 
 def test_a_short_cache_has_no_indexer(sparse):
-    """Up to index_topk slots nothing is chosen, and a longer one leaves out what dense attention would see."""
+    """Up to index_topk slots nothing is chosen, so a step reads no weights for that. A longer cache leaves out what
+    dense attention would see."""
     folder, path, reference = sparse
     config = folder.convert.open_checkpoint(path).config
     mesh = folder.model.make_mesh(devices=jax.devices()[:1])
     indexers = [layer.self_attn.indexer for layer in reference.model.layers]
+    weights, read = folder.model.abstract_weights(config, mesh, jnp.float32), []
     for slots in (16, 17):
         cache = folder.model.abstract_cache(config, mesh, 1, slots, jnp.float32)
         assert [layer.index_key is not None for layer in cache] == [bool(x) and slots > 16 for x in indexers]
+        read.append(folder.generate.step_bytes(weights, cache, [], config, 1))
+    parameters = sum(x.numel() for indexer in filter(None, indexers) for x in indexer.parameters())
+    assert read[1] - read[0] == 4 * parameters
     (prompt,) = random_prompts(120)
     sparse_logprobs = reference_logprobs(reference, prompt, [0])
     for indexer in filter(None, indexers):
