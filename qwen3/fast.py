@@ -1448,8 +1448,8 @@ FAST["chosen_experts", "tpu"] = routing_kernel
 
 def exchange_kernel(x: Array, R: int, finish=lambda y: y, interpret: bool | pltpu.InterpretParams = False) -> Array:
     """exchange for TPUs, of some kilobytes, which XLA takes longer to launch than to move: its all-to-all, each change
-    of layout around that, and more to finish. Here blocks are cut, and finished, in VMEM. Rows of a packed dtype cannot
-    be sent one by one, so a few are sent as float32.
+    of layout around that, and more to finish. Here blocks are cut, and finished, in VMEM: as float32, since a row of a
+    packed dtype cannot be cut from others.
 
     Each device writes into the memory of the others, once all R have entered. A device leaves when it has a block from
     each, so all have passed the barrier by then: no signal of the next exchange is mistaken for one of this one, and no
@@ -1459,10 +1459,10 @@ def exchange_kernel(x: Array, R: int, finish=lambda y: y, interpret: bool | pltp
     if R * M * W > 2**18:
         return exchange.plain(x, R, finish)
     result = jax.eval_shape(finish, jax.ShapeDtypeStruct((R, *shape, W), x.dtype))
-    dtype = jnp.dtype(jnp.float32 if M % 16 else x.dtype)
+    word = 4 // x.dtype.itemsize  # so many rows share the words of a tile, and are sent together
 
     def kernel(x, y, mine, arrived, sent, received):
-        mine[...] = x[...].astype(dtype).reshape(mine.shape)
+        mine[...] = x[...].astype(jnp.float32).reshape(mine.shape).astype(mine.dtype)
         device, r = jax.lax.axis_index(MODEL_AXES), shard_index(R)
         group = [{MODEL_AXES: device - r + n} for n in range(R)]  # itself among them
         barrier = pltpu.get_barrier_semaphore()
@@ -1476,14 +1476,14 @@ def exchange_kernel(x: Array, R: int, finish=lambda y: y, interpret: bool | pltp
             copy.start()
         for copy in copies:
             copy.wait()
-        y[...] = finish(arrived[...]).reshape(y.shape).astype(y.dtype)
+        y[...] = finish(arrived[...].astype(jnp.float32)).reshape(y.shape).astype(y.dtype)
 
     out = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((math.prod(result.shape[:-1]), result.shape[-1]), result.dtype),
-        scratch_shapes=[*(pltpu.VMEM((n, M, W), dtype) for n in (I, R)), *[pltpu.SemaphoreType.DMA] * 2],
+        scratch_shapes=[*(pltpu.VMEM((n, M, W), x.dtype) for n in (I, R)), *[pltpu.SemaphoreType.DMA] * 2],
         compiler_params=pltpu.CompilerParams(collective_id=0),
-        cost_estimate=pl.CostEstimate(0, 0, 0, remote_bytes_transferred=R * M * W * dtype.itemsize),
+        cost_estimate=pl.CostEstimate(0, 0, 0, remote_bytes_transferred=4 * R * ceil_div(M, word) * W),
         interpret=interpret,
         name="exchange",
     )(x.reshape(I * M, W))

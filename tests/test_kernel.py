@@ -346,6 +346,7 @@ def test_float32_fits_into_vmem(topology, shape, T):
     ("R", "shape", "dtype", "finish"),
     [
         (16, (16, 1, 640), jnp.bfloat16, None),  # queries for latents: a row of 8, a head of 16
+        (16, (16, 2, 640), jnp.bfloat16, None),
         (16, (1, 3, 7, 128), jnp.bfloat16, None),
         (8, (8, 4, 16, 128), jnp.bfloat16, None),
         (16, (16, 1, 513), jnp.float32, model.joined),
