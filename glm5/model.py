@@ -213,7 +213,7 @@ def weights_of(config: Config) -> dict:
             return WeightByHead((part,), 0, L, ".weight")
 
         # Where two devices share a head, both have its queries and keys, and each has half of its values.
-        whole_heads, halves = {"units": N, "groups": N, "replicated": True}, {"units": 2 * N, "groups": N}
+        whole_heads, halves = {"units": N, "groups": N, "replicated": True}, {"units": math.gcd(W, 2) * N, "groups": N}
         qkv_a = Part({f"{attention}.q_a_proj": Q, f"{attention}.kv_a_proj_with_mqa": L + U})
         weights = {
             "attention_norm": float32_vector(f"model.layers.{i}.input_layernorm.weight", D),
