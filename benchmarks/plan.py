@@ -123,6 +123,7 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 }} device_description_str: "N
 COLLECTIVE = re.compile(
     r"= (?P<shapes>[^=]*?) (?P<kind>all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(-start)?\("
 )
+OVERLAPPED = re.compile(r"%async-collective-start[.\d]* = .*? calls=(%[\w.]+)")  # with other work, on TPUs
 EXCHANGE = re.compile(r'%exchange[.\d]* = .*?"remote_bytes_transferred":"(\d+)"', re.DOTALL)
 COPY = re.compile(r"= (?P<shapes>\w+\[[\d,]*\])\S* copy\(")
 GROUP = re.compile(r"replica_groups=(?:\{\{([\d,]+)|\[\d+,(\d+)\]|mesh\[(.*?)\].*?\{(.*?)\})")
@@ -342,11 +343,13 @@ def costs(text: str, memory, shards: int, layers: int, name: str, runs: list[Run
         others = (each for each in kernels_of(text) if not each.startswith("%ragged_attention"))
         return sum(int(n) for each in others for n in re.findall(r'"flops":"(\d+)"', each))
 
-    def traffic(text):
+    def traffic(part):
         """Of collectives: a Counter of their kinds, the number of exchanges, bytes."""
-        found, exchanges, carried = list(COLLECTIVE.finditer(text)), EXCHANGE.findall(text), 0.0
+        parts = [part, *(text[text.index(f"\n{name} (") :].partition("\n}")[0] for name in OVERLAPPED.findall(part))]
+        found, exchanges = [match for each in parts for match in COLLECTIVE.finditer(each)], EXCHANGE.findall(part)
+        carried = 0.0
         for match in found:
-            n = group_size(text[match.end() :].partition("\n")[0], shards)
+            n = group_size(match.string[match.end() :].partition("\n")[0], shards)
             arrays = {"all-reduce": 2, "reduce-scatter": n}.get(match["kind"], 1)  # of the size of the result
             carried += nbytes(match["shapes"]) * arrays * (n - 1) / n
         return Counter(match["kind"] for match in found), len(exchanges), carried + sum(map(int, exchanges))
