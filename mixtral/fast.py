@@ -1430,9 +1430,9 @@ FAST["chosen_experts", "tpu"] = routing_kernel
 
 
 def exchange_kernel(x: Array, R: int, finish=lambda y: y, interpret: bool | pltpu.InterpretParams = False) -> Array:
-    """exchange for TPUs, of some kilobytes, which XLA takes longer to launch than to move: its all-to-all, each change
-    of layout around that, and more to finish. Here blocks are cut, and finished, in VMEM: as float32, since a row of a
-    packed dtype cannot be cut from others.
+    """exchange for TPUs. What it moves has some kilobytes, and XLA takes longer to launch an all-to-all, the changes of
+    layout around it and what finishes. One kernel does all this in VMEM. It cuts blocks as float32, since a row of a
+    packed dtype cannot be cut from others. More than 2**18 numbers, of a piece of a prompt, are left to XLA.
 
     Each device writes into the memory of the others, once all R have entered. A device leaves when it has a block from
     each, so all have passed the barrier by then: no signal of the next exchange is mistaken for one of this one, and no

@@ -1142,7 +1142,8 @@ def linear_halves(x: Array, w: Format) -> tuple[Array, Array]:
 @by_machine
 def exchange(x: Array, R: int, finish=lambda y: y) -> Array:
     """All-to-all among R consecutive devices of MODEL_AXES. x is [I, .., W] with I a divisor of R: each group of R / I
-    consecutive devices receives the same block. Returns finish(y) of y [R, .., W], a block from each device."""
+    consecutive devices receives the same block. Returns finish(y) of y [R, .., W], a block from each device; on TPUs
+    one kernel does both."""
     groups, blocks = sharer_groups(R), x.reshape(len(x), -1, x.shape[-1])  # XLA for TPUs lays out few dimensions well
     if len(x) == 1:
         y = jax.lax.all_gather(blocks[0], MODEL_AXES, axis_index_groups=groups)
@@ -1242,7 +1243,8 @@ def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array
 
 
 def joined(parts: Array) -> Array:
-    """`merged` of any number: `parts` [n, .., W + 1] and the result are as attend_to_stored has them."""
+    """`merged` for n outputs: `parts` [n, .., W + 1] and the result [.., W + 1] have an output and, beside it, the
+    log-sum-exp of its scores."""
     outs, each = parts[..., :-1], parts[..., -1:]
     log_sum_exp = functools.reduce(jnp.logaddexp, jnp.unstack(each))  # logsumexp takes TPUs longer
     return jnp.concatenate([jnp.sum(outs * jnp.exp(each - log_sum_exp), axis=0), log_sum_exp], axis=-1)
@@ -1700,8 +1702,8 @@ def experts(x, ids, scores, w_gate_up, w_down, activate, gate_up_bias: Array | N
 
 @by_machine
 def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
-    """experts, which says what it takes. Each expert that a token chose is multiplied with all tokens, and those that
-    did not choose it count nothing."""
+    """What `experts` returns; its arguments are explained there. Each expert that a token chose is multiplied with all
+    tokens, and those that did not choose it count nothing."""
     ids = local_ids(ids, E := w_down.shape[0])
     by_expert = scores_by_expert(ids, scores, E)
 
