@@ -1177,7 +1177,7 @@ def write_shard(path: Path, metadata: dict[str, str], groups: list, tensors: dic
 def say(text: str) -> None:
     """A line on standard error, of process 0 alone."""
     if jax.process_index() == 0:
-        print(text, file=sys.stderr, flush=True)
+        tqdm.write(text, file=sys.stderr)  # above a bar that is shown
 
 
 def progress_bar(*items, is_shown=True, **options) -> tqdm:

@@ -196,6 +196,17 @@ def test_bars_are_lines_in_a_log_file(capsys):
     ]
 
 
+def test_a_line_while_a_bar_is_shown(monkeypatch):
+    """It stands alone, above the bar."""
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with llama3.convert.progress_bar(total=2, desc="prefill"):
+        llama3.convert.say("compiling prefill ...")
+    *_, line = terminal.getvalue().partition("\n")[0].split("\r")
+    assert line == "compiling prefill ...", terminal.getvalue()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Reasoning. In small, the templates of releases: what they do with an earlier answer, and how they begin a new one
 
