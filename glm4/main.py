@@ -850,8 +850,11 @@ def answer(args, inputs: Inputs, generation) -> dict:
     results = Results(args, inputs.tokenizer, inputs.prompts, inputs.prompt_tokens, inputs.markers)
     steps = generation(inputs.prompt_tokens, max_seq_len=args.max_seq_len, stats=measured)
     results.add(next(steps))  # the first token is prefill's, what follows is the decode loop
-    shows_rows = args.output == "json" and not sys.stdout.isatty()  # they appear when they are finished
-    bar = progress_bar(is_shown=shows_rows, total=len(results.answers), desc="decoding", unit=" rows")
+    # Where no text is in its way: JSON comes in lines, and a file is not the terminal, where the bar then is.
+    in_file = sys.stderr.isatty() and os.path.isfile("/dev/stdout")
+    is_shown = in_file or (args.output == "json" and not sys.stdout.isatty())
+    options = {"total": len(results.answers), "desc": "decoding", "unit": " rows", "unit_scale": False}
+    bar = progress_bar(is_shown=is_shown, initial=sum(bool(a.finish_reason) for a in results.answers), **options)
     try:
         profiler = jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext()
         with interrupts_noted() as check, profiler, bar:

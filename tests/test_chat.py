@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from types import SimpleNamespace
@@ -205,6 +206,22 @@ def test_a_line_while_a_bar_is_shown(monkeypatch):
         llama3.convert.say("compiling prefill ...")
     *_, line = terminal.getvalue().partition("\n")[0].split("\r")
     assert line == "compiling prefill ...", terminal.getvalue()
+
+
+@pytest.mark.parametrize("flags", [[], ["--output", "json", "--max_new_tokens", "1"]])
+def test_rows_done(tmp_path, flags):
+    """Of all, in a terminal that shows no results; also those that end at once."""
+    (tmp_path / "prompts").write_text("Hello!\nWhat is 3 plus 4?\nHello!\n")
+    command = [sys.executable, ROOT / "llama3" / "main.py", "--prompts_file", tmp_path / "prompts", *flags]
+    terminal, of_program = pty.openpty()
+    termios.tcsetwinsize(of_program, (24, 80))
+    with (tmp_path / "answers").open("wb") as answers:
+        program = subprocess.Popen(command, env=ENVIRONMENT, stdout=answers, stderr=of_program)
+    program.wait()  # the terminal holds what is said, which is little
+    os.close(of_program)
+    said = os.read(terminal, 2**16).decode()
+    os.close(terminal)
+    assert re.search(r"decoding: 100%.* 3/3 .*rows", said), said
 
 
 # ---------------------------------------------------------------------------------------------------------------------
