@@ -114,7 +114,8 @@ def parse_arguments():
     add("--dp", type=count, help="split the batch into this many parts, default 1")
     add("--ep", type=count, help="split experts into this many parts, default 1, on TPUs what tp cannot split")
     add("--tp", type=count, help="split heads and columns into this many parts, default all devices that are left")
-    add("--temperature", type=number(float, 0, 1e6), default=0.0, help="0, the default, takes the most probable token")
+    heat = functools.partial(checked, float, lambda value: value == 0 or 1e-6 <= value <= 1e6, "0, or from 1e-6 to 1e6")
+    add("--temperature", type=heat, default=0.0, help="0, the default, takes the most probable token")
     add("--top_k", type=number(int, 0, math.inf), default=0, help="sample from the K most probable tokens, 0: from all")
     add("--top_p", type=number(float, 1e-6, 1), default=1.0, help="sample from the top P probability, default 1")
     add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of the sampling, default 0")
@@ -129,8 +130,6 @@ def parse_arguments():
     for name, value in vars(args).items():
         if value == "" and name != "system":  # an empty message takes the place of a template's own
             raise InputError(f"--{name} is empty")
-    if 0 < args.temperature < 1e-6:
-        raise InputError(f"--temperature {args.temperature} is neither 0 nor at least 1e-6")
     if args.chat and (args.raw or args.output == "json" or args.logprobs or args.profile):
         raise InputError("--chat prints text by the template: leave out --raw, --output json, --logprobs, --profile")
     if args.raw and (args.system is not None or args.template_args):
@@ -708,10 +707,9 @@ def read_inputs(args) -> Inputs:
     if is_raw and (args.chat or args.system is not None or args.template_args):
         what = "--system, --template_args or --chat needs a chat template, and it has none"
         raise InputError(f"{folder}: {what}; a chat_template.jinja that is put there is read")
-    remedy = "" if args.chat or args.template_args else "; --raw leaves the template out"
-    if args.system:
-        remedy = "; the template may take no --system"
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    remedy = "" if args.chat or args.template_args else "; --raw leaves the template out"
+    remedy = "; the template may take no --system" if system else remedy
     prompt_tokens = encode(tokenizer, prompts, is_raw, system, args.template_args, remedy)
     bos, bos_id, eos = tokenizer.bos_token, tokenizer.bos_token_id, tokenizer.eos_token
     asks_for_bos = is_raw and bos and read_json(folder / "tokenizer_config.json").get("add_bos_token")
@@ -724,8 +722,7 @@ def read_inputs(args) -> Inputs:
         if is_raw and eos and ids[-1:] == [tokenizer.eos_token_id] and not prompts[row - 1].endswith(eos):
             del ids[-1]  # as training wants it; what follows would be another text
             say(f"note: prompt {row} is continued without the {eos} that the tokenizer puts behind it")
-    given = {name: value for name, value in checkpoint.generation_config.items() if value is not None}
-    asked = {"temperature": 1.0} | given
+    asked = {"temperature": 1.0} | {name: x for name, x in checkpoint.generation_config.items() if x is not None}
     if asked.get("do_sample") is True and args.temperature == 0:
         flags = {name: asked.get(name) for name in ("temperature", "top_k", "top_p")}
         flags = [f"--{name} {value}" for name, value in flags.items() if type(value) in (int, float)]
@@ -850,11 +847,12 @@ def answer(args, inputs: Inputs, generation) -> dict:
     results = Results(args, inputs.tokenizer, inputs.prompts, inputs.prompt_tokens, inputs.markers)
     steps = generation(inputs.prompt_tokens, max_seq_len=args.max_seq_len, stats=measured)
     results.add(next(steps))  # the first token is prefill's, what follows is the decode loop
-    # Where no text is in its way: JSON comes in lines, and a file is not the terminal, where the bar then is.
-    in_file = sys.stderr.isatty() and os.path.isfile("/dev/stdout")
-    is_shown = in_file or (args.output == "json" and not sys.stdout.isatty())
+    # The bar is shown where no text comes in its way: JSON comes in lines, and a file is not the bar's terminal.
+    is_shown = args.output == "json" and not sys.stdout.isatty()
+    is_shown |= sys.stderr.isatty() and os.path.isfile("/dev/stdout")
+    ended = sum(bool(row.finish_reason) for row in results.answers)
     options = {"total": len(results.answers), "desc": "decoding", "unit": " rows", "unit_scale": False}
-    bar = progress_bar(is_shown=is_shown, initial=sum(bool(a.finish_reason) for a in results.answers), **options)
+    bar = progress_bar(is_shown=is_shown, initial=ended, **options)
     try:
         profiler = jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext()
         with interrupts_noted() as check, profiler, bar:
@@ -901,10 +899,10 @@ def chat(args, inputs: Inputs, generation) -> dict:
             results = None
             with interrupts_noted(at_once=True):
                 text = input("> ") if is_shown else input()  # this writes nothing: standard output may be full
-            if text.strip() == "/exit":
+            if (typed := text.strip()) == "/exit":
                 return measured
-            if text.strip() in ("", "/reset"):
-                history = inputs.system if text.strip() else history
+            if typed in ("", "/reset"):
+                history = inputs.system if typed else history
                 continue
             prompt_tokens = encode(inputs.tokenizer, [text], False, history, args.template_args)
             check_context(prompt_tokens, inputs.checkpoint.raw_config)
@@ -921,7 +919,7 @@ def chat(args, inputs: Inputs, generation) -> dict:
         except KeyboardInterrupt:
             write("\n")
         except EOFError:
-            write("\n" if is_shown else "")
+            write("\n" * is_shown)
             return measured
         except InputError as error:
             results = None
