@@ -329,15 +329,19 @@ def test_line_ends_behind_an_answer(end, stops):
 
 def test_a_beginning_that_only_the_settings_name(main, tmp_path):
     """Gemma 4's and DeepSeek's tokenizer.json adds no BOS to text. A template writes it itself."""
-    shutil.copytree(ROOT / "gemma4" / "demo", tmp_path, dirs_exist_ok=True)
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
     edit_json("tokenizer.json", post_processor=None)(tmp_path)
     edit_json("tokenizer_config.json", add_bos_token=True)(tmp_path)
     flags = ["--model_path", tmp_path, "--output", "json", "--max_new_tokens", "1", "--prompt"]
-    note = "note: the tokenizer puts no <bos> before a prompt"
-    for prompt, more, has_note in (("Hi", ["--raw"], True), ("<bos>Hi", ["--raw"], False), ("Hi", [], False)):
-        _, out, err = main(*flags, prompt, *more, folder="gemma4")
+    note = "note: the tokenizer puts no <|begin_of_text|> before a prompt"
+    for prompt, more, has_note in (
+        ("Hi", ["--raw"], True),
+        ("<|begin_of_text|>Hi", ["--raw"], False),
+        ("Hi", [], False),
+    ):
+        _, out, err = main(*flags, prompt, *more)
         (row,), _ = json_rows(out)
-        assert (note in err) == has_note == (row["prompt_tokens"][0] != 509)
+        assert (note in err) == has_note == (row["prompt_tokens"][0] != 507)
 
 
 def test_prompts_one_by_one(main):
