@@ -436,13 +436,14 @@ class Places:
         the `opening`. Without these, states are kept where that saves the next prompts the most tokens."""
         if self.opening:
             return [n for n in (self.preamble, self.prompt_lengths[p] - self.opening) if n < self.prompt_lengths[p]]
-        if not self.has_states or self.sources[p] >= 0:
+        if not self.has_states:
             return []
         following = itertools.islice(self.waiting, self.count)
         common = sorted(min(self.agreeing(self.prompts[n], [p])[0], self.prompt_lengths[p] - 1) for n in following)
-        best = max([((len(common) - i) * n, n) for i, n in enumerate(common)], default=(0, 0))[1]
+        known = self.common[p]  # the next prompts may have as much from where this row has it
+        best = max([((len(common) - i) * (n - known), n) for i, n in enumerate(common)], default=(0, 0))[1]
         # It would replace the copy that the row has. A few tokens more, in which some agree by chance, do not pay.
-        return [best] if best >= max(self.saved[p]) + FEWEST_COPIED else []
+        return [best] if best >= known + FEWEST_COPIED else []
 
     def shared(self, p: int, most: int) -> tuple[int, np.ndarray]:
         """How many tokens of a prompt, `most` of which agree, the cache of a place can keep, and `saved`, 0 in place of
@@ -465,7 +466,7 @@ class Places:
 
     def source(self, p: int, agreeing: np.ndarray) -> tuple[int, int]:
         """The place of another row from which a new one can have the most tokens, and how many; -1 if these are too few
-        to wait for."""
+        to wait for, and how many it has already."""
         filled, source, most = self.rows.filled, -1, self.rows.filled[p] + FEWEST_COPIED - 1
         is_near = np.arange(self.batch) // self.together == p // self.together
         is_near[p] = False
@@ -475,7 +476,7 @@ class Places:
             n = max((end for end in ends if end > filled[q] or self.offers(q, end)), default=0)
             if n > most:
                 source, most = q, n
-        return source, most
+        return source, most if source >= 0 else filled[p]
 
     def paused(self) -> np.ndarray:
         """Whether the row of a place pauses within its prompt, so that its layers that forget can be copied."""
@@ -590,8 +591,7 @@ class Engine:
         stats |= dict.fromkeys(("drafts", "drafts_accepted"), 0)
         self.results, self.clock = deque(), time.perf_counter()
         self.lengths = np.zeros(places.count)  # tokens in the cache, summed over decoding steps
-        copied = np.where(places.sources < 0, 0, places.common - places.rows.filled)
-        self.first_tokens = int((places.prompt_lengths - places.rows.filled - copied).sum())  # of the first prompts
+        self.first_tokens = int((places.prompt_lengths - places.common).sum())  # of the first prompts
         self.state, self.by_rows = None, NamedSharding(options["mesh"], P("dp"))
         self.replace = jax.jit(replace, out_shardings=self.by_rows, donate_argnums=0)
 

@@ -101,18 +101,13 @@ def test_what_prompts_share_is_read_once():
     assert stats["row_steps"] == stats["decode_tokens"] == 6 * 7  # no place waits: each first token is prefill's
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_word_in_common_moves_no_copy_of_states(rows):
-    """What all prompts share is read once, though each agrees with some of the next ones for a word more."""
+def read_with_states(prompts, rows: int) -> int:
+    """How many tokens of prompts a model with states reads, `rows` at a time."""
     generate = import_folder("llama3").generate
-    beginning, *words = random_prompts([400, 2, 2, 2])
-    prompts = [
-        np.array(beginning + words[i * i % 7 % 3] + end) for i, end in enumerate(random_prompts([10] * 30, seed=1))
-    ]
     sizes = {"count": rows, "batch": rows, "dp": 1, "pieces": [512, 64, 16], "drafts": 0, "seed": 0, "together": rows}
     limits = {"max_new_tokens": 2, "max_seq_len": 500, "stop_tokens": (), "held": 0, "opening": 0, "preamble": 0}
     limits["sparing"] = False
-    places, read = generate.Places(prompts, **sizes, **limits), 0
+    places, read = generate.Places([*map(np.array, prompts)], **sizes, **limits), 0
     while (places.numbers >= 0).any():
         places.copies()
         places.is_new[:] = False
@@ -123,7 +118,24 @@ def test_a_word_in_common_moves_no_copy_of_states(rows):
             n = len(places.in_flight[0].places)
             places.receive(places.rows.lengths[places.in_flight[0].places], [[5]] * n, [[0.0]] * n)
             places.admit()
-    assert read <= 400 + 30 * 12 + rows
+    return read
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_word_in_common_moves_no_copy_of_states(rows):
+    """What all prompts share is read once, though each agrees with some of the next ones for a word more."""
+    beginning, *words = random_prompts([400, 2, 2, 2])
+    ends = random_prompts([10] * 30, seed=1)
+    prompts = [beginning + words[i * i % 7 % 3] + end for i, end in enumerate(ends)]
+    assert read_with_states(prompts, rows) <= 400 + 30 * 12 + rows
+
+
+def test_groups_of_prompts_that_share_more_than_all_do():
+    """With states, too, what all share is read once, and so is what each group does: by its first row, which has the
+    rest from another place. The group of the very first reads it twice: that row keeps what all share."""
+    beginning, *groups = random_prompts([200, 150, 150, 150])
+    prompts = [beginning + groups[i % 3] + end for i, end in enumerate(random_prompts([10] * 12, seed=1))]
+    assert read_with_states(prompts, 12) == 200 + 4 * 150 + 12 * 10
 
 
 SHARED = [  # the folder; mesh; rows; tokens that all share; how often they are read; options
