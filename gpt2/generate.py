@@ -461,8 +461,9 @@ class Places:
 
     def agreeing(self, prompt: np.ndarray, places=slice(None)) -> np.ndarray:
         """How many tokens at the beginning of a prompt, but for its last one, are those in the histories of places."""
-        same = self.rows.history[places, : len(prompt) - 1] == prompt[:-1]
-        return np.argmin(np.pad(same, ((0, 0), (0, 1))), axis=1)
+        differ = self.rows.history[places, : len(prompt)] != prompt
+        differ[:, -1] = True
+        return np.argmax(differ, axis=1)
 
     def source(self, p: int, agreeing: np.ndarray) -> tuple[int, int]:
         """The place of another row from which a new one can have the most tokens, and how many; -1 if these are too few
