@@ -353,8 +353,9 @@ class Places:
     `rows` is the state after all steps that were started. The device is ahead of it where drafts were accepted, and
     behind it where it met a stop token that was not received yet. A free place stands still at its limit. Of each
     place, `numbers` has its row, -1 if it is free; `prompt_lengths` that of the prompt; `received` how many tokens the
-    host has, with the prompt; `stored` the position behind the last that may have been written. Where `sources` is not
-    -1, a row waits until the place that it names has the `common` tokens that both begin with, and gets a copy of them.
+    host has, with the prompt; `stored` the position behind the last that may have been written; `common` how many
+    tokens of its prompt the row need not read. Where `sources` is not -1, the row waits until the place that this names
+    has these tokens, and gets a copy.
 
     Where `is_new`, the devices must still be told what `rows` has. `saved`, int [batch, 2], says after how many tokens
     the two copies of the layers that forget were made, the second after the preamble (see `pauses_of`); 0: no copy.
@@ -466,8 +467,8 @@ class Places:
         return np.argmax(differ, axis=1)
 
     def source(self, p: int, agreeing: np.ndarray) -> tuple[int, int]:
-        """The place of another row from which a new one can have the most tokens, and how many; -1 if these are too few
-        to wait for, and how many it has already."""
+        """The place of another row from which a new one can have the most tokens, and how many; -1, and how many it has
+        already, if these are too few to wait for."""
         filled, source, most = self.rows.filled, -1, self.rows.filled[p] + FEWEST_COPIED - 1
         is_near = np.arange(self.batch) // self.together == p // self.together
         is_near[p] = False
