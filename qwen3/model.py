@@ -1028,18 +1028,15 @@ def attention_with_sum(q: Array, cache: tuple[Format, Format], seen: Array, soft
     return einsum("bkams,bksw->bkamw", p.astype(values.dtype), values), m + jnp.log(l)
 
 
-def merged(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Softmax outputs over two sets of keys as one over both: pairs of an output and the log-sum-exp of its scores."""
-    log_sum_exp = jnp.logaddexp(a[1], b[1])
-    return sum(out * jnp.exp(each - log_sum_exp) for out, each in (a, b)), log_sum_exp
+def merged(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Softmax outputs over some sets of keys as one over all: pairs of an output and the log-sum-exp of its scores."""
+    log_sum_exp = functools.reduce(jnp.logaddexp, [each for _, each in parts])  # logsumexp takes TPUs longer
+    return sum(out * jnp.exp(each - log_sum_exp) for out, each in parts), log_sum_exp
 
 
 def joined(parts: Array) -> Array:
-    """`merged` for n outputs: `parts` [n, .., W + 1] and the result [.., W + 1] have an output and, beside it, the
-    log-sum-exp of its scores."""
-    outs, each = parts[..., :-1], parts[..., -1:]
-    log_sum_exp = functools.reduce(jnp.logaddexp, jnp.unstack(each))  # logsumexp takes TPUs longer
-    return jnp.concatenate([jnp.sum(outs * jnp.exp(each - log_sum_exp), axis=0), log_sum_exp], axis=-1)
+    """`merged`, of `parts` [n, .., W + 1] that have both of a pair side by side, as the result [.., W + 1] has."""
+    return jnp.concatenate(merged(*((part[..., :-1], part[..., -1:]) for part in parts)), axis=-1)
 
 
 def over_blocks(attend, first: Array, last: Array, shape) -> tuple[Array, Array]:
