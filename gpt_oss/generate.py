@@ -286,7 +286,7 @@ def copy(cache: list, saved: list[dict], copies: Copies, *, config: Config, mesh
 
         def share(i, trees):
             (arrays, tree), place = jax.tree.flatten(trees), places[i]
-            blocks = [ceil_div(math.prod(x.shape[2:3]), BLOCK) for x in arrays]  # of each array; a state is one, or few
+            blocks = [ceil_div(math.prod(x.shape[2:3]), BLOCK) for x in arrays]  # of each array; a state must be one
 
             def shared(x, n):  # the n-th block; if it ends beyond the last slot, XLA moves it back on both sides
                 at = (0, n * BLOCK, 0)[: x.ndim - 1]
