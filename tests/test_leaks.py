@@ -102,6 +102,8 @@ def unused(files: dict[str, str]) -> set[str]:
         if isinstance(node, ast.FunctionDef):
             look_into(node)
         elif isinstance(node, ast.ClassDef):
+            if named[node.name] <= sum(name_of(inner) == node.name for inner in ast.walk(node)):
+                found.add(node.name)
             for method in node.body:
                 if isinstance(method, ast.FunctionDef):
                     look_into(method, f"{node.name}.")
@@ -133,6 +135,7 @@ def test_the_list_is_not_longer_than_needed():
         ("given: dict) -> dict:", "given: dict, planted: int = 0) -> dict:", "read_fields(planted)"),
         ("    multiple: int = 1", "    multiple: int = 1\n    planted: int = 0", "Part.planted"),
         ("def linear(", "def planted():\n    return planted\n\n\ndef linear(", "planted"),
+        ("def linear(", "class Planted:\n    x: Planted\n\n\ndef linear(", "Planted"),
     ],
 )
 def test_a_planted_leak_is_found(before, after, name):
