@@ -488,7 +488,7 @@ def test_a_key_that_is_held(monkeypatch):
 
 def test_interrupts_at_any_moment(monkeypatch, capsys):
     """A conversation goes on from what was printed, and what is kept gives the answers of a fresh start."""
-    turns = iter(["Hello!", *["What is the capital of France?", "And 3 plus 4?", "x" * 90] * 10, "Hello!"])
+    turns = iter(["Hello!", *["What is the capital of France?", "And 3 plus 4?", "x" * 90] * 6, "Hello!"])
     random, timers, answers, arguments = np.random.default_rng(0), [], [], []
     generate = llama3.main.generate
 
@@ -524,5 +524,5 @@ def test_interrupts_at_any_moment(monkeypatch, capsys):
         for token in tokens:
             fresh[token.row].append(token.id)
     assert "Traceback" not in capsys.readouterr().err
-    assert len(answers) > 20 and 1 < sum(ids == whole for (_, ids), whole in zip(answers, fresh)) < len(answers)
+    assert len(answers) > 12 and 1 < sum(ids == whole for (_, ids), whole in zip(answers, fresh)) < len(answers)
     assert all(ids == whole[: len(ids)] for (_, ids), whole in zip(answers, fresh))

@@ -193,7 +193,7 @@ def test_the_extra_layer_guesses_as_the_reference(tmp_path, case, mesh):
 @pytest.mark.parametrize(
     ("case", "mesh", "temperature", "drafts", "quantize"),
     [
-        (deepseek_3, (2, 2, 2), 0.5, 1, "int8"),
+        (deepseek_3, (2, 2, 1), 0.5, 1, "int8"),
         (glm_moe, (1, 2, 2), 0.0, 4, None),
         (qwen_35_moe, (1, 2, 2), 0.5, 3, None),
     ],

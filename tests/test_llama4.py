@@ -130,6 +130,7 @@ def test_chunks_of_any_length(tmp_path):
         assert_matches(reference, prompts, decode(llama4, tmp_path / str(chunk), prompts, max_new_tokens=8))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "mesh"),
     [

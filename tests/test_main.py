@@ -53,6 +53,7 @@ def json_rows(text):
     return lines[:-1], lines[-1]["stats"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("folder", ["llama3", "deepseek"])
 def test_golden_text_of_a_folder_copied_alone(tmp_path, folder):
     """`python3 main.py` with no arguments, in a new process and far from the repository, and from another folder."""
@@ -274,6 +275,7 @@ def test_text_as_it_comes(main, monkeypatch):
 
 def test_stop_tokens_and_no_chat_template(main, tmp_path):
     """Those of generation_config.json, of config.json and of the tokenizer together; without a template a note."""
+    folder = FOLDERS["llama3"]
     save_random(tmp_path, *llama()[1:])
     arguments = ["--model_path", tmp_path, "--prompt", "abc", "--output", "json", "--max_new_tokens", "12"]
     _, out, err = main(*arguments)
@@ -288,21 +290,23 @@ def test_stop_tokens_and_no_chat_template(main, tmp_path):
 
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     names = {i: name for name, i in tokenizer["model"]["vocab"].items()}
-    for config_ids, generation_ids, of_tokenizer, stops_at in (
-        (free[3], None, None, free[3]),
-        ([330, free[4]], None, None, free[4]),
-        (free[5], free[3], None, free[3]),
-        (free[3], [free[6], 330], None, free[3]),
-        (None, None, free[3], free[3]),
-        (free[5], [free[4], 330], free[3], free[3]),
+    for config_ids, generation_ids, of_tokenizer in (
+        (free[3], None, None),
+        ([330, free[4]], None, None),
+        (free[5], free[3], None),
+        (free[3], [free[6], 330], None),
+        (None, None, free[3]),
+        (free[5], [free[4], 330], free[3]),
     ):
         edit("config.json", eos_token_id=config_ids)
         edit("generation_config.json", eos_token_id=generation_ids)
         edit("tokenizer_config.json", eos_token=names[of_tokenizer] if of_tokenizer else "</s>")
-        (row,), _ = json_rows(main(*arguments)[1])
-        stops = np.hstack([config_ids or [], generation_ids or [], stops_at])
-        end = min(free.index(token) for token in stops if token in free)
-        assert row["tokens"] == free[: end + 1] and row["finish_reason"] == "stop"
+        checkpoint = folder.convert.open_checkpoint(tmp_path)
+        stops = folder.main.read_stop_tokens(checkpoint, folder.main.read_tokenizer(checkpoint))
+        assert set(stops) == {*np.hstack([config_ids or [], generation_ids or [], of_tokenizer or []])}
+    (row,), _ = json_rows(main(*arguments)[1])
+    end = min(free.index(token) for token in stops if token in free)
+    assert row["tokens"] == free[: end + 1] and row["finish_reason"] == "stop"
 
 
 def test_the_end_that_only_the_template_names(main, tmp_path):

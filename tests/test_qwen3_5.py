@@ -283,7 +283,7 @@ def test_rows_take_the_places_of_others(tmp_path, monkeypatch):
         assert [token.id for token in others] == ids[: ids.index(stop) + 1 if stop in ids else None]
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", [None, "lookup"])
 def test_a_conversation_goes_on(tmp_path, draft):
     """A prompt that begins with all that the states have seen, after an answer that ended at its limit, with a stop

@@ -143,7 +143,7 @@ SHARED = [  # the folder; mesh; rows; tokens that all share; how often they are 
     ("llama3", (2, 1, 4), 8, 300, 2, {"temperature": 2.0}),  # two devices share a head
     ("llama3", (1, 1, 1), 3, 170, 1, {"draft": "lookup"}),
     ("gemma", (1, 1, 2), 4, 400, 1, {}),  # rings of 256 slots
-    ("gemma4", (1, 1, 8), 8, 330, 1, {"quantize_cache": "int8"}),  # layers with other numbers of heads
+    ("gemma4", (1, 1, 4), 8, 330, 1, {"quantize_cache": "int8"}),  # layers with other numbers of heads
     ("gpt_oss", (1, 2, 1), 5, 290, 1, {"temperature": 1.0}),
     ("llama4", (1, 1, 8), 8, 300, 1, {}),  # chunks
     ("deepseek", (1, 1, 4), 8, 300, 4, {"draft": "mtp"}),  # each of four devices has two rows
@@ -420,7 +420,8 @@ def test_broken_off_while_it_compiles():
     assert_equal(collected(generate.generate(weights, [prompt], config, mesh, kept=kept, **options), 1), whole)
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3_5"])
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", ["qwen3_5", "llama3"])
 def test_called_from_a_program_that_needs_64_bits(name):
     """jax_enable_x64 changes no token: all numbers of the cache and of the indices have the dtypes that they had."""
     folder, config, mesh, weights = demo(name, (1, 1, 1))
@@ -430,19 +431,18 @@ def test_called_from_a_program_that_needs_64_bits(name):
         assert collected(folder.generate.generate(weights, prompts, config, mesh, **options), 2) == wanted
 
 
-@pytest.mark.parametrize("array", [np.array, jnp.array, tuple], ids=["numpy", "jax", "tuple"])
-def test_prompts_that_are_arrays(array):
+def test_prompts_that_are_arrays():
     """As a tokenizer returns them that is asked for arrays; stop tokens may be a list, as in generation_config.json."""
     folder, config, mesh, weights = demo("llama3", (1, 1, 1))
     generate, prompts = folder.generate.generate, [[3, 4, 5, 6], [7, 8, 9, 10]]
     wanted = collected(generate(weights, prompts, config, mesh, max_new_tokens=4), 2)
     options = {"max_new_tokens": 4, "stop_tokens": [wanted[0][1].id]}
-    found = [
-        collected(generate(weights, p, config, mesh, **options), 2) for p in ([*map(array, prompts)], array(prompts))
-    ]
-    assert found == 2 * [stopped(wanted, options["stop_tokens"])]
-    with pytest.raises(folder.model.InputError, match="prompt 2 is empty"):
-        next(generate(weights, [array([1]), array([])], config, mesh, **options))
+    for given in (np.array(prompts), jnp.array(prompts), [*map(np.array, prompts)], [*map(tuple, prompts)]):
+        found = collected(generate(weights, given, config, mesh, **options), 2)
+        assert found == stopped(wanted, options["stop_tokens"])
+    for array in (np.array, jnp.array, tuple):
+        with pytest.raises(folder.model.InputError, match="prompt 2 is empty"):
+            next(generate(weights, [array([1]), array([])], config, mesh, **options))
 
 
 def test_weights_from_elsewhere():
@@ -592,7 +592,7 @@ def test_places(monkeypatch):
     generate, random_lists = import_folder("llama3").generate, np.random.default_rng(0)
     monkeypatch.setattr(generate, "FEWEST_COPIED", 5)
     read = shared = copied = copied_states = returned = 0
-    for _ in range(300):
+    for _ in range(150):
         chance = np.random.default_rng(random_lists.integers(2**32))
         dp, drafts, new = int(chance.integers(1, 3)), int(chance.integers(4)), int(chance.integers(1, 12))
         batch, slots = dp * int(chance.integers(1, 5)), int(chance.integers(70, 90))

@@ -250,7 +250,7 @@ def test_the_whole_program(main, tmp_path, name):  # noqa: F811
     prompts = [text for text in TEXTS[6:28] if text.strip() and not set(text) & set("\r\n")][::3]
     (tmp_path / "prompts").write_text("\n".join(prompts))
     arguments = ["--model_path", tmp_path, "--prompts_file", tmp_path / "prompts", "--raw", "--dtype", "float32"]
-    arguments += ["--max_new_tokens", 24, "--temperature", 1, "--dp", 8]
+    arguments += ["--max_new_tokens", 24, "--temperature", 1]
     name = Path(folder.model.__file__).parent.name
     status, out, err = main(*arguments, "--output", "json", folder=name)
     assert status == 0, err
