@@ -774,11 +774,11 @@ def download_again(file: Path) -> str:
 
 def read_header(file: Path) -> dict[str, Stored]:
     """The tensors of a safetensors file, after safetensors itself has checked its header and size."""
-    try:
-        safe_open(file, framework="np")
-    except SafetensorError as error:
-        raise InputError(f"{file}: truncated or damaged ({one_line(error)}); {download_again(file)}") from error
-    with open(file, "rb") as f:
+    with open(file, "rb") as f:  # first: safetensors calls a file that may not be read missing
+        try:
+            safe_open(file, framework="np")
+        except SafetensorError as error:
+            raise InputError(f"{file}: truncated or damaged ({one_line(error)}); {download_again(file)}") from error
         start = 8 + int.from_bytes(f.read(8), "little")
         header = json.loads(f.read(start - 8))
     header.pop("__metadata__", None)

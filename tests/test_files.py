@@ -4,8 +4,11 @@ References are transformers' classes with the numbers that the files stand for.
 """
 
 import json
+import os
 import re
 import shutil
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -346,6 +349,20 @@ def test_shards_and_their_index(tmp_path):
     save_index(tmp_path, where | {"model.norm.weight": "c.safetensors"})
     with pytest.raises(llama3.model.InputError, match=r"c.safetensors: missing; download"):
         llama3.convert.open_checkpoint(tmp_path)
+
+
+def test_a_file_that_may_not_be_read():
+    """safetensors alone would say that it is not there."""
+    with tempfile.TemporaryDirectory() as parent:  # root can read all, so another user is to look
+        shutil.copytree(llama3_demo(), folder := Path(parent, "checkpoint"))
+        (folder / "model.safetensors").chmod(0o600 if os.geteuid() == 0 else 0)
+        Path(parent).chmod(0o755)
+        try:
+            os.seteuid(65534 if os.geteuid() == 0 else os.geteuid())
+            with pytest.raises(PermissionError, match=r"Permission denied: '.*model.safetensors'"):
+                llama3.convert.open_checkpoint(folder)
+        finally:
+            os.seteuid(os.getuid())
 
 
 def test_the_index_of_the_source_beside_a_quantized_file(tmp_path):
