@@ -753,8 +753,8 @@ def stored_tensors(folder: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     found: dict[str, Stored] = {}
     shards = {shard: (folder / shard).is_file() for shard in sorted(set(weight_map.values()))}
     for shard, is_there in shards.items():
-        if Path(shard).name != shard:
-            raise InputError(f"{folder / INDEX}: the shard {shard!r:.200} is not a file of this folder")
+        if Path(shard).is_absolute() or ".." in Path(shard).parts:
+            raise InputError(f"{folder / INDEX}: the shard {shard!r:.200} is not in this folder")
         for name, stored in read_header(folder / shard).items() if is_there else ():
             if name in found and name not in weight_map:
                 raise InputError(f"{folder}: {name:.200} is both in {found[name].file.name} and in {shard}")

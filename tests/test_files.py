@@ -349,6 +349,10 @@ def test_shards_and_their_index(tmp_path):
     save_index(tmp_path, where | {"model.norm.weight": "c.safetensors"})
     with pytest.raises(llama3.model.InputError, match=r"c.safetensors: missing; download"):
         llama3.convert.open_checkpoint(tmp_path)
+    (tmp_path / "layers").mkdir()  # as GPTQModel has a folder for each layer
+    (tmp_path / "b.safetensors").rename(tmp_path / "layers" / "b.safetensors")
+    save_index(tmp_path, {name: shard.replace("b.", "layers/b.") for name, shard in where.items()})
+    assert_matches(reference, PROMPTS, decode(llama3, tmp_path, PROMPTS, max_new_tokens=2))
 
 
 def test_a_file_that_may_not_be_read():
