@@ -546,7 +546,8 @@ class Checkpoint(NamedTuple):
 def find_checkpoint(path: str, extra_layer: bool = False) -> Path:
     """The folder `path`, or the snapshot of the hub id `path`, org/name or org/name@revision: downloaded, but for files
     with nothing that is needed, or found in the hub's cache folder. `extra_layer` is that of open_checkpoint."""
-    folder, hub_id = Path(path), re.fullmatch(r"((?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?:@([\w./-]+))?", path)
+    hub_id = re.fullmatch(r"((?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?:@([\w./-]+))?", path)
+    folder = Path(os.path.expanduser(path))  # in --flag=~/x a shell leaves the ~
     if path and folder.is_dir():
         return folder
     if folder.exists() or not hub_id:
@@ -1246,7 +1247,7 @@ def run(main) -> None:
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", required=True, help="a Hugging Face checkpoint folder or a hub id")
-    parser.add_argument("--output", required=True, help="the folder to write")
+    parser.add_argument("--output", required=True, type=os.path.expanduser, help="the folder to write")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--quantize", choices=["int8", "int4"], help="matrices in int8 or in 4 bits")
     args = parser.parse_args()

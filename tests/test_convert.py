@@ -252,6 +252,15 @@ def test_another_conversion_is_not_touched(checkpoint, tmp_path):
     assert files(tmp_path / "out") == before
 
 
+def test_a_home_that_no_shell_put_there(checkpoint, tmp_path, monkeypatch):
+    """bash leaves --flag=~/x as it is. A folder that is called ~ is a trap for whoever removes it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(shutil.copytree(checkpoint[0], tmp_path / "source"))
+    monkeypatch.setattr(sys, "argv", ["convert.py", "--model_path=~/source", "--output=~/out"])
+    llama3.convert.main()
+    assert sorted(os.listdir(tmp_path)) == ["out", "source"] and "~" not in os.listdir()
+
+
 def test_a_changed_source_and_a_second_conversion(checkpoint, tmp_path):
     """The same headers with other numbers are another checkpoint; two at once do not write one folder."""
     path, reference = checkpoint
