@@ -605,7 +605,7 @@ def something_else(folder: Path, names: Iterable[str]) -> str:
         return f": a PEFT adapter of {base!r:.200}; merge it into that model (peft's merge_and_unload) and save this"
     if any(name.endswith(".gguf") for name in names):
         return ": GGUF, which llama.cpp reads; give the safetensors that it was made from"
-    if any(re.search(r"^(?!training_args|rng_state|scheduler|optimizer).*\.(bin|pth?)$", name) for name in names):
+    if any(re.fullmatch(r"pytorch_model(-\d+-of-\d+)?\.bin", name) for name in names):
         return f"; pickled weights are never read, {unpickling(folder)} saves them as safetensors"
     if {"zero_to_fp32.py", "pytorch_model_fsdp_0"} & {*names}:
         return ": shards of a training run; DeepSpeed's zero_to_fp32.py, or accelerate merge-weights, joins them"

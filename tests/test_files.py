@@ -515,6 +515,10 @@ def without_settings(folder):
         (in_int8_of_bitsandbytes, "a form of quantization 'bitsandbytes' that is not supported; give the unquantized"),
         (scales_in(torch.float8_e4m3fn, torch.uint8), "weights in NVFP4 .* give the unquantized checkpoint"),
         (scales_in(torch.uint8, torch.float8_e4m3fn), "weights in MXFP8 .* give the unquantized checkpoint"),
+        (  # of litgpt; the command for pickled weights that transformers can read would fail
+            lambda folder: (folder / "model.safetensors").rename(folder / "lit_model.pth"),
+            "it has no safetensors: give what transformers' save_pretrained wrote",
+        ),
         (inside("checkpoint-500"), "no config.json; give the folder .*checkpoint/checkpoint-500"),
         (inside("snapshots/0123"), "no config.json; give the folder .*checkpoint/snapshots/0123"),
         (link_to_nothing, "model.safetensors is a link to a file that is not there"),
