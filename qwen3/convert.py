@@ -838,6 +838,8 @@ def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict
         more = f", and {len(problems) - 3} more such" if len(problems) > 3 else ""
         if wrapped := next((name for name in found if missing and name.endswith(f".{missing[0].split()[0]}")), None):
             more += f"; {wrapped} stands in a wrapper: save the model in it"
+        if any(name.startswith("score.") for name in found):
+            more += "; a classifier or a reward model, which writes no text"
         if any(found[name].shape == (0,) for name in expected.keys() & found):
             more += "; DeepSpeed (ZeRO-3) saved no weights here: run its zero_to_fp32.py"
         raise InputError(f"{folder}: {'; '.join(problems[:3])}{more}")

@@ -526,6 +526,10 @@ def without_settings(folder):
             edit_tensors(lambda tensors: {f"module.{name}": x for name, x in tensors.items()}),
             "module.model.embed_tokens.weight stands in a wrapper: save the model in it",
         ),
+        (
+            edit_tensors(lambda tensors: tensors | {"score.weight": torch.ones(1, 128)}),
+            "score.weight is not .*; a classifier or a reward model, which writes no text",
+        ),
         (lambda folder: (folder / "model.safetensors").write_text(POINTER), "it is a pointer of Git LFS: run git lfs"),
         (without_settings, "no quantization_config; download config.json again"),
         (
