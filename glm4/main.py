@@ -49,9 +49,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 try:
     from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, SentencePieceBackend
-except (ImportError, OSError) as error:  # it imports torch where that is installed, and a broken one fails so
-    remedy = "pip install -U transformers; if the reason names torch, install that anew, or remove it"
-    sys.exit(f"error: transformers 5.23 or newer cannot be imported ({error}): {remedy}")
+except Exception as error:  # it imports torch where that is installed, and a broken one can raise anything
+    remedy = "pip install -U transformers; if the reason names torch or numpy, install torch anew, or remove it"
+    sys.exit(f"error: transformers 5.23 or newer cannot be imported ({one_line(error)}): {remedy}")
 
 DEMO = Path(__file__).resolve().parent / "demo"
 PROMPTS_CHARACTERS = 2**28  # a larger --prompts_file, such as /dev/zero, is refused

@@ -605,13 +605,16 @@ def test_as_other_programs_want_python_and_jax(tmp_path):
     assert "CPU cores: jax found no GPU or TPU" in finished.stderr
 
 
-@pytest.mark.parametrize("text", ["", "raise OSError('libcurand.so.10: cannot open shared object file')"])
+@pytest.mark.parametrize(
+    "text", ["", "raise OSError('libcurand.so.10: no\\nsuch file')", "raise ValueError('numpy.dtype')"]
+)
 def test_a_transformers_that_is_too_old(tmp_path, text):
     """Or that finds a broken torch."""
     (tmp_path / "transformers.py").write_text(text)
     command = [sys.executable, ROOT / "llama3" / "main.py"]
     finished = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
     assert finished.returncode != 0 and finished.stderr.startswith("error: transformers 5.23 or newer cannot be")
+    assert finished.stderr.count("\n") == 1
 
 
 def test_more_than_memory_holds(main, monkeypatch):
