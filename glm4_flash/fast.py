@@ -198,8 +198,8 @@ PRODUCTS["cpu", Int8] = lambda x, w: int8_cpu_product(x, w.values) * w.scale
 def store_many(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R: int, is_own=None) -> LayerCache:
     """store, where many tokens of a row are written side by side, and one row after another.
 
-    A piece that would end beyond the last slot is written further back, and the slots there that are not new stay as
-    they are. In a ring, the rest of it goes to the first slots.
+    A piece that would end beyond the last slot is written so that it ends with it, and the slots before its own keep
+    what they have. In a ring, what did not fit goes to the first slots.
     """
     S, T = cache[0].shape[2], new[0].shape[2]
     if T <= FEW:
@@ -595,8 +595,8 @@ class Int4Groups(NamedTuple):
     bits, kernel_columns = 4, 512  # of Int4Lanes
 
     def for_mesh(self, weight: Weight, mesh: Mesh) -> Int4Groups | type[Format]:
-        """Groups that no device has only a part of; Plain, where 16 numbers are too many for that, and for what is
-        multiplied head by head. On TPUs they are for kernels, which experts without whole lanes have none of."""
+        """Groups so small that no device has a part of one; Plain if they had fewer than 16 numbers, or if the weight
+        is multiplied head by head. On TPUs kernels unpack Int4Lanes; experts without whole lanes have no kernel."""
         part, shards = weight.parts[0], math.prod(mesh.shape[axis] for axis in weight.axes())
         own, uncut = part.rows_per_device(shards), [weight.other_dim]
         if weight.split == 1:  # a device's first column, and how many it has
@@ -607,8 +607,8 @@ class Int4Groups(NamedTuple):
         return Plain if size < 16 or weight.is_by_head else self._replace(size=size, held=held)
 
     def width(self, C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
-        """As `held` needs it, or a multiple of 512 where that is a seventh more at most. Such rows fill whole vector
-        registers: CPUs multiply 960 columns as 1,024 in a third of the time, and GPUs have a kernel for them."""
+        """C rounded up to a multiple of 512 if that is a seventh more at most, else as `held` needs it. Such rows fill
+        whole vector registers: CPUs multiply 960 columns as 1,024 in a third of the time, and GPUs have a kernel."""
         whole, least = (ceil_div(C, run) * run for run in (512, self.held.run))
         return whole if 7 * whole <= 8 * C else least
 

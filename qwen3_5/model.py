@@ -44,7 +44,7 @@ Dimension letters, in shapes and einsums. Under shard_map B, N, K, F, E and V ar
     S  cache slots of a row      K  num_key_value_heads       X  devices that share a layer, ep x tp
     C  any contracted dimension  H  head_dim                  R  devices that share a kv head
     O  any output dimension      W  the width of a value      E  num_experts
-    A, M  queries of a kv head are A x M: 1 x all of them for few tokens, query heads x tokens for many
+    A, M  queries of a kv head: for few tokens A is 1, and M are all of them; for many A are query heads, M tokens
 
 In a layer with a state, N is linear_num_value_heads, K linear_num_key_heads, H linear_key_head_dim and W
 linear_value_head_dim. M is the channels of its convolution, 2 K H + N W.
@@ -522,8 +522,8 @@ def platform() -> str:
 
 
 def by_machine(plain):
-    """`plain` or, where FAST has a row for it, what is faster on this machine. (jax.lax.platform_dependent would trace
-    all of them.) `plain` says what is computed, and is right everywhere."""
+    """`plain` or, where FAST has a row for it, what is faster on this machine. `plain` says what is computed, and is
+    right everywhere."""
 
     @functools.wraps(plain)
     def dispatch(*arguments, **options):
@@ -675,9 +675,9 @@ class Part:
     `tensors` maps names to numbers of rows; they are concatenated.
 
     The rows form `units` of equal size that are never cut, such as heads (0: each row is one). Units form `groups`,
-    such as the query heads of one kv head. A device holds whole groups or, if R devices share a group, some of its
-    units; a `replicated` part is copied to each. The last devices may get fewer groups or units, or none, and have
-    zeros for them. The units of a device are rounded up to a multiple of `multiple`, with zeros.
+    such as the query heads of one kv head. A device holds whole groups. If R devices share a group, each has some of
+    its units, or all of them if the part is `replicated`. The last devices may get fewer groups or units, or none, and
+    have zeros for them. The units of a device are rounded up to a multiple of `multiple`, with zeros.
     """
 
     tensors: dict[str, int]
@@ -1141,9 +1141,9 @@ def linear_halves(x: Array, w: Format) -> tuple[Array, Array]:
 
 @by_machine
 def exchange(x: Array, R: int, finish=lambda y: y) -> Array:
-    """All-to-all among R consecutive devices of MODEL_AXES. x is [I, .., W] with I a divisor of R: each group of R / I
-    consecutive devices receives the same block. Returns finish(y) of y [R, .., W], a block from each device; on TPUs
-    one kernel does both."""
+    """All-to-all among R consecutive devices of MODEL_AXES. x [I, .., W] has a block for each R / I consecutive
+    devices: with I = 1 one for all, with I = R one for each. Returns finish(y) of y [R, .., W], a block from each
+    device; on TPUs one kernel does both."""
     groups, blocks = sharer_groups(R), x.reshape(len(x), -1, x.shape[-1])  # XLA for TPUs lays out few dimensions well
     if len(x) == 1:
         y = jax.lax.all_gather(blocks[0], MODEL_AXES, axis_index_groups=groups)
@@ -1185,9 +1185,9 @@ class Mask(NamedTuple):
         return seen & (keys >= self.first_seen(queries)) if self.window or self.chunk else seen
 
     def wraps(self, slots: int, T: int) -> bool:
-        """Whether a step of T tokens takes the cache for a ring, with position p of a row in slot p % slots. It does
-        if there is a window or a chunk, and no new token overwrites one that another of them sees. Otherwise position p
-        is in slot p, and a position beyond the slots is not stored."""
+        """Whether the cache is a ring for a step of T tokens, with position p of a row in slot p % slots. It is if
+        there is a window or a chunk, and slots enough that no new token overwrites one that another new token sees.
+        Else position p is in slot p, and a position beyond the last slot is not stored."""
         reach = self.window or self.chunk
         return bool(reach) and slots >= reach + T - 1
 
@@ -1258,10 +1258,9 @@ def over_blocks(attend, first: Array, last: Array, shape) -> tuple[Array, Array]
 def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R=1, run=1) -> Array:
     """Causal attention of T tokens a row over this device's slots, where they are stored already.
 
-    Queries are [B, K, A, M, H]. Of each M, the first `run` are of the token at position starts [B], the next ones of
-    the token after it, and so on; after T runs it begins anew. Position p of a row is in slot p // R of device p % R of
-    the R that share its tokens; if the cache is a ring, modulo its slots. The rows are those at `places` [B] of the
-    cache, or all (None, for few tokens).
+    Queries are [B, K, A, M, H]. The m-th of each M is of the token at position starts [B] + m // run % T. Position p of
+    a row is in slot p // R of device p % R of the R that share its tokens; if the cache is a ring, modulo its slots.
+    The rows are those at `places` [B] of the cache, or all (None, for few tokens).
 
     The cache is keys [.., K, S, H] and values [.., K, S, W]. Or, if queries are wider than its first side, both sides
     are keys: the first columns of a query are for the first side, the rest for the second. The first side is the values
