@@ -480,23 +480,15 @@ class Places:
                 source, most = q, n
         return source, most if source >= 0 else filled[p]
 
-    def paused(self) -> np.ndarray:
-        """Whether the row of a place pauses within its prompt, so that its layers that forget can be copied."""
-        return (self.rows.limits <= self.prompt_lengths) & (self.rows.filled == self.rows.limits - 1)
-
     def returns(self) -> np.ndarray:
         """Whether the row of a place is to go back to what is kept of it, bool [batch, 2]."""
         return self.is_new[:, None] & (self.rows.filled[:, None] == self.saved) & (self.saved > 0)
 
-    def has_copies(self) -> bool:
-        """Whether there is something to copy before the row of a place can go on."""
-        is_there = (self.sources >= 0) & (self.rows.filled[self.sources] >= self.common)
-        return bool((is_there | self.paused() | self.returns().any(axis=1)).any())
-
     def copies(self) -> Copies:
         """What is copied now, after the steps that were started. Rows that got tokens, or paused, then go on."""
-        rows, paused, returns = self.rows, self.paused(), self.returns().any(axis=1)
+        rows, returns = self.rows, self.returns().any(axis=1)
         sources, tokens = np.zeros((2, self.batch), np.int32)
+        paused = (rows.limits <= self.prompt_lengths) & (rows.filled == rows.limits - 1)  # within their prompts
         of_preamble = rows.filled == self.preamble
         keeps = np.stack([paused & ~of_preamble, paused & of_preamble], axis=1)
         self.saved = np.where(keeps, rows.filled[:, None], self.saved)
@@ -640,12 +632,13 @@ class Engine:
 
     def update(self) -> None:
         """Copies what can be copied before the next step, and tells the devices of new rows."""
-        places = self.places
-        if places.has_copies():
+        places, cache, self.cache = self.places, self.cache, None
+        copies = places.copies()
+        if any(map(np.any, copies)):
             fixed = {name: self.options[name] for name in ("config", "mesh")}
-            given, self.cache = self.cache, None
-            arguments = given, self.saved, self.on_mesh(places.copies())
-            self.cache, self.saved = self.compiled("copies", places.batch, copy, *arguments, **fixed)(*arguments)
+            arguments = cache, self.saved, self.on_mesh(copies)
+            cache, self.saved = self.compiled("copies", places.batch, copy, *arguments, **fixed)(*arguments)
+        self.cache = cache
         if places.is_new.any():
             given = self.state, *self.on_mesh((places.is_new, places.rows))
             self.state = self.compiled("rows", places.batch, self.replace, *given)(*given) if self.state else given[2]
