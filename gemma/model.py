@@ -135,6 +135,8 @@ class Config:
         given = DEFAULTS[kind] | text | {"model_type": kind, "prefix": None}
         if kind == "gemma3_text":
             given["attn_logit_softcapping"] = None  # transformers does not use it
+        if is_nested:
+            given["final_logit_softcapping"] = None  # nor this one in its class for images
         given = read_heads(cls, given)
         if kind == "gemma":
             given["query_pre_attn_scalar"] = float(given["head_dim"])
