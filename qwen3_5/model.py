@@ -1243,7 +1243,7 @@ def merged(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
 
 
 def joined(parts: Array) -> Array:
-    """`merged`, of `parts` [n, .., W + 1] that have both of a pair side by side, as the result [.., W + 1] has."""
+    """`merged` of n `parts` [n, .., W + 1]. Each, and the result, is an output with its log-sum-exp beside it."""
     return jnp.concatenate(merged(*((part[..., :-1], part[..., -1:]) for part in parts)), axis=-1)
 
 

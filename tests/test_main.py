@@ -30,8 +30,8 @@ GOLDEN = json.loads((ROOT / "tests" / "golden_demo.json").read_text())
 
 @pytest.fixture
 def main(monkeypatch, capsys):
-    """Runs a folder's main.py in this process, on one device or more, since it compiles for these in half the time:
-    returns exit status, standard output, standard error."""
+    """Runs a folder's main.py in this process: returns exit status, standard output, standard error. By default it sees
+    one device, for which programs compile in half the time."""
     found = jax.devices()
 
     def call(*arguments, folder="llama3", devices=1):
