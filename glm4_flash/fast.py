@@ -1177,8 +1177,7 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
 
     def kernel(listed, x, choices, weights, out, seen, chosen, rows, picked, y, buffers, arrived):
         # listed has the experts of the pairs or, if they are sorted, what visits_of returns, with the token of each
-        # pair. choices are each token's experts and their scores. rows, picked and y are a visit's rows, their choices
-        # and results.
+        # pair. rows, picked and y are a visit's rows of x, of the choices and of the result.
         g, before = pl.program_id(0), 0 if is_sorted else jax.lax.axis_index("ep") * E  # experts on earlier devices
         steps = pieces * (listed[4][g] if is_sorted else list_chosen(listed[0], before, seen, chosen))
 
@@ -1195,17 +1194,20 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
         def for_rows(visit, action):
             """action(row of the visit, row of its token), for each pair of the visit."""
             tokens, _, first, sizes, _ = listed
-            begin = g * pairs + first[g * visits + visit]
+            first_pair = g * pairs + first[g * visits + visit]
 
             def of_row(n, _):
-                action(pl.ds(n, 1), pl.ds(tokens[begin + n], 1))
+                action(pl.ds(n, 1), pl.ds(tokens[first_pair + n], 1))
 
             jax.lax.fori_loop(0, sizes[g * visits + visit], of_row, None)
 
         def collect(row, token):
-            rows[row] = x[token]
-            for of_visit, of_all in zip(picked, choices):
+            for of_visit, of_all in zip((rows, *picked), (x, *choices), strict=True):
                 of_visit[row] = of_all[token]
+
+        def begin(visit):
+            for_rows(visit, collect)
+            y[...] = jnp.zeros(y.shape, jnp.float32)
 
         def add_to_token(row, token):
             out[token] += y[row]
@@ -1214,14 +1216,8 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
             start(i + 1)
             visit, f, slot = jax.lax.div(i, pieces), jax.lax.rem(i, pieces), jax.lax.rem(i, 2)
             if is_sorted:
-
-                @pl.when(f == 0)
-                def begin():
-                    for_rows(visit, collect)
-                    y[...] = jnp.zeros(y.shape, jnp.float32)
-
+                pl.when(f == 0)(lambda: begin(visit))
             for_piece(i, lambda copy: copy.wait())
-
             h, (experts, scores) = (unpacked(rows[...], dtype)[:, :width], picked) if is_sorted else (x[...], choices)
             score = jnp.sum(jnp.where(experts[...] == before + expert_of(visit), scores[...], 0), axis=1, keepdims=True)
             gate, up = (piece_product(h, slot, *w) for w in buffers[:2])
