@@ -171,20 +171,21 @@ def main() -> None:
             raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
         return value
 
-    parser.add_argument("--minutes", type=positive, default=10.0, help="no longer than this, default 10")
+    parser.add_argument("--minutes", type=positive, default=10.0, help="measure no longer than this, default 10")
     parser.add_argument(
         "--save", type=result_name, metavar="NAME", help="benchmarks/results/NAME.json, default the devices' name"
     )
     args = parser.parse_args()
     if not os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"):
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")  # of a GPU's memory; jax would take 0.75
-    begin = time.monotonic()
-    deadline = begin + 60 * args.minutes
     program = "import sys; sys.path.insert(0, 'benchmarks'); import check, json; print(json.dumps(check.describe()))"
     try:
-        (described,) = output_of(["-c", program], deadline)  # this process leaves the devices to others
+        # This process leaves the devices to others.
+        (described,) = output_of(["-c", program], time.monotonic() + 300)
     except RuntimeError as error:
         raise ValueError(f"jax finds no devices: {error}") from error
+    begin = time.monotonic()
+    deadline = begin + 60 * args.minutes
     sizes, target = described.pop("sizes"), described.pop("target")
     sizes = CPU_SIZES if described["platform"] == "cpu" else sizes
     name = args.save or re.sub(r"\W+", "-", f"check {described['kind']} {described['count']}".lower())

@@ -71,7 +71,7 @@ def test_a_table_whatever_happens(run, monkeypatch):
 
 
 def test_minutes_that_are_over(run):
-    status, _, _, report = run("--minutes", "0.2", configs=("tiny", "tiny"))
+    status, _, _, report = run("--minutes", "0.01", configs=("tiny", "tiny"))
     assert status == 0 and report["rows"][-1]["error"].endswith("the minutes were over")
 
 
