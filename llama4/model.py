@@ -3,9 +3,9 @@
 It covers the text of `Llama4ForConditionalGeneration` and `Llama4ForCausalLM` of transformers: Scout (16 experts),
 Maverick (128) and Llama Guard 4 (none). The vision tower is left out on purpose. The file has two parts. "The model" is
 what makes this a Llama 4: its configuration, its weights, its layers. "Running it" is the rest: sharding, attention
-over the cache, int8, and one kernel for TPUs. The latter consists of blocks: each is the same text in every model that
-has it. The file needs only jax and numpy. generate.py decodes with it, and fast.py, the appendix, makes it fast on each
-machine.
+over the cache, int8, and one kernel for TPUs. The latter consists of blocks. Each is the same text in every model that
+has it, so some have options that this model does not set. The file needs only jax and numpy. generate.py decodes with
+it, and fast.py, the appendix, makes it fast on each machine.
 
 Differs from llama3 in: `feed_forward`, which has experts in some layers; `attention`, which has rope and attends within
 chunks in some layers, and in the others scales queries by `attention_temperature`; `Config`, which says what each layer
@@ -30,9 +30,9 @@ Parallelism. A mesh of devices has three axes. `dp` splits the batch. `ep` split
 dimension of each. Both together split all other matrices but the router: attention by heads, and MLPs by their
 intermediate dimension (Shoeybi et al. 2019, "Megatron-LM"). All device code runs under `jax.shard_map`, and devices
 exchange nothing except in the collectives that the code spells out. A decode step has one `psum` in the embedding, two
-in each layer (in `summed`), and two `all_gather` for the next token. In prefill the devices along ep divide the tokens
-of the residual stream (see `divide_tokens`). If ep x tp exceeds num_key_value_heads, R devices share each kv head, and
-each caches every R-th token for it. They exchange queries and outputs (see `exchange`).
+in each layer (in `summed`), and two `all_gather`, for the next token and for the results. In prefill the devices along
+ep divide the tokens of the residual stream (see `divide_tokens`). If ep x tp exceeds num_key_value_heads, R devices
+share each kv head, and each caches every R-th token for it. They exchange queries and outputs (see `exchange`).
 
 Dimension letters, in shapes and einsums. Under shard_map B, N, K, F, E and V are the sizes on one device.
 
@@ -41,7 +41,7 @@ Dimension letters, in shapes and einsums. Under shard_map B, N, K, F, E and V ar
     S  cache slots of a row      K  num_key_value_heads       X  devices that share a layer, ep x tp
     C  any contracted dimension  H  head_dim                  R  devices that share a kv head
     O  any output dimension      W  the width of a value      E  num_local_experts
-    A, M  queries of a kv head: for few tokens A is 1, and M are all of them; for many A are query heads, M tokens
+    A, M  queries of a kv head: 1 and all of them if tokens are few; if they are many, query heads and tokens
 
 Dtypes. Weights, residual stream and cache are bfloat16 by default; `weights_of` and `cache_layout` name the exceptions.
 Matrices that devices split, and the cache, can be int8 with float32 scales; matrices can be in 4 bits too (see
@@ -335,7 +335,7 @@ def output_logits(weights: dict, x: Array, config: Config) -> Array:
 
 
 class InputError(ValueError):
-    """What the user gave cannot be used. The message is one line that names the thing and the remedy."""
+    """What the user gave cannot be used. One line names the thing and, if there is one, the remedy."""
 
 
 def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None) -> Mesh:
@@ -374,7 +374,7 @@ def sharer_groups(R: int) -> list[list[int]]:
 
 
 def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, out_specs: object):
-    """`body(weights, ..)` under shard_map. The specs of the weights are those declared: traced arrays have none."""
+    """`body(weights, ..)` under shard_map. A traced array has no spec, so those of the weights are declared."""
     in_specs = (jax.tree.map(Weight.specs, weights_of(config), weights), *in_specs)
     # check_vma would have each kernel declare which devices' outputs differ.
     return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -452,13 +452,13 @@ class Format:
 
     @classmethod
     def declare(cls, shape: tuple[int, ...], dtype: jnp.dtype) -> Format:
-        """The format of numbers of a shape, with a ShapeDtypeStruct for each array. `dtype` is that of numbers that are
-        not rounded."""
+        """The format of numbers of a shape, with a ShapeDtypeStruct for each array. `dtype` is for formats that do not
+        round."""
         raise NotImplementedError
 
     @classmethod
     def width(cls, C: int, weight: Weight, dtype: jnp.dtype, mesh: Mesh) -> int:
-        """How many columns a device stores for the C of its part of a weight: those beyond C are zeros.
+        """How many columns a device stores where its part of a weight has C: those beyond C are zeros.
 
         On TPUs a matrix that is split by output gets whole lanes of 128 numbers. Otherwise XLA would store it with the
         output dimension last, and copy it for a kernel in every step. On CPUs 16-bit rows must not lie a multiple of
@@ -594,7 +594,7 @@ class Part:
         return self.assigned_units(0, shards)[2] * self.layout()[1]
 
     def rows_of(self, first: int, last: int) -> list[range]:
-        """The rows of the units from `first` on, without `last`."""
+        """The rows of the units `first` to `last` - 1."""
         rows = self.layout()[1]
         return [range(rows * first, rows * last)]
 
@@ -604,8 +604,8 @@ class Weight:
     """A weight: its parts, concatenated along the output or the input dimension of a matrix.
 
     `split` is the dimension that devices split: 0 the output, 1 the input, None: each device holds all of it.
-    `other_dim` is the size of the other dimension of a matrix, None for a vector. `dtype` is a fixed one, also in
-    converted checkpoints: a layer's norms are float32, since XLA for TPUs may widen a vector in a kernel of its own, by
+    `other_dim` is the size of the other dimension of a matrix, None for a vector. `dtype`, if given, overrides the
+    user's, also in converted checkpoints: XLA for TPUs may widen a norm that is not float32 in a kernel of its own, by
     estimate a tenth of a layer's time. `transposed` says that the checkpoint has the matrix as [input, output]. A
     matrix is held in what `format.for_mesh` gives.
     """
@@ -639,7 +639,7 @@ class Weight:
         return shape
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """The tensors of the checkpoint, with their shapes. Input dimensions are last, of transposed ones too."""
+        """The tensors of the checkpoint, with their shapes: [output, input], also of transposed ones."""
         return {name + self.suffix: self.shape(rows) for part in self.parts for name, rows in part.tensors.items()}
 
     def columns(self) -> int:
@@ -695,7 +695,7 @@ def whole(name: str, *shape: int, **fields) -> Weight:
 
 def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, quantize: str | None = None) -> dict:
     """Every weight as a jax.ShapeDtypeStruct with its sharding; a matrix as a Format of these, which `quantize`, a name
-    in FORMATS, chooses. Raises InputError if the mesh does not divide the experts.
+    in FORMATS, chooses. Raises InputError as in_format does, and for experts that the mesh does not divide.
 
     Matrices are [output, input], so a row is contiguous. Loading transposes only what is declared `transposed`. If
     devices cannot share rows evenly, the arrays have rows or columns of zeros, which change nothing.
@@ -706,9 +706,9 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, quantize: str
 def in_format(weights: dict, quantize: str | None) -> dict:
     """A pytree of Weight whose matrices are held as `quantize` says, if devices split them. None changes nothing. In
     "int4" embeddings, the head, what is multiplied head by head and rows that are no whole groups are in int8. What has
-    as few bits already stays as it is. Raises InputError for "int4" without fast.py."""
+    as few bits already stays as it is. Raises InputError for another name, and for "int4" without fast.py."""
     if quantize not in FORMATS:
-        raise InputError(f"{quantize} needs fast.py beside model.py")
+        raise InputError(f"quantize {quantize!r}: int8 and int4 are known; int4 needs fast.py beside model.py")
 
     def asked(path, weight):
         if not quantize or not weight.is_matrix():
@@ -773,12 +773,11 @@ ROPES = {"default": Rope}  # of each rope_type that this model can have: blocks 
 
 
 def read_rope(config: dict, field: str, size: int, **defaults) -> Rope:
-    """The Rope of a config.json, whose `field` says that heads have `size` numbers. Its parameters stand in
-    `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), or beside the other fields. As in
-    transformers, the table wins. But original_max_position_embeddings beside it wins over the table's. Without either
-    it is max_position_embeddings. A rope_scaling that somebody added leaves the base in `rope_parameters`, where
-    transformers 5 had put it. `defaults` are the model's own, of Rope's fields. If partial_rotary_factor is not among
-    them, heads turn whole.
+    """The Rope of a config.json, whose `field` says that heads have `size` numbers. As in transformers, a table wins
+    over fields beside it: `rope_scaling` (transformers 4), or else `rope_parameters` (5). What a `rope_scaling` and the
+    fields leave out of rope_theta and partial_rotary_factor is read from rope_parameters. Only of
+    original_max_position_embeddings, by default max_position_embeddings, the field wins. `defaults` are the model's
+    own, of Rope's fields. Without a partial_rotary_factor among them, only 1 is supported.
 
     Raises InputError for a missing or impossible value and, by name, for what is not supported.
     """
@@ -893,7 +892,7 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 @jax.named_scope("embed")
 def embed(tokens: Array, weights: dict, config: Config) -> Array:
-    """The embeddings of tokens [B, T]: [B, T, D] in the residual stream's dtype."""
+    """The embeddings of tokens [B, T]: [B, T, D] in the residual stream's dtype, that of the last norm."""
     return rows_of_tokens(tokens, weights["embedding"], config.hidden_size, weights["norm"].dtype)
 
 
@@ -961,9 +960,9 @@ def linear_halves(x: Array, w: Format) -> tuple[Array, Array]:
 
 @by_machine
 def exchange(x: Array, R: int, finish=lambda y: y) -> Array:
-    """All-to-all among R consecutive devices of MODEL_AXES. x [I, .., W] has a block for each R / I consecutive
-    devices: with I = 1 one for all, with I = R one for each. Returns finish(y) of y [R, .., W], a block from each
-    device; on TPUs one kernel does both."""
+    """finish(y), where y [R, .., W] has a block from each of R consecutive devices of MODEL_AXES. A device sends each
+    of its blocks x [I, .., W] to R / I consecutive ones: with I = 1 one to all, with I = R one to each. On TPUs one
+    kernel exchanges and finishes."""
     groups, blocks = sharer_groups(R), x.reshape(len(x), -1, x.shape[-1])  # XLA for TPUs lays out few dimensions well
     if len(x) == 1:
         y = jax.lax.all_gather(blocks[0], MODEL_AXES, axis_index_groups=groups)
@@ -1086,8 +1085,8 @@ def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R=1, run=1) -
     are keys: the first columns of a query are for the first side, the rest for the second. The first side is the values
     too.
 
-    Returns float32 [B, K, A, M, W + 1], side by side the output and the log-sum-exp of the scores: MASKED or little
-    more for a query that sees no key, and then its output means nothing.
+    Returns float32 [B, K, A, M, W + 1], side by side the output and the log-sum-exp of the scores. If a query sees no
+    key, this is MASKED, and its output means nothing.
     """
     M, S = q.shape[3], cache[0].shape[2]
     cache = tuple(cache) if places is None else jax.tree.map(lambda x: x[places], tuple(cache))
@@ -1131,8 +1130,8 @@ def store(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R: int
 
 
 def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask: Mask, T: int, R: int, run: int):
-    """Stores the tokens `new` [B, K, T, ..], then has each attend to itself and those before it. Few tokens are of all
-    rows, and `run` is for them alone. Args and result as in attend_to_stored. Returns the cache too."""
+    """Stores the tokens `new` [B, K, T, ..], then has each attend to itself and those before it. With T up to FEW they
+    are of all rows, and only then is `run` used. Args and result as in attend_to_stored. Returns the cache too."""
     if T > FEW:
         places = jnp.arange(len(q)) if places is None else places
         cache = store(cache, new, starts, places, mask, R)
@@ -1159,7 +1158,7 @@ class LayerCache(NamedTuple):
 
 
 def read_heads(cls: type, config: dict) -> dict:
-    """read_fields, with the heads: by default a kv head for each query head, which together are hidden_size wide."""
+    """read_fields, with the heads: by default N kv heads, and a head_dim of hidden_size / N."""
     given = read_fields(cls, config)
     heads = given["num_attention_heads"]
     given = {"num_key_value_heads": heads, "head_dim": given["hidden_size"] // heads} | given
@@ -1383,7 +1382,7 @@ def summed(parts: Array, x: Array) -> Array:
 # Reading config.json
 
 
-COUNTS = {  # where they are not from 1 to 2**31; layers and experts are bounded before lists of that length are made
+COUNTS = {  # what integers can be other than 1 to 2**31 - 1: layers and experts become lists of that length
     "num_hidden_layers": range(1, 2**16), "n_layer": range(1, 2**16),
     "first_k_dense_replace": range(2**16), "max_window_layers": range(2**16),
     "num_kv_shared_layers": range(2**16), "hidden_size_per_layer_input": range(2**16),
@@ -1417,7 +1416,7 @@ def read_fields(cls: type, given: dict) -> dict:
 
 
 def is_valid(value: object, kind: type, name: str) -> bool:
-    """Whether a value of a JSON file can be a field of type `kind`. Numbers are positive and bounded."""
+    """Whether a value of a JSON file can be a field of type `kind`. Numbers are positive unless COUNTS has a 0."""
     if kind in (bool, str):
         return isinstance(value, kind)
     if kind is float:
@@ -1458,7 +1457,7 @@ def kernel_cost(flops: int, read) -> pl.CostEstimate:
 
 
 class Blocks(NamedTuple):
-    """The positions of a row in blocks of `size` slots. If the cache is a ring, they lie there modulo its blocks."""
+    """The positions of a row in blocks of `size` slots. In a ring of n blocks, the i-th is stored as i % n."""
 
     size: int
     slots: int  # of the cache
@@ -1488,7 +1487,7 @@ class Blocks(NamedTuple):
         is_whole = (i + 1) * self.size * self.R <= position + 1
         if self.mask.window or self.mask.chunk:
             is_whole &= i * self.size * self.R >= self.mask.first_seen(position + tokens - 1)
-        return is_whole if self.mask.chosen is None else is_whole & False  # what is chosen is asked of each block
+        return is_whole if self.mask.chosen is None else is_whole & False  # some slots of a block are chosen
 
     def positions(self, i: Array) -> Array:
         """The positions of block i on this device, int32 [1, size]."""
@@ -1523,8 +1522,8 @@ def begin_softmax(m, l, acc) -> None:
 
 def fold(h: int, scales, q, cache, seen: Array | None, softcap: float | None, m, l, acc) -> None:
     """Folds a block of the cache [1, heads, slots, ..], as in attend_to_stored, into the running softmax of the queries
-    q [1, heads, A, M, H] of head h. `scales` says which of all heads' scales are its; `seen` [M or 1, slots] which keys
-    its queries see (None: all)."""
+    q [1, heads, A, M, H] of head h. `scales` selects its scales, since a block has those of all heads; `seen` [M or 1,
+    slots] says which keys its queries see (None: all)."""
 
     def side(x):
         values, *scale = jax.tree.leaves(x)
