@@ -6,7 +6,7 @@
 The devices run `step`: it computes some tokens of some rows with model.py's `forward`, chooses the next tokens, and
 accepts drafts. A step takes its tokens from `Rows`, which stay on the devices. So the host can start a step before it
 has read the results of the last one. The host runs `generate`, which reads results LOOKAHEAD steps later: `Places`
-foresees what the steps will do and chooses the next one, `Engine` compiles the programs and runs them.
+foresees what the steps will do and chooses the next one. `Engine` compiles the programs and runs them.
 
 A row is a prompt with its answer. A place is an index into the batch, which one row after another takes. A piece is
 the part of a prompt that one step takes. A draft is a guessed token: it stands behind the last known one until a step
@@ -42,7 +42,7 @@ from model import CACHE_SPEC, FEW, MODEL_AXES, Config, InputError, LayerCache, c
 if find_spec("fast"):  # everything runs without it
     import fast  # fills the model's tables
 else:
-    fast = None
+    fast = None  # as convert.py asks
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -147,8 +147,8 @@ def step(
 
     With a longer T, a multiple of the devices that share a row's cache, it takes a piece of prompts. It chooses one
     token, after the last known one, and verifies nothing. It takes the rows at `places`, or all (None). `places` int32
-    [dp b] has b places for each device of dp, which counts its own from 0. A place that is listed twice is computed
-    twice. In both kinds of steps a row that is not at the end of its prompt only advances by T.
+    [dp b] lists b places for each device of dp, which counts its own from 0. With fewer rows to read, a device computes
+    some twice.
 
     At the end `draft`, a name in DRAFTS, puts `drafts` drafts behind what is known, for the next step.
 
@@ -156,7 +156,7 @@ def step(
     rows that were taken: `lengths` int32 [dp b], the chosen tokens int32 [dp b, T], of a piece [dp b, 1], and their
     log-probabilities, float32. Of a row's chosen tokens, the first ones are new: as many as its length has grown by.
     """
-    verified = T - 1 if T <= FEW else 0  # drafts
+    verified = T - 1 if T <= FEW else 0  # drafts that this step verifies; it leaves `drafts` for the next
 
     def body(weights, cache, rows, places):
         taken = rows if places is None else jax.tree.map(lambda x: x[places], rows)
@@ -168,7 +168,7 @@ def step(
         x, cache = model.forward(weights, tokens, span, cache, config)
 
         # Logits are computed for the last known token and its drafts alone. A row that is not at the end of its prompt
-        # has computed none of these. It takes another token's, and `accept` ignores what is chosen by them.
+        # has computed none of these. Another token's x stands in, and `accept` ignores what is chosen by it.
         newest = taken.lengths[:, None] - 1 + jnp.arange(1 + verified)
         last_x = x if T == 1 else jnp.take_along_axis(x, jnp.clip(newest - positions[:, :1], 0, T - 1)[:, :, None], 1)
         logits = model.output_logits(weights, last_x.reshape(-1, x.shape[-1]), config)
@@ -321,10 +321,10 @@ PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the mem
 SHORT_PIECES = 64, 16  # for what is left of a prompt, or new in a conversation; the shortest only on CPUs
 REPEATING = 0.75  # on CPUs "lookup" drafts if this share of the rows ends in four tokens that it had before
 BLOCK = 512  # slots copied at once
-FEWEST_COPIED = 128  # tokens: to read fewer takes less time than a program for their copy takes to compile (a guess)
+FEWEST_COPIED = 128  # tokens: fewer are read in less time than a program that copies them is compiled in (a guess)
 OPENING = 8  # tokens at the end of a prompt, by which a template begins the answer: the next turn may lack them
 LOOKAHEAD = 2  # steps started beyond the one whose tokens the host reads
-BATCH = 256  # rows of a device: beyond 240 (TPU v5e) or 295 (H100) bfloat16 takes longer to multiply than to read
+BATCH = 256  # rows of a device: beyond 240 (TPU v5e) or 295 (H100) to multiply a matrix takes longer than to read it
 MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
 
 
@@ -350,15 +350,18 @@ class Places:
     """What the host knows of a batch, whatever the device does: which prompt has which place, the steps that were
     started, the tokens that were received.
 
-    `rows` is the state after all steps that were started. The device is ahead of it where drafts were accepted, and
-    behind it where it met a stop token that was not received yet. A free place stands still at its limit. Of each
-    place, `numbers` has its row, -1 if it is free; `prompt_lengths` that of the prompt; `received` how many tokens the
-    host has, with the prompt; `stored` the position behind the last that may have been written; `common` how many
-    tokens of its prompt the row need not read. Where `sources` is not -1, the row waits until the place that this names
-    has these tokens, and gets a copy.
+    `rows`, of numpy arrays that change in place, is the state after all steps that were started. The device is ahead of
+    it where drafts were accepted, and behind it where it met a stop token that was not received yet. Of each place:
 
-    Where `is_new`, the devices must still be told what `rows` has. `saved`, int [batch, 2], says after how many tokens
-    the two copies of the layers that forget were made, the second after the preamble (see `pauses_of`); 0: no copy.
+        numbers         its row, -1 if it is free: then it stands still at its limit
+        prompt_lengths  how many tokens its prompt has
+        received        how many tokens the host has, with the prompt
+        stored          the position behind the last that may have been written
+        common          how many tokens of its prompt the row need not read
+        sources         the place from which the row waits for a copy of these, -1 if it does not wait
+        saved           two numbers: after how many tokens each copy of the layers that forget was made, the second
+                        after the preamble (see `pauses_of`), 0 if there is none
+        is_new          whether the devices must still be told what `rows` has
 
     Prompts take `count` of the `batch` places, and those of a device of `dp` stand together; the caches of `together`
     neighbours are on the same devices, and can be copied. Each layer has room for `held` tokens of a row, 0 if one has
@@ -447,8 +450,8 @@ class Places:
         return [best] if best >= known + FEWEST_COPIED else []
 
     def shared(self, p: int, most: int) -> tuple[int, np.ndarray]:
-        """How many tokens of a prompt, `most` of which agree, the cache of a place can keep, and `saved`, 0 in place of
-        tokens with which the prompt does not begin."""
+        """How many of the first `most` tokens of a prompt, which agree with those of a place, need not be read there;
+        and `saved`, 0 for a copy of more than `most` tokens."""
         n, saved = min(most, self.received[p] - 1, self.rows.filled[p]), self.saved[p] * (self.saved[p] <= most)
         stays = n == self.rows.filled[p] if self.has_states else self.offers(p, n)
         return n if n > 0 and stays else max(saved), saved
@@ -484,8 +487,9 @@ class Places:
         """Whether the row of a place is to go back to what is kept of it, bool [batch, 2]."""
         return self.is_new[:, None] & (self.rows.filled[:, None] == self.saved) & (self.saved > 0)
 
-    def copies(self) -> Copies:
-        """What is copied now, after the steps that were started. Rows that got tokens, or paused, then go on."""
+    def plan_copies(self) -> Copies:
+        """Decides what is copied after the steps that were started, and foresees it. Rows that got tokens, or paused,
+        then go on."""
         rows, returns = self.rows, self.returns().any(axis=1)
         sources, tokens = np.zeros((2, self.batch), np.int32)
         paused = (rows.limits <= self.prompt_lengths) & (rows.filled == rows.limits - 1)  # within their prompts
@@ -518,7 +522,7 @@ class Places:
         T = next((T for T in self.pieces if 2 * left.max() > T), self.pieces[-1])
         reads = (left > (T // 2 if self.pieces[-1] < T else 0)).reshape(self.dp, -1)
         most = min(reads.shape[1], max(1, PREFILL_TOKENS // T))
-        b = most if 2 * reads.sum(axis=1).max() > most else 1  # two programs for each T
+        b = most if 2 * reads.sum(axis=1).max() > most else 1  # no other, so that a T has two programs
         # A device with fewer rows to read takes some twice, or its first place one step further.
         pairs = zip(places.reshape(self.dp, -1), reads, strict=True)
         return T, np.concatenate([np.resize(here[read] if read.any() else here[0], b) for here, read in pairs])
@@ -540,7 +544,8 @@ class Places:
         rows, new, step = self.rows, [], self.in_flight.popleft()
         for p, row, length, tokens, values in zip(step.places, step.numbers, lengths, chosen, logprobs, strict=True):
             for token, logprob in zip(tokens, values, strict=True):
-                if not self.numbers[p] == row >= 0 or length <= self.received[p]:  # it has ended, or the drafts failed
+                # The row has ended, or the place had none; or the drafts failed.
+                if row < 0 or row != self.numbers[p] or length <= self.received[p]:
                     break
                 rows.history[p, self.received[p]] = token
                 n = self.received[p] = self.received[p] + 1
@@ -584,7 +589,7 @@ class Engine:
         stats |= dict.fromkeys(("prefill_tokens", "decode_steps", "decode_tokens", "row_steps", "busy_row_steps"), 0)
         stats |= dict.fromkeys(("drafts", "drafts_accepted"), 0)
         self.results, self.clock = deque(), time.perf_counter()
-        self.lengths = np.zeros(places.count)  # tokens in the cache, summed over decoding steps
+        self.length_sums = np.zeros(places.count)  # tokens in the cache, summed over decoding steps
         self.first_tokens = int((places.prompt_lengths - places.common).sum())  # of the first prompts
         self.state, self.by_rows = None, NamedSharding(options["mesh"], P("dp"))
         self.replace = jax.jit(replace, out_shardings=self.by_rows, donate_argnums=0)
@@ -633,7 +638,7 @@ class Engine:
     def update(self) -> None:
         """Copies what can be copied before the next step, and tells the devices of new rows."""
         places, cache, self.cache = self.places, self.cache, None
-        copies = places.copies()
+        copies = places.plan_copies()
         if any(map(np.any, copies)):
             fixed = {name: self.options[name] for name in ("config", "mesh")}
             arguments = cache, self.saved, self.on_mesh(copies)
@@ -647,16 +652,16 @@ class Engine:
     def fetch(self) -> list[Token]:
         """The new tokens of the oldest step in flight: waits for its results."""
         places, stats = self.places, self.stats
-        after, chosen, logprobs = map(np.asarray, self.results.popleft())
+        lengths, chosen, logprobs = map(np.asarray, self.results.popleft())
         prompt_tokens = places.in_flight[0].prompt_tokens
         self.tick("prefill_s" if prompt_tokens else "decode_s")
-        new = places.receive(after, chosen.tolist(), logprobs.tolist())
+        new = places.receive(lengths, chosen.tolist(), logprobs.tolist())
         counts = {"prefill_tokens": prompt_tokens}
         if not prompt_tokens:
             busy = len({token.row for token in new})
             counts = {"decode_steps": 1, "decode_tokens": len(new), "row_steps": places.count, "busy_row_steps": busy}
             counts |= {"drafts": busy * (chosen.shape[1] - 1), "drafts_accepted": len(new) - busy}
-            self.lengths += after[: places.count] - 1
+            self.length_sums += lengths[: places.count] - 1
         for name, n in counts.items():
             stats[name] += n
         self.progress("prefill", min(stats["prefill_tokens"], self.first_tokens), self.first_tokens)
@@ -666,7 +671,7 @@ class Engine:
         """Waits for steps in flight: no process may leave while others wait for it in a collective."""
         jax.block_until_ready(self.cache)
         stats, config = self.stats, self.options["config"]
-        mean_lengths = list(self.lengths / max(stats["decode_steps"], 1))
+        mean_lengths = list(self.length_sums / max(stats["decode_steps"], 1))
         tokens = len(mean_lengths) / self.places.dp * (1 + stats["drafts"] / max(stats["busy_row_steps"], 1))
         stats["step_bytes"] = step_bytes(self.weights, self.cache, mean_lengths, config, tokens)
 
@@ -692,14 +697,15 @@ def generate(
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Iterator[list[Token]]:
     """Decodes the prompts, `rows` of them at a time (by default as many as memory holds), and yields the new tokens of
-    each step, none while prompts are read. When a row ends, the next prompt takes its place: it is read in pieces,
-    while the other rows keep their caches. The first `next` raises InputError for what check_prompts refuses, for
-    sampling, a seed or draft_tokens out of range, and for too large a cache.
+    each step: of one that reads prompts, the first token of each row whose prompt it has read to the end. When a row
+    ends, the next prompt takes its place: it is read in pieces, while the other rows keep their caches. The first
+    `next` raises InputError for what check_prompts refuses, for a draft that is not in DRAFTS, sampling, a seed or
+    draft_tokens out of range, and for too large a cache.
 
     A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
-    `max_seq_len` slots (by default as many as the longest row needs; programs are compiled for a number of slots, so
-    calls with the same share them). What a row generates does not depend on the others: sampling uses the seed and the
-    row's number in `prompts`, `Token.row`.
+    `max_seq_len` slots (by default what the longest row needs). Programs are compiled for a number of slots: calls with
+    the same `max_seq_len` share them. What a row generates does not depend on the others: sampling uses the seed and
+    the row's number in `prompts`, `Token.row`. `quantize_cache` is None or "int8".
 
     With `draft`, a name in DRAFTS, steps verify `draft_tokens` drafts of each row, fewer than FEW. The tokens are the
     same, but for rounding where two are as likely. On CPUs a draft costs nearly as much as a token, so there "lookup"
@@ -707,23 +713,25 @@ def generate(
 
     A prompt that begins like the row before it in its place is read from where they differ. What it shares with another
     row is copied from there, so what all prompts begin with is read once on each device of dp. (Where groups of prompts
-    begin alike and there are few rows, those of a group should follow one another.) `kept`, a dict that is
-    empty at first, takes the places to the next call with the same weights, even after a call that was broken off: so a
+    begin alike and there are few rows, those of a group should follow one another.) `kept`, a dict that is empty at
+    first, takes the places to the next call with the same weights, even after a call that was broken off: so a
     conversation reads only what is new. A state cannot go back, and a ring has forgotten what is far behind. So a copy
-    of these is kept where OPENING tokens of a prompt are left, and another after the first `preamble` tokens, if these
-    are FEWEST_COPIED or more. The next prompt goes on from a copy, or from the end of what its place has seen. Without
-    `kept`, states are copied where that saves the next prompts the most.
+    of such layers is kept where OPENING tokens of a prompt are left, and another after the first `preamble` tokens, if
+    `preamble` is FEWEST_COPIED or more. The next prompt goes on from a copy, or from the end of what its place has
+    seen. Without `kept`, states are copied where that saves the next prompts the most.
 
-    `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens,
-    row_steps (places times steps), busy_row_steps (those that gave a token), drafts (verified in these) and
-    drafts_accepted; at the end step_bytes, of a mean decode step. The time from one result to the next is prefill's if
-    the step of the later one read a prompt, else decoding's. Only compile_s includes compilation. `progress(stage,
-    done, total)` is called before a compilation, and with the tokens that were read of the first prompts.
-    """
+    `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens
+    (all but each row's first), row_steps (places times steps), busy_row_steps (those that gave a token), drafts
+    (verified in these) and drafts_accepted; at the end step_bytes, of a mean decode step. The time from one result to
+    the next is prefill's if the step of the later one read a prompt, else decoding's. Only compile_s includes
+    compilation. `progress(stage, done, total)` is called before a compilation, and with the tokens that were read of
+    the first prompts."""
     check_prompts(prompts, config, max_seq_len, max_new_tokens)
     prompts, stop_tokens = [np.int32(prompt) for prompt in prompts], tuple(stop_tokens)
-    if not (min(sampling) >= 0 and 0 <= seed < 2**32):
+    if not (min(sampling) >= 0 and sampling.top_p <= 1 and 0 <= seed < 2**32):
         raise InputError(f"{sampling} or seed {seed} is out of range")
+    if draft and draft not in DRAFTS:
+        raise InputError(f"draft {draft!r} is none of this model's: {', '.join(DRAFTS)}")
     if not 0 < draft_tokens < FEW:
         raise InputError(f"draft_tokens {draft_tokens} is not from 1 to {FEW - 1}")
     longest, dp, drafts = max(map(len, prompts)), mesh.shape["dp"], draft_tokens if draft else 0
@@ -736,14 +744,15 @@ def generate(
     of_cache = dict(max_seq_len=slots, dtype=dtype, quantize=quantize_cache, drafts=drafts)
     of_one = model.abstract_cache(config, mesh, dp, **of_cache)
     held = model.tokens_held(of_one, config, model.model_shards(mesh))
+    # A later call may have to go back in all that forgets. Within this one, states are copied if prompts begin alike.
     begin_alike = len({tuple(prompt[:FEWEST_COPIED]) for prompt in prompts}) < len(prompts)  # some of the prompts
     forgetful = [i for i, n in enumerate(held) if (n < max_seq_len if goes_on else n == 0 and begin_alike)]
     preamble = preamble if forgetful and goes_on and preamble >= FEWEST_COPIED else 0
     copies = 2 if preamble else 1  # of each layer that forgets
     count = rows_at_once(len(prompts), rows, weights, [of_one, *[of_one[i] for i in forgetful] * copies], mesh)
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
-    wanted = model.abstract_cache(config, mesh, batch, **of_cache)
-    wanted = wanted, [{i: wanted[i] for i in forgetful}] * copies
+    cache = model.abstract_cache(config, mesh, batch, **of_cache)
+    wanted = cache, [{i: cache[i] for i in forgetful}] * copies
 
     # What an earlier call kept is used if it has the same shapes. Programs take its memory, so `kept` must not show it.
     *caches, past, programs = (kept.pop(name, None) for name in ("cache", "saved", "places", "programs"))
@@ -752,11 +761,11 @@ def generate(
         del caches  # before others take memory
         caches, past, programs = model.zeros(wanted), None, {}
 
-    together = jax.tree.leaves(wanted)[0].shape[0] // dp
+    together = jax.tree.leaves(cache)[0].shape[0] // dp
     sparing = draft == "lookup" and mesh.devices.flat[0].platform == "cpu"
-    sizes = dict(drafts=drafts, sparing=sparing, seed=seed, max_new_tokens=max_new_tokens, max_seq_len=max_seq_len)
-    sizes |= dict(together=together, held=min(held), opening=OPENING if forgetful and goes_on else 0, preamble=preamble)
-    places = Places(prompts, count, batch, dp, pieces, **sizes, stop_tokens=stop_tokens, past=past)
+    given = dict(drafts=drafts, sparing=sparing, seed=seed, max_new_tokens=max_new_tokens, max_seq_len=max_seq_len)
+    given |= dict(together=together, held=min(held), opening=OPENING if forgetful and goes_on else 0, preamble=preamble)
+    places = Places(prompts, count, batch, dp, pieces, **given, stop_tokens=stop_tokens, past=past)
     options = dict(config=config, mesh=mesh, draft=draft, drafts=drafts, sampling=sampling, stop_tokens=stop_tokens)
     stats = {} if stats is None else stats
     engine = Engine(weights, *caches, programs, places, options, stats, progress)
@@ -784,8 +793,8 @@ def generate(
 
 
 def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None, max_new_tokens: int) -> None:
-    """Raises InputError for no new tokens, no prompt, and one that is empty, longer than `max_seq_len` or outside the
-    vocabulary; with its answer, beyond `n_positions` of a model that has learned no more."""
+    """Raises InputError for no new tokens, no prompt, and a prompt that is empty, longer than `max_seq_len`, outside
+    the vocabulary or, with its answer, longer than the `n_positions` that a model has learned."""
     positions = getattr(config, "n_positions", math.inf)
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens {max_new_tokens} is not at least 1")
@@ -806,14 +815,14 @@ def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | N
 
 def piece_lengths(longest: int, config: Config, mesh: Mesh) -> list[int]:
     """The lengths of the pieces in which prefill takes prompts of up to `longest` tokens: a long one, at most
-    PREFILL_PIECE, and SHORT_PIECES if they are shorter. All are multiples of R, the number of devices that share a
-    cache. Before that the long one is a power of two; on CPUs, where padding costs more, a multiple of an eighth of
-    one."""
+    PREFILL_PIECE, and, if it is longer than the first of SHORT_PIECES, this one too, on CPUs both. All are rounded to
+    multiples of R, the number of devices that share a cache. The long one is a power of two before that; on CPUs, where
+    padding costs more, a multiple of an eighth of one."""
     R = model.cache_sharers(config, model.model_shards(mesh))
     tokens = ceil_div(longest, ceil_div(longest, model.PREFILL_PIECE))
     unit, short = model.power_of_two(max(tokens, 16)), SHORT_PIECES[:1]
     if mesh.devices.flat[0].platform == "cpu":
-        unit, short = max(16, unit // 8), SHORT_PIECES  # a product takes as long for fewer than 16 rows more
+        unit, short = max(16, unit // 8), SHORT_PIECES  # fewer than 16 rows more take no longer
     long = min(ceil_div(ceil_div(tokens, unit) * unit, R) * R, model.PREFILL_PIECE // R * R)
     short = [ceil_div(T, R) * R for T in short]
     return [long, *short] if long > short[0] else [long]

@@ -109,7 +109,7 @@ def read_with_states(prompts, rows: int) -> int:
     limits["sparing"] = False
     places, read = generate.Places([*map(np.array, prompts)], **sizes, **limits), 0
     while (places.numbers >= 0).any():
-        places.copies()
+        places.plan_copies()
         places.is_new[:] = False
         if places.has_more():
             places.start(*places.choose())
@@ -617,7 +617,7 @@ def test_places(monkeypatch):
 
             def update(places=places, device=device, prompts=prompts):
                 """What Engine.update does: how many tokens were copied, to how many places, and how many returned."""
-                before, copies = places.rows.filled.copy(), places.copies()
+                before, copies = places.rows.filled.copy(), places.plan_copies()
                 device.copy(copies)
                 for p, k in np.argwhere(copies.keeps | copies.returns):
                     assert places.saved[p, k] == len(device.saved[p][k]) < len(prompts[places.numbers[p]])

@@ -80,10 +80,15 @@ def test_seed_and_mesh():
 
 @pytest.mark.parametrize(
     ("sampling", "seed"),
-    [((-1.0,), 0), ((np.nan,), 0), ((1.0, -3), 0), ((1.0, 0, -0.1), 0), ((1.0,), -1), ((1.0,), 2**32)],
+    [((-1.0,), 0), ((np.nan,), 0), ((1.0, -3), 0), ((1.0, 0, -0.1), 0), ((1, 0, 2), 0), ((1.0,), -1), ((1.0,), 2**32)],
 )
 def test_what_is_out_of_range(sampling, seed):
     """A negative temperature would draw the least probable tokens, and one that is no number any."""
     options = {"sampling": llama3.generate.Sampling(*sampling), "seed": seed}
     with pytest.raises(llama3.model.InputError, match="out of range"):
         decode(llama3, DEMO, [[507, 291]], max_new_tokens=2, **options)
+
+
+def test_a_draft_that_the_model_has_not():
+    with pytest.raises(llama3.model.InputError, match="draft 'mtp' is none of this model's: lookup"):
+        decode(llama3, DEMO, [[507, 291]], max_new_tokens=2, draft="mtp")
