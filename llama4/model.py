@@ -1033,13 +1033,19 @@ def softcapped(x: Array, cap: float | None) -> Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
+@by_machine
+def query_key_product(q: Array, k: Array) -> Array:
+    """q [B, K, A, M, H] times k [B, K, S, H]: float32 [B, K, A, M, S]."""
+    return einsum("bkamh,bksh->bkams", q, k)
+
+
 def attention_with_sum(q: Array, cache: tuple[Format, Format], seen: Array, softcap: float | None):
     """Attention of queries to a cache, both as in attend_to_stored. `seen` bool [B, M, S] says which slots a query
     sees. Returns the output, float32 [B, K, A, M, W], and the log-sum-exp of the scores, float32 [B, K, A, M, 1]."""
 
     def products(q, k):
         keys, scale = k.values_and_scale(q.dtype)
-        of_numbers = einsum("bkamh,bksh->bkams", q.astype(keys.dtype), keys)
+        of_numbers = query_key_product(q.astype(keys.dtype), keys)
         return of_numbers if scale is None else of_numbers * scale[:, :, None, None]
 
     (first, second), split = cache, cache[0].shape[-1]

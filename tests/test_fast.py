@@ -112,6 +112,20 @@ def test_heads_turned_for_tpus(share, interleaved):
     np.testing.assert_array_equal(found, model.turned.plain(x, cos, sin, rope))
 
 
+@pytest.mark.parametrize(("starts", "window"), [((5, 300), None), ((40, 2900), None), ((2900, 9000), 2500)])
+@pytest.mark.parametrize("quantize", ["", "int8"])
+def test_attention_of_few_tokens_on_cpus(monkeypatch, starts, window, quantize):
+    """Of 3,072 slots a tenth, most, or all of a ring are filled: as attention in plain JAX."""
+    model = import_folder("llama3").model
+    numbers = [jax.random.normal(jax.random.key(i), (2, 2, 3072, 16)) for i in range(2)]
+    cache = model.LayerCache(*(model.quantize(x) if quantize else model.Plain(x) for x in numbers))
+    q, mask = jax.random.normal(jax.random.key(2), (2, 2, 1, 3 * 5, 16)), model.Mask(window=window)
+    given = q, cache, jnp.array(starts), None, mask, 3, 1, 5
+    found = jax.jit(lambda: model.FAST["attend_to_stored", "cpu"](*given))()
+    monkeypatch.delitem(model.FAST, ("query_key_product", "cpu"))
+    np.testing.assert_allclose(found, model.attend_to_stored.plain(*given), atol=2e-5)
+
+
 def test_an_error_in_it_is_no_absence(tmp_path):
     """generate.py goes on without fast.py where there is none, and not where a package is missing."""
     shutil.copytree(ROOT / "llama3", tmp_path / "llama3", ignore=shutil.ignore_patterns("demo", "configs"))
