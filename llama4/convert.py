@@ -155,12 +155,14 @@ class Scaled(NamedTuple):
                 what = f"{'int8' if is_int8 else 'FP8'} and no matrix with a weight_scale_inv or weight_scale"
                 raise InputError(f"{folder}: {name:.200} is in {what}")
             by_block = tuple(-(-size // n) for size, n in zip(values.shape, block, strict=False))
+            if is_spread := scale.shape[1::2] == (1, 1):  # [n, 1, m, 1], as ModelOpt has scales of blocks
+                scale = scale._replace(shape=scale.shape[::2])
             shape = scale.shape if scale.kind in FLOATS else None
             if is_int8 and shape in (rows, (*rows, 1)):
                 found[name] = Int8Rows(values, scale._replace(shape=rows))
-            elif shape == (*rows, 1):
-                found[name] = Scaled(values, scale, (1, max(values.shape[1], 1)))
-            elif shape == by_block and (given or ending == "_scale_inv") and not is_int8:
+            elif shape in (rows, (*rows, 1)):
+                found[name] = Scaled(values, scale._replace(shape=(*rows, 1)), (1, max(values.shape[1], 1)))
+            elif shape == by_block and (given or is_spread or ending == "_scale_inv") and not is_int8:
                 found[name] = Scaled(values, scale, tuple(block))
             elif len(rows) == 1 and (shape in ((), (1,)) or (shape == (1, 1) and has_one_scale)):  # else it was cut
                 found[name] = Scaled(values, scale._replace(shape=(1, 1)), values.shape)

@@ -188,7 +188,9 @@ def save_8_bits(folder, family, kind, scale_of, form):
             values = (weight / scale.float()).round().clamp(-127, 127).to(torch.int8)
             exact = values.float() * scale.float()
         else:
-            block = {by_row: (1, weight.shape[1]), in_blocks: (16, 16)}.get(scale_of, tuple(weight.shape))
+            row = dict.fromkeys((by_row, by_row_of_modelopt), (1, weight.shape[1]))
+            blocks = dict.fromkeys((in_blocks, in_blocks_of_modelopt), (16, 16))
+            block = (row | blocks).get(scale_of, tuple(weight.shape))
             values, scale, exact = as_fp8(weight, block)
         with torch.no_grad():
             dense_parameter(parameters, name).copy_(exact)
@@ -217,10 +219,19 @@ def in_blocks(O, C):
     return -(-O // 16), -(-C // 16)
 
 
+def by_row_of_modelopt(O, C):
+    return (O,)
+
+
+def in_blocks_of_modelopt(O, C):
+    return -(-O // 16), 1, -(-C // 16), 1
+
+
 BY_ROW = compressed("int8", strategy="channel")
 IN_BLOCKS = compressed("fp8", strategy="block", block_structure=[16, 16])
 FBGEMM = {"quantization_config": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}}
 MODELOPT = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}
+MODELOPT_IN_BLOCKS = {"quantization_config": {"quant_method": "modelopt", "weight_block_size": [16, 16]}}
 
 
 @pytest.mark.sampled
@@ -235,6 +246,8 @@ MODELOPT = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "F
         (qwen_2, "fp8", lambda *_: (1, 1), compressed("fp8", strategy="tensor"), (1, 1, 2)),
         (llama, "fp8", by_row, FBGEMM, (1, 1, 4)),
         (llama, "fp8", lambda *_: (), MODELOPT, (2, 1, 2)),
+        (llama, "fp8", in_blocks_of_modelopt, MODELOPT_IN_BLOCKS, (1, 1, 2)),
+        (mixtral_8, "fp8", by_row_of_modelopt, MODELOPT, (1, 2, 1)),
         (qwen_3_moe, "fp8", lambda *_: (), {}, (1, 2, 1)),  # ModelOpt's older releases say so in another file alone
     ],
 )
