@@ -224,7 +224,7 @@ def weights_of(config: Config) -> dict:
 
 def left_out(name: str, config: Config) -> str | None:
     """Why a tensor of the checkpoint is left out on purpose, or None."""
-    if name.endswith("rotary_emb.inv_freq"):
+    if "rotary_emb." in name:  # frequencies; ColossalAI also saves cosines and sines
         return "computed from config.json"
     if name.endswith("lm_head.weight"):
         return "tied to embed_tokens.weight"

@@ -160,7 +160,7 @@ def weights_of(config: Config) -> dict:
 
 def left_out(name: str, config: Config) -> str | None:
     """Why a tensor of the checkpoint is left out on purpose, or None."""
-    if name.endswith("rotary_emb.inv_freq"):
+    if "rotary_emb." in name:  # frequencies; ColossalAI also saves cosines and sines
         return "computed from config.json"
     if name == "lm_head.weight" and config.tie_word_embeddings:
         return "tied to model.embed_tokens.weight"

@@ -211,12 +211,13 @@ def test_left_out_on_purpose_or_refused(checkpoint, tmp_path, capsys):
     for file in path.iterdir():
         if "safetensors" not in file.name:
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    stray = tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    names = {f"model.layers.0.self_attn.rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached")}
+    stray = tensors | {name: torch.ones(4) for name in names}
     save_file(stray, tmp_path / "model.safetensors")
     llama3.convert.convert(tmp_path, tmp_path / "out", "float32")
-    assert "left out 1 tensors of the checkpoint: computed from config.json" in capsys.readouterr().err
+    assert "left out 3 tensors of the checkpoint: computed from config.json" in capsys.readouterr().err
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["left_out"].keys() == {"model.layers.0.self_attn.rotary_emb.inv_freq"}
+    assert index["metadata"]["left_out"].keys() == names
     assert load_all(tmp_path / "out").keys() == tensors.keys()
 
     bad = tensors["model.layers.1.mlp.up_proj.weight"].clone()
