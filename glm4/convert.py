@@ -838,7 +838,9 @@ def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict
             problems.append(f"{name} has dtype {tensor.kind:.40}, which is not supported here")
     if problems := [*missing[:2], *problems, *missing[2:]]:  # names on both sides tell what differs
         more = f", and {len(problems) - 3} more such" if len(problems) > 3 else ""
-        if wrapped := next((name for name in found if missing and name.endswith(f".{missing[0].split()[0]}")), None):
+        if any(".lora_" in name or ".modules_to_save." in name for name in found):
+            more += "; weights of PEFT that are not merged: save what its merge_and_unload gives"
+        elif wrapped := next((name for name in found if missing and name.endswith(f".{missing[0].split()[0]}")), None):
             more += f"; {wrapped} stands in a wrapper: save the model in it"
         if any(name.startswith("score.") for name in found):
             more += "; a classifier or a reward model, which writes no text"

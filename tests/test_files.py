@@ -477,6 +477,14 @@ def scales_in(kind, dtype):
     return edit
 
 
+def as_peft_holds_it(tensors):
+    """A matrix with its low-rank update beside it, all in the wrapper."""
+    name = "model.layers.0.mlp.up_proj"
+    tensors[f"{name}.base_layer.weight"] = tensors.pop(f"{name}.weight")
+    tensors |= {f"{name}.lora_{side}.default.weight": torch.ones(8, 8) for side in "AB"}
+    return {f"base_model.model.{name}": x for name, x in tensors.items()}
+
+
 def only(name, text="{}"):
     def edit(folder):
         for file in folder.iterdir():
@@ -539,6 +547,7 @@ def without_settings(folder):
             edit_tensors(lambda tensors: {f"module.{name}": x for name, x in tensors.items()}),
             "module.model.embed_tokens.weight stands in a wrapper: save the model in it",
         ),
+        (edit_tensors(as_peft_holds_it), "of PEFT that are not merged: save what its merge_and_unload gives$"),
         (
             edit_tensors(lambda tensors: tensors | {"score.weight": torch.ones(1, 128)}),
             "score.weight is not .*; a classifier or a reward model, which writes no text",
