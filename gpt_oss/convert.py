@@ -67,7 +67,7 @@ OURS = {  # config.json's quantization_config of what convert writes
     "int8": {"quant_method": "int8_per_channel"}, "int4": {"quant_method": "int4_in_groups", "group_size": 32},
 }  # fmt: skip
 # What rounds activations and the cache, and no weight.
-OF_ACTIVATIONS = re.compile(r"\.((input|output|activation|[qkv]|kv|prob)_(scale|zero_point)|input_scale_ub)$")
+OF_ACTIVATIONS = re.compile(r"\.((input|output|act|activation|[qkv]|kv|prob)_(scale|zero_point)|input_scale_ub)$")
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
 SMALL = 2**22  # loading checks weights with fewer numbers than this for NaN: norms, routers

@@ -195,6 +195,7 @@ def save_8_bits(folder, family, kind, scale_of, form):
         with torch.no_grad():
             dense_parameter(parameters, name).copy_(exact)
         tensors |= {name: values, f"{name}_scale": scale.reshape(shape), name.replace("weight", "input_scale"): one()}
+    tensors["model.layers.0.mlp.act_scale"] = one()  # AutoFP8 once called input_scale so
     tensors |= {"model.layers.0.self_attn.k_scale": one(), "model.layers.1.self_attn.v_proj.v_scale": one()}
     save_file(tensors, folder / "model.safetensors")
     edit_config(folder, **form)
