@@ -727,6 +727,8 @@ def read_inputs(args) -> Inputs:
         flags = {name: asked.get(name) for name in ("temperature", "top_k", "top_p")}
         flags = [f"--{name} {value}" for name, value in flags.items() if type(value) in (int, float)]
         say(f"note: generation_config.json asks for {' '.join(flags)}; without them, the most probable token is taken")
+    elif args.temperature == 0 and (args.top_k or args.top_p < 1):
+        say("note: --top_k and --top_p need a --temperature; without one, the most probable token is taken")
     if (penalty := asked.get("repetition_penalty") or 1) != 1:
         say(f"note: generation_config.json asks for a repetition_penalty of {penalty!r:.20}, which is not applied")
     check_prompts(prompt_tokens, checkpoint.config, args.max_seq_len, args.max_new_tokens)

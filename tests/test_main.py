@@ -218,6 +218,8 @@ def test_sampling_that_a_release_asks_for(main, tmp_path):
     assert "generation_config.json asks for --temperature 1.0;" in main(*flags)[2]
     edit_json("generation_config.json", do_sample=False)(tmp_path)
     assert "asks for" not in main(*flags)[2]
+    for flag in ("--top_k", "--top_p"):  # a user who asks for half of it gets a note too
+        assert "--top_k and --top_p need a --temperature" in main(*flags, flag, "0.5" if flag == "--top_p" else "5")[2]
     edit_json("generation_config.json", do_sample=False, repetition_penalty=1.05)(tmp_path)
     assert "asks for a repetition_penalty of 1.05, which is not applied" in main(*flags)[2]
 
