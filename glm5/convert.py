@@ -203,49 +203,6 @@ class Int8Rows(NamedTuple):
         yield on_devices(held.scale, scales_of(weight), {name: tensor.scale.read for name, tensor in tensors.items()})
 
 
-class Mxfp4Blocks(NamedTuple):
-    """Experts in MXFP4 (Rouhani et al. 2023, "Microscaling Data Formats"): numbers of 4 bits, 1 of them the sign, 2 the
-    exponent and 1 the mantissa, times a power of two for each 32 of a row."""
-
-    pairs: Stored  # uint8 [E, O, C / 32, 16], the first of two numbers in the lower half
-    exponents: Stored  # uint8 [E, O, C / 32]
-
-    format, dtype = getattr(model, "Mxfp4", Plain), DTYPES["bfloat16"]
-    is_transposed = True  # in what convert writes, as packed experts that are not in MXFP4
-
-    shape = property(lambda self: (*self.exponents.shape[:-1], 32 * self.exponents.shape[-1]))
-
-    @classmethod
-    def collect(cls, folder: Path, found: dict, quantization: dict) -> None:
-        """Puts one tensor `x` in the place of `x_blocks` and `x_scales`."""
-        for name, (pairs, exponents) in parts_of(found, "_blocks", "_scales"):
-            sizes = exponents.shape if exponents and name not in found else ()
-            if len(sizes) != 3 or pairs.shape != (*sizes, 16) or {pairs.kind, exponents.kind} != {"U8"}:
-                raise InputError(f"{folder}: {name:.200}_blocks and {name:.200}_scales are no MXFP4 of 8-bit numbers")
-            found[name] = cls(pairs, exponents)
-
-    def codes(self, *index: slice | int) -> np.ndarray:
-        """The numbers of 4 bits, as uint8."""
-        *rows, columns = (*index, *[slice(None)] * (3 - len(index)))
-        return codes_of(lambda some: self.pairs.read(*rows, some).view("V16")[..., 0], columns, self.shape[-1], 32)
-
-    def read(self, *index: slice | int) -> np.ndarray:
-        *rows, columns = (*index, *[slice(None)] * (3 - len(index)))
-        places = np.arange(self.shape[-1])[columns] // 32
-        powers = self.exponents.read(*rows)[..., places].view(ml_dtypes.float8_e8m0fnu)
-        numbers = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-        return (numbers[self.codes(*index)] * powers.astype(np.float32)).astype(ml_dtypes.bfloat16)
-
-    @classmethod
-    def arrays(cls, held, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
-        (values, scales), n = jax.tree.leaves(held), held.shape[-1] // held.values.shape[-1]
-        codes = {name: tensor.codes for name, tensor in tensors.items()}
-        yield on_devices(values, weight, codes, held.packed, n, np.dtype(np.uint8))
-        exponents = {name: tensor.exponents.read for name, tensor in tensors.items()}
-        of_groups = with_columns(weight, 32)
-        yield on_devices(scales, of_groups, exponents, held.scales, 1, np.dtype(np.uint8), order=held.ordered)
-
-
 @dataclasses.dataclass(frozen=True)
 class InGroups:
     """A matrix [.., O, C] of 4-bit codes, less a zero and times a scale for each group of a row's numbers. Forms have
@@ -276,16 +233,16 @@ class InGroups:
 
     @staticmethod
     def arrays(held, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
-        codes = {name: tensor.codes for name, tensor in tensors.items()}
-        n = held.shape[-1] // held.values.shape[-1]
-        yield on_devices(held.values, weight, codes, held.packed, n, np.dtype(np.uint8))
-        group, part = held.shape[-1] // held.ordered(held.scale.shape)[-1], weight.parts[0]
+        (values, *of_groups), codes = jax.tree.leaves(held), {name: tensor.codes for name, tensor in tensors.items()}
+        n = held.shape[-1] // values.shape[-1]
+        yield on_devices(values, weight, codes, held.packed, n, np.dtype(np.uint8))
+        group, part = held.shape[-1] // held.ordered(of_groups[0].shape)[-1], weight.parts[0]
         step = math.gcd(group, part.layout()[1]) if weight.split == 1 and part.units else group  # units are not cut
         n, of_steps = group // step, with_columns(weight, step)
-        for array, field in ((held.scale, "scales"), (held.zero, "zeros")):
-            if array is not None:
-                readers = {name: functools.partial(tensor.of_groups, field, step) for name, tensor in tensors.items()}
-                yield on_devices(array, of_steps, readers, lambda x: x[..., ::n], n, order=held.ordered)
+        finish = getattr(held, "scales", lambda x: x)  # MXFP4's exponents, which bfloat16 too holds exactly
+        for array, field in zip(of_groups, ("scales", "zeros")):
+            readers = {name: functools.partial(tensor.of_groups, field, step) for name, tensor in tensors.items()}
+            yield on_devices(array, of_steps, readers, lambda x: finish(x[..., ::n]), n, order=held.ordered)
 
     def of_groups(self, field: str, n: int, *index: slice | int) -> np.ndarray:
         """Scales or zeros of some rows: of each n numbers one."""
@@ -294,14 +251,14 @@ class InGroups:
         return getattr(self, field)(*rows)[..., places[columns]]
 
 
-def codes_of(words, wanted: slice, size: int, n: int = 8, order=slice(None)) -> np.ndarray:
-    """Codes of 4 bits, those `wanted` of `size`: uint8 [.., codes]. `words` reads some of the words [.., size / n] that
-    hold n codes each, from the lowest bits on, or in an `order` of their own."""
+def codes_of(words, wanted: slice, size: int, order=slice(None)) -> np.ndarray:
+    """Codes of 4 bits, those `wanted` of `size`: uint8 [.., codes]. `words` reads some of the int32 words
+    [.., size / 8] that hold 8 codes each, from the lowest bits on, or in an `order` of their own."""
     start, stop, _ = wanted.indices(size)
-    words = np.ascontiguousarray(words(slice(start // n, -(-stop // n))))
+    words = np.ascontiguousarray(words(slice(start // 8, -(-stop // 8))))
     pairs = words.view(np.uint8)
-    codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*words.shape, n)[..., order]
-    return codes.reshape(*words.shape[:-1], -1)[..., start % n : stop - start // n * n]
+    codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*words.shape, 8)[..., order]
+    return codes.reshape(*words.shape[:-1], -1)[..., start % 8 : stop - start // 8 * 8]
 
 
 def parts_of(found: dict, *endings: str) -> Iterator[tuple[str, list[Stored | None]]]:
@@ -356,6 +313,31 @@ class PackQuantized(InGroups):
         return [jax.lax.bitcast_convert_type(fast.packed_codes(codes, 8, 1), jnp.int32), scale]
 
 
+class Mxfp4Blocks(PackQuantized):
+    """Experts in MXFP4 (Rouhani et al. 2023, "Microscaling Data Formats"): numbers of 4 bits, 1 of them the sign, 2 the
+    exponent and 1 the mantissa, times a power of two for each 32 of a row. `scale` has the exponents of these."""
+
+    format, dtype = getattr(model, "Mxfp4", Plain), DTYPES["bfloat16"]
+    is_transposed = True  # in what convert writes, as packed experts that are not in MXFP4
+
+    @classmethod
+    def collect(cls, folder: Path, found: dict, quantization: dict) -> None:
+        """Puts one tensor `x` in the place of `x_blocks`, uint8 [E, O, C / 32, 16], in whose bytes the first of two
+        numbers is the lower half, and `x_scales`, exponents in uint8 [E, O, C / 32]."""
+        for name, (pairs, exponents) in parts_of(found, "_blocks", "_scales"):
+            sizes = exponents.shape if exponents and name not in found else ()
+            if len(sizes) != 3 or pairs.shape != (*sizes, 16) or {pairs.kind, exponents.kind} != {"U8"}:
+                raise InputError(f"{folder}: {name:.200}_blocks and {name:.200}_scales are no MXFP4 of 8-bit numbers")
+            *rows, blocks = sizes
+            words = pairs._replace(kind="I32", shape=(*rows, 4 * blocks))
+            found[name] = cls((*rows, 32 * blocks), 32, words, exponents, None)
+
+    def read(self, *index):
+        numbers = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+        powers = self.of_groups("scales", 1, *index).view(ml_dtypes.float8_e8m0fnu)
+        return (numbers[self.codes(*index)] * powers.astype(np.float32)).astype(ml_dtypes.bfloat16)
+
+
 class Awq(InGroups):
     """As AutoAWQ's GEMM stores it: `qweight` int32 [C, O / 8], whose word has the codes of 8 outputs in the order
     0 2 4 6 1 3 5 7 from the lowest bits on, `qzeros` [C / group, O / 8] likewise, and `scales` [C / group, O]."""
@@ -384,7 +366,7 @@ class Awq(InGroups):
 
     def by_output(self, words: Stored, rows: slice, columns, more: int = 0) -> np.ndarray:
         """Some outputs of words [n, O / 8], to which `more` is added: uint8 [rows, columns]."""
-        codes = codes_of(lambda some: words.read(columns, some) + np.int32(more), rows, self.shape[0], 8, self.order)
+        codes = codes_of(lambda some: words.read(columns, some) + np.int32(more), rows, self.shape[0], self.order)
         return codes.T
 
     def codes(self, rows=slice(None), columns=slice(None)):
@@ -699,7 +681,7 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
         is_table = path[0].key.endswith("embedding") and format.bits == 4  # its rows are looked up
         return dataclasses.replace(weight, format=Plain if is_table else format)
 
-    if not fast and any(isinstance(tensor, InGroups) for tensor in tensors.values()):
+    if not fast and any(isinstance(tensor, InGroups) and tensor.format is Plain for tensor in tensors.values()):
         say("note: without fast.py, weights in 4 bits are held in the dtype of the others")
     weights = jax.tree_util.tree_map_with_path(as_stored, weights_of(config))
     return Checkpoint(folder, config, raw_config, generation_config, weights, tensors, skipped | left_out)
