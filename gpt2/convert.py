@@ -123,10 +123,10 @@ class Stored(NamedTuple):
 
 
 class Scaled(NamedTuple):
-    """A matrix in FP8 (e4m3), times a scale for each block of so many rows and columns; in int8, times one for all."""
+    """A matrix [.., O, C] in FP8 (e4m3) or int8, times a scale for each block of so many rows and columns."""
 
     values: Stored
-    scale: Stored
+    scale: Stored  # [.., O / rows, C / columns]
     block: tuple[int, int]
 
     format, dtype, is_transposed = Plain, DTYPES["float32"], False
@@ -151,17 +151,16 @@ class Scaled(NamedTuple):
                 continue
             values, ending = found[name], "_scale_inv" if f"{name}_scale_inv" in found else "_scale"
             scale, rows, is_int8 = found.pop(name + ending, None), values.shape[:-1], values.kind == "I8"
-            if scale is None or (len(rows) != 1 and not is_int8):
+            if scale is None or not rows or (len(rows) > 1 and not is_int8):
                 what = f"{'int8' if is_int8 else 'FP8'} and no matrix with a weight_scale_inv or weight_scale"
                 raise InputError(f"{folder}: {name:.200} is in {what}")
             by_block = tuple(-(-size // n) for size, n in zip(values.shape, block, strict=False))
             if is_spread := scale.shape[1::2] == (1, 1):  # [n, 1, m, 1], as ModelOpt has scales of blocks
                 scale = scale._replace(shape=scale.shape[::2])
             shape = scale.shape if scale.kind in FLOATS else None
-            if is_int8 and shape in (rows, (*rows, 1)):
-                found[name] = Int8Rows(values, scale._replace(shape=rows))
-            elif shape in (rows, (*rows, 1)):
-                found[name] = Scaled(values, scale._replace(shape=(*rows, 1)), (1, max(values.shape[1], 1)))
+            if shape in (rows, (*rows, 1)):
+                form = Int8Rows if is_int8 else Scaled
+                found[name] = form(values, scale._replace(shape=(*rows, 1)), (1, max(values.shape[-1], 1)))
             elif shape == by_block and (given or is_spread or ending == "_scale_inv") and not is_int8:
                 found[name] = Scaled(values, scale, tuple(block))
             elif len(rows) == 1 and (shape in ((), (1,)) or (shape == (1, 1) and has_one_scale)):  # else it was cut
@@ -171,24 +170,17 @@ class Scaled(NamedTuple):
                 expect(folder, name + ending, scale, FLOATS, wanted)
 
     def read(self, *index: slice | int) -> np.ndarray:
-        places = (*index, slice(None), slice(None))
-        blocks = [np.arange(self.shape[i])[places[i]] // self.block[i] for i in range(2)]
+        *matrices, rows, columns = (*index, *[slice(None)] * (len(self.shape) - len(index)))
+        rows, columns = (np.arange(self.shape[i])[some] // self.block[i] for i, some in ((-2, rows), (-1, columns)))
+        scale = self.scale.read(*matrices)[..., rows[:, None], columns].astype(np.float32)
         with np.errstate(over="ignore", invalid="ignore"):  # damaged scales overflow; that is caught later
-            return self.values.read(*index).astype(np.float32) * self.scale.read()[np.ix_(*blocks)].astype(np.float32)
+            return self.values.read(*index).astype(np.float32) * scale
 
 
-class Int8Rows(NamedTuple):
+class Int8Rows(Scaled):
     """int8 `x` [.., O, C] and for each row an `x_scale` [.., O]: convert's, or compressed-tensors' "int-quantized"."""
 
-    values: Stored
-    scale: Stored
-
-    format, dtype, is_transposed = Int8, DTYPES["float32"], False
-    shape = property(lambda self: self.values.shape)
-
-    def read(self, *index: slice | int) -> np.ndarray:
-        rows = index[: len(self.shape) - 1]
-        return self.values.read(*index) * self.scale.read(*rows)[..., None].astype(np.float32)
+    format = Int8
 
     @staticmethod
     def outputs(name: str, shape: tuple[int, ...]) -> list[tuple]:
@@ -200,7 +192,8 @@ class Int8Rows(NamedTuple):
     @classmethod
     def arrays(cls, held: Int8, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
         yield on_devices(held.values, weight, {name: tensor.values.read for name, tensor in tensors.items()})
-        yield on_devices(held.scale, scales_of(weight), {name: tensor.scale.read for name, tensor in tensors.items()})
+        scales = {name: tensor.scale._replace(shape=tensor.shape[:-1]).read for name, tensor in tensors.items()}
+        yield on_devices(held.scale, scales_of(weight), scales)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -675,9 +668,7 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
 
     def as_stored(path, weight):
         formats = {tensors[name].format for name in weight.tensors()}
-        if not weight.is_matrix() or len(formats) > 1:
-            return dataclasses.replace(weight, format=Plain)
-        (format,) = formats
+        format = formats.pop() if weight.is_matrix() and len(formats) == 1 else Plain
         is_table = path[0].key.endswith("embedding") and format.bits == 4  # its rows are looked up
         return dataclasses.replace(weight, format=Plain if is_table else format)
 
