@@ -359,8 +359,7 @@ class Awq(InGroups):
 
     def by_output(self, words: Stored, rows: slice, columns, more: int = 0) -> np.ndarray:
         """Some outputs of words [n, O / 8], to which `more` is added: uint8 [rows, columns]."""
-        codes = codes_of(lambda some: words.read(columns, some) + np.int32(more), rows, self.shape[0], self.order)
-        return codes.T
+        return codes_of(lambda some: words.read(columns, some) + np.int32(more), rows, self.shape[0], self.order).T
 
     def codes(self, rows=slice(None), columns=slice(None)):
         return self.by_output(self.words, rows, columns)
@@ -1190,8 +1189,8 @@ def users_line(error: BaseException) -> str | None:
     return None
 
 
-def find_devices() -> list[jax.Device]:
-    """jax.devices(), or InputError if it has none, or not as many of each process."""
+def find_devices() -> None:
+    """Raises InputError if jax has no devices, or not as many of each process."""
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:
@@ -1203,7 +1202,6 @@ def find_devices() -> list[jax.Device]:
     if len({*counts.values()}) > 1:
         numbers = ", ".join(str(counts[i]) for i in sorted(counts))
         raise InputError(f"processes 0 to {len(counts) - 1} have {numbers} devices; give each as many as the others")
-    return devices
 
 
 def run(main) -> None:
