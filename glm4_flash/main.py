@@ -54,10 +54,10 @@ except Exception as error:  # it imports torch where that is installed, and a br
     sys.exit(f"error: transformers 5.23 or newer cannot be imported ({one_line(error)}): {remedy}")
 
 DEMO = Path(__file__).resolve().parent / "demo"
-PROMPTS_CHARACTERS = 2**28  # a larger --prompts_file, such as /dev/zero, is refused
+PROMPTS_CHARACTERS = 2**28  # a larger input, such as /dev/zero, is refused
 LONG_PROMPT = 2**15  # tokens; a shorter prompt is taken whatever max_position_embeddings says, as in transformers
 CHAT_SLOTS = 4096  # of the cache of a conversation at first
-PATIENCE = 30  # seconds of waiting for other processes, before a line says so
+PATIENCE = 30  # seconds between the lines that say for whom a process waits
 OWN = (  # what may differ between hosts: where things are, and texts, of which the tokens are compared
     "model_path", "prompt", "prompt_file", "prompts_file", "system", "template_args", "coordinator", "process_id",
 )  # fmt: skip
@@ -175,7 +175,7 @@ def read_prompts(args) -> list[str]:
 def encode(tokenizer, prompts, raw, history=(), template_args=None, remedy="") -> list[list[int]]:
     """Token ids of each prompt: as a user's message after those of `history`, by a template that takes `template_args`
     too, or `raw` as it stands. As in transformers, a special token that is written out in a message becomes that token.
-    The template's errors end with the `remedy`."""
+    Without `raw`, errors end with the `remedy`."""
     found = []
     for row, prompt in enumerate(prompts, 1):
         messages = [*history, {"role": "user", "content": prompt}]
@@ -211,7 +211,7 @@ def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:
 
 
 def id_of(tokenizer, token: str | None) -> int | None:
-    """The id of a token, None if it has none. get_vocab takes 0.3 s for 262,144 tokens."""
+    """The id of a token, or None. (get_vocab would take 0.3 s for 262,144 tokens.)"""
     i = tokenizer.convert_tokens_to_ids(token) if token else None
     return i if i is not None and tokenizer.convert_ids_to_tokens(i) == token else None  # or the unknown token's
 
@@ -610,9 +610,9 @@ def statistics(raw_config: dict, mesh, load_s: float, measured: dict) -> dict:
 
 
 def is_lone_tpu_host() -> bool:
-    """Whether a TPU host is alone: the variables of GKE, Kaggle and Colab name one host; or there are none, and no
-    metadata server of Google Cloud, which all hosts of a pod have. jax would take Kaggle's `local` for the name of
-    another host, and wait a minute for each answer of the server."""
+    """Whether a TPU host is alone: by the variables of GKE, Kaggle and Colab or, without them, because no metadata
+    server of Google Cloud answers, as one does on every host of a pod. jax itself would take Kaggle's `local` for
+    another host, and wait a minute for each answer."""
     given = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
     if "TPU_PROCESS_ADDRESSES_PATH" in os.environ or "MEGASCALE_COORDINATOR_ADDRESS" in os.environ:
         return False
@@ -771,7 +771,7 @@ def read_together(args) -> Inputs:
 
 
 def main() -> None:
-    """Loads the checkpoint, decodes the prompts, prints results and statistics. All processes do the same."""
+    """Loads the checkpoint and decodes the prompts. All processes do so; process 0 prints results and statistics."""
     args = parse_arguments()
     if sys.stdout is None or (args.chat and sys.stdin is None):
         raise InputError(f"standard {'output' if sys.stdout is None else 'input'} is closed")

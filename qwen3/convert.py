@@ -70,7 +70,7 @@ OURS = {  # config.json's quantization_config of what convert writes
 OF_ACTIVATIONS = re.compile(r"\.((input|output|act|activation|[qkv]|kv|prob)_(scale|zero_point)|input_scale_ub)$")
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
-SMALL = 2**22  # loading checks weights with fewer numbers than this for NaN: norms, routers
+SMALL = 2**22  # a device's part of fewer numbers is checked for NaN: norms, routers
 READERS = 4  # threads that read; with one, copying and page faults take longer than a fast disk
 INDEX = "model.safetensors.index.json"  # says which file has which tensor
 FOLDERS = {  # of the repository that this file is from, and the model_types that each reads
@@ -562,7 +562,7 @@ def find_checkpoint(path: str, extra_layer: bool = False) -> Path:
 
 
 def needed_files(folder: Path, extra_layer: bool) -> list[str]:
-    """The files that an index names, less those that have only tensors which are left out."""
+    """The files that an index names, without those whose tensors are all left out."""
     if not (folder / INDEX).is_file() or not (folder / "config.json").is_file():
         return ["config.json", "model.safetensors"]
     weight_map = weight_map_of(folder)
@@ -571,7 +571,7 @@ def needed_files(folder: Path, extra_layer: bool) -> list[str]:
 
 
 def something_else(folder: Path, names: Iterable[str]) -> str:
-    """What files of these names are that are no checkpoint, and what to do, as the rest of a message."""
+    """The rest of a message: what a folder with files of these names is instead, and what to do."""
     if lost := [name for name in names if name.endswith(".safetensors") and not (folder / name).exists()]:
         return f": {lost[0]} is a link to a file that is not there; copy the files themselves (cp -L)"
     if {"params.json", "consolidated.safetensors"} & {*names}:
@@ -933,7 +933,7 @@ def scales_of(weight: Weight) -> Weight:
 
 
 def with_columns(weight: Weight, n: int) -> Weight:
-    """What a weight has one of for each `n` numbers of a row."""
+    """A weight with one number for each `n` of a row of this one."""
     if weight.split == 0:
         return dataclasses.replace(weight, other_dim=weight.other_dim // n)
     part = weight.parts[0]
