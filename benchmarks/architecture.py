@@ -5,10 +5,9 @@
 The shapes, and how devices split them, come from the folder's own weights_of; the order of the steps is written below.
 """
 
-import argparse
 from xml.sax.saxutils import escape
 
-from folders import ROOT, import_apart, read_config, run, shape_of, split_of
+from folders import ROOT, ArgumentParser, import_apart, read_config, run, shape_of, split_of
 
 WIDTH, HEIGHT, GAP, LEFT = 330, 40, 16, 60  # of a box in pixels; between boxes; for the residual stream
 
@@ -157,7 +156,7 @@ def draw(folder: str) -> str:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    ArgumentParser(__doc__).parse_args()
     for folder in DRAWN:
         (ROOT / folder / "architecture.svg").write_text(draw(folder))
 

@@ -17,7 +17,6 @@ a round of theirs, prefill and decode loop timed apart. --components divides a d
 model, by a profiler's trace. --save NAME writes benchmarks/results/NAME.json, which draw.py and tables.py read.
 """
 
-import argparse
 import json
 import os
 import re
@@ -37,7 +36,19 @@ if "--components" in sys.argv:  # in a captured graph, a GPU's kernels would not
 import jax
 import jax.numpy as jnp
 import numpy as np
-from folders import check_batch, count, flops, import_all, provenance, read_config, result_name, run, save, with_drafts
+from folders import (
+    ArgumentParser,
+    check_batch,
+    count,
+    flops,
+    import_all,
+    provenance,
+    read_config,
+    result_name,
+    run,
+    save,
+    with_drafts,
+)
 
 # Published dense bfloat16 peak in TFLOP/s of a device, by the beginning of jax's device_kind; sources as main.py's.
 PEAK_TFLOPS = {
@@ -301,7 +312,7 @@ def show(row: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     add = parser.add_argument
 
     add("folder", help="a model folder, such as llama3")

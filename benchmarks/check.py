@@ -28,7 +28,7 @@ from pathlib import Path
 
 import jax  # alone it takes no device
 import tables
-from folders import RESULTS, ROOT, import_apart, provenance, read_config, result_name, run, save
+from folders import RESULTS, ROOT, ArgumentParser, import_apart, provenance, read_config, result_name, run, save
 
 SIZES = (  # folder, released size, weights; in this order, until the minutes are over
     ("llama3", "llama-3.1-8b", "bfloat16"),
@@ -163,7 +163,7 @@ def estimate(size: tuple[str, str, str], row: dict, target: str, deadline: float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
 
     def positive(text):
         value = float(text)

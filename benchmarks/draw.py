@@ -3,7 +3,6 @@
 python3 benchmarks/draw.py 70b-int8-v5e-16 cpu-16x1024    # writes benchmarks/results/NAME.svg for each
 """
 
-import argparse
 import json
 
 import matplotlib
@@ -11,7 +10,7 @@ import matplotlib
 matplotlib.use("svg")
 matplotlib.rcParams |= {"svg.hashsalt": "results", "svg.fonttype": "none"}  # same numbers, same file; text as text
 import matplotlib.pyplot as plt
-from folders import RESULTS, run
+from folders import RESULTS, ArgumentParser, run
 
 
 def draw_plans(report: dict) -> plt.Figure:
@@ -69,7 +68,7 @@ def draw_roofline(report: dict) -> plt.Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("names", nargs="+", metavar="NAME", help="a file of benchmarks/results without .json")
     for name in parser.parse_args().names:
         report = json.loads((RESULTS / f"{name}.json").read_text())

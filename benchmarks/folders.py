@@ -94,6 +94,16 @@ def check_batch(batch: int, mesh) -> None:
         raise ValueError(f"--batch {batch} is no multiple of dp {mesh.shape['dp']}")
 
 
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse, with its errors in the one form that all errors have here."""
+
+    def __init__(self, description: str):
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> None:
+        raise ValueError(message)
+
+
 def count(text: str) -> int:
     """A positive number of the command line."""
     if not text.isdigit() or int(text) == 0:

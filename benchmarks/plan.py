@@ -59,6 +59,7 @@ os.environ |= {
 import jax
 import jax.numpy as jnp
 from folders import (
+    ArgumentParser,
     attention_flops,
     check_batch,
     count,
@@ -466,7 +467,7 @@ def sweep(args) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     add = parser.add_argument
     add("folder", help="a model folder, such as llama3")
     add("--config", required=True, help="a released size, FOLDER/configs without .json, or a config.json")

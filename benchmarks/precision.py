@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from folders import count, import_all, provenance, result_name, run, save
+from folders import ArgumentParser, count, import_all, provenance, result_name, run, save
 from jax.sharding import PartitionSpec as P
 
 FORMATS = {  # dtype of all that is not rounded; how weights are, how the cache is
@@ -135,7 +135,7 @@ def real_rows(tokenizer, tokens: int, window: int) -> list[list[int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(__doc__)
     parser.add_argument("folder", help="a model folder, such as llama3")
     parser.add_argument("--model_path", required=True, help="a checkpoint folder or a hub id")
     parser.add_argument("--tokens", type=count, default=4096, help="default 4096")

@@ -7,13 +7,12 @@ is a file of benchmarks/results without .json, a pattern like `*-prefill` stands
 `weights` it is a model. The index of benchmarks/results has the command of each file.
 """
 
-import argparse
 import json
 import math
 import re
 
 import jax
-from folders import RESULTS, ROOT, import_apart, read_config, run, shape_of, split_of
+from folders import RESULTS, ROOT, ArgumentParser, import_apart, read_config, run, shape_of, split_of
 
 FOLDERS = sorted(file.parent.name for file in ROOT.glob("*/model.py"))
 PAGES = ("README.md", "docs/performance.md", "benchmarks/results/README.md", *(f"{name}/README.md" for name in FOLDERS))
@@ -242,7 +241,7 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    ArgumentParser(__doc__).parse_args()
     for page in PAGES:
         (ROOT / page).write_text(filled((ROOT / page).read_text()))
 

@@ -46,6 +46,7 @@ def test_8b_on_two_by_four_chips():
         (["qwen3", "--config", "qwen3-0.6b", "--target", "v5e:2x2", "--batch", "3", "--dp", "2"], "multiple of dp 2"),
         (["qwen3", "--config", "qwen3-0.6b", "--target", "h100:8"], "one at a time"),
         (["qwen3", "--config", "qwen3-0.6b", "--target", "v5e:3x3"], "a slice such as v5e:2x4"),
+        (["qwen3", "--config", "qwen3-0.6b"], "required: --target"),
     ],
 )
 def test_errors(arguments, words):
