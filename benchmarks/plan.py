@@ -43,6 +43,7 @@ import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 # Before jax is imported: nothing of this machine's own accelerators, and libtpu told that it only compiles, for as many
@@ -447,23 +448,26 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def sweep(args) -> list[dict]:
-    """A report for every combination of the arguments that have several values, with what tells them apart."""
-    rows = []
+def sweep(args, errors: list[str]) -> Iterator[dict]:
+    """A report for every combination of the arguments that have several values, with what tells them apart. `errors`
+    gets what is wrong with one that cannot be planned."""
     for values in itertools.product(
         args.target, args.batch, args.max_seq_len, args.tp or [None], args.prefill or [None]
     ):
         one = argparse.Namespace(**vars(args))
         one.target, one.batch, one.max_seq_len, one.tp, one.prefill = values
-        report = plan(one)
+        try:
+            report = plan(one)
+        except ValueError as error:
+            errors.append(str(error))
+            continue
         dp = report["mesh"]["dp"]
         key = one.config, one.target, one.quantize, one.quantize_cache, dp, one.batch, one.max_seq_len
         published_ms = None if args.layers or args.prefill else PUBLISHED.get(key)
         named = {"target": one.target, "batch": one.batch, "max_seq_len": one.max_seq_len}
         if one.prefill:
             named["prefill"] = one.prefill
-        rows.append(named | report | {"published_ms": published_ms})
-    return rows
+        yield named | report | {"published_ms": published_ms}
 
 
 def main() -> None:
@@ -493,18 +497,23 @@ def main() -> None:
     add("--json", action="store_true", help="a line for each combination of targets, batches, slots and tp")
     add("--save", type=result_name, metavar="NAME", help="all of it in benchmarks/results/NAME.json")
     args = parser.parse_args()
-    rows = sweep(args)
-    if args.save:
-        packages = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
-        save(args.save, provenance(packages) | {"arguments": vars(args), "plans": rows})
-    if args.json:
-        for row in rows:
-            print(json.dumps(row))
-    elif len(rows) > 1:
-        print(table(rows))
-    else:
-        for name, value in rows[0].items():
-            print(f"{name:18} {value:.3f}" if isinstance(value, float) else f"{name:18} {value}")
+    rows, errors = [], []
+    try:
+        for row in sweep(args, errors):
+            rows.append(row)
+            if args.json:
+                print(json.dumps(row), flush=True)
+        if args.save and rows:
+            packages = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
+            save(args.save, provenance(packages) | {"arguments": vars(args), "plans": rows})
+    finally:  # an interrupt loses no row
+        if len(rows) > 1 and not args.json:
+            print(table(rows))
+        elif rows and not args.json:
+            for name, value in rows[0].items():
+                print(f"{name:18} {value:.3f}" if isinstance(value, float) else f"{name:18} {value}")
+    if errors:
+        raise ValueError("; ".join(dict.fromkeys(errors)))
 
 
 if __name__ == "__main__":

@@ -56,6 +56,17 @@ def test_errors(arguments, words):
 
 
 @pytest.mark.slow
+def test_a_sweep_leaves_out_what_cannot_be_planned():
+    """The other rows are printed, and the status tells of it."""
+    command = [*PLAN, "llama3", "--config", "llama-3.2-1b", "--layers", "1", "--target", "v5e:1x1", "v5e:3x3", "--json"]
+    finished = subprocess.run([*command, "--tp", "1", "3"], capture_output=True, text=True, env=ENVIRONMENT)
+    (row,) = map(json.loads, finished.stdout.splitlines())
+    assert row["target"] == "v5e:1x1" and finished.returncode == 2
+    errors = [line for line in finished.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "needs 3 devices" in errors[0] and errors[0].count("no compiler for v5e:3x3") == 1
+
+
+@pytest.mark.slow
 def test_a_sweep_as_a_table():
     command = [*PLAN, "llama3", "--config", "llama-3.1-70b", "--layers", "1", "--target", "v5e:4x4", "--tp", "8", "16"]
     command += ["--batch", "8", "32"]
