@@ -47,6 +47,10 @@ def test_8b_on_two_by_four_chips():
         (["qwen3", "--config", "qwen3-0.6b", "--target", "h100:8"], "one at a time"),
         (["qwen3", "--config", "qwen3-0.6b", "--target", "v5e:3x3"], "a slice such as v5e:2x4"),
         (["qwen3", "--config", "qwen3-0.6b"], "required: --target"),
+        (
+            ["qwen3", "--config", "qwen3-30b-a3b", "--layers", "1", "--target", "v5e:2x2", "--tp", "4"],
+            "no multiple of 128 (try --ep)",
+        ),
     ],
 )
 def test_errors(arguments, words):
