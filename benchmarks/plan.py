@@ -421,10 +421,12 @@ PUBLISHED |= {
 
 
 def table(rows: list[dict]) -> str:
-    """The reports as Markdown, steps/s against the floor and what was published."""
+    """The reports as Markdown, steps/s or prompts' tokens/s against the floor and what was published."""
+    prefill = "prefill" in rows[0]
     head = (
-        "target", "dp, ep, tp", "batch", "slots", "GB a chip", "core ms", "collective ms", "estimate ms", "serial ms",
-        "floor ms", "estimate steps/s", "of the floor", "published ms",
+        "target", "dp, ep, tp", "batch", "prompt" if prefill else "slots", "GB a chip", "core ms", "collective ms",
+        "estimate ms", "serial ms", "floor ms", "tokens/s" if prefill else "estimate steps/s", "of the floor",
+        "published ms",
     )  # fmt: skip
 
     def number(ms):
@@ -433,14 +435,14 @@ def table(rows: list[dict]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
         mesh = "{dp}, {ep}, {tp}".format(**row["mesh"])
-        cells = [row["target"], mesh, row["batch"], row["max_seq_len"]]
+        cells = [row["target"], mesh, row["batch"], row["prefill" if prefill else "max_seq_len"]]
         if row["hbm_bytes"] is None:
             cells += ["does not fit", "", "", "", "", number(row["floor_ms"]), "", ""]
         else:
             cells += [
                 f"{row['hbm_bytes'] / 1e9:.2f}" + ("" if row["fits"] else " (does not fit)"),
                 *(number(row[key]) for key in ("core_ms", "collective_ms", "estimated_ms", "serial_ms", "floor_ms")),
-                f"{1e3 / row['estimated_ms']:.0f}",
+                f"{(row['batch'] * row['prefill'] if prefill else 1) * 1e3 / row['estimated_ms']:.0f}",
                 f"{row['floor_ms'] / row['estimated_ms']:.0%}" if row["floor_ms"] else "",
             ]
         cells.append(number(row["published_ms"]))

@@ -59,6 +59,20 @@ def test_errors(arguments, words):
     assert finished.stderr.splitlines()[-1].startswith("error: ")
 
 
+def test_prompts_as_a_table(monkeypatch):
+    """Rows that differ in the prompt alone are told apart, and a step is not counted as one of decoding."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # plan sets that of its process
+    import plan
+
+    row = {"target": "v5e:1x1", "mesh": {"dp": 1, "ep": 1, "tp": 1}, "batch": 2, "max_seq_len": 2048, "fits": True}
+    row |= dict.fromkeys(("hbm_bytes", "core_ms", "collective_ms", "serial_ms", "floor_ms"), 1.0)
+    rows = [row | {"prefill": n, "estimated_ms": 4.0, "published_ms": None} for n in (256, 512)]
+    head, _, *cells = [line.split(" | ") for line in plan.table(rows).splitlines()]
+    speed = [(each[head.index("prompt")], each[head.index("tokens/s")]) for each in cells]
+    assert speed == [("256", "128000"), ("512", "256000")]
+
+
 @pytest.mark.slow
 def test_a_sweep_leaves_out_what_cannot_be_planned():
     """The other rows are printed, and the status tells of it."""
