@@ -225,9 +225,14 @@ def bench(args) -> dict:
     if args.vs and args.draft == "mtp":
         raise ValueError("--vs transformers has no extra layer for --draft mtp; --draft lookup needs none")
     declared = model.in_format(model.weights_of(config), args.quantize)
-    mesh = model.make_mesh(*folder.convert.mesh_shape(declared, jax.devices(), args.dp, args.ep, args.tp))
+    devices = folder.convert.find_devices()
+    mesh = model.make_mesh(*folder.convert.mesh_shape(declared, devices, args.dp, args.ep, args.tp))
     for batch in args.batch:
         check_batch(batch, mesh)
+    abstract = model.abstract_weights(config, mesh, jnp.dtype(args.dtype), args.quantize)
+    needed, there = model.stored_bytes(abstract), folder.generate.memory_of(mesh)
+    if needed > there:
+        raise ValueError(f"the weights take {needed / 1e9:.1f} GB and the devices have {there / 1e9:.1f}; see --layers")
     with tempfile.TemporaryDirectory() as checkpoint:
         rival = None
         if args.vs:
@@ -235,7 +240,6 @@ def bench(args) -> dict:
             ours = folder.convert.open_checkpoint(Path(checkpoint))
             config, weights = ours.config, folder.convert.load(ours, mesh, args.dtype, args.quantize)
         else:
-            abstract = model.abstract_weights(config, mesh, jnp.dtype(args.dtype), args.quantize)
             weights = random_weights(abstract, args.seed)
     results = []
     for batch in args.batch:

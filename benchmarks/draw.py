@@ -4,13 +4,16 @@ python3 benchmarks/draw.py 70b-int8-v5e-16 cpu-16x1024    # writes benchmarks/re
 """
 
 import json
+from importlib import import_module
 
+from folders import RESULTS, ArgumentParser, run
+
+run(lambda: import_module("matplotlib"))
 import matplotlib
 
 matplotlib.use("svg")
 matplotlib.rcParams |= {"svg.hashsalt": "results", "svg.fonttype": "none"}  # same numbers, same file; text as text
 import matplotlib.pyplot as plt
-from folders import RESULTS, ArgumentParser, run
 
 
 def draw_plans(report: dict) -> plt.Figure:

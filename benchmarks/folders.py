@@ -215,7 +215,15 @@ def run(main) -> None:
     try:
         main()
     except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
         sys.exit(130)
-    except (ValueError, OSError) as error:  # a model's InputError is a ValueError
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    except Exception as error:
+        line = " ".join(str(error).split())
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in line:
+            line = f"out of memory ({line[:300]})"
+        elif isinstance(error, ModuleNotFoundError):
+            line += "; pip install '.[bench]'"
+        elif not isinstance(error, (ValueError, OSError)):  # a model's InputError is a ValueError
+            raise
+        print(f"error: {line}", file=sys.stderr)
         sys.exit(2)

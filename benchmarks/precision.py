@@ -9,6 +9,7 @@ probable successor is another one, and the perplexity of the text.
 """
 
 import argparse
+import importlib
 import inspect
 import textwrap
 from pathlib import Path
@@ -144,6 +145,9 @@ def main() -> None:
     parser.add_argument("--save", type=result_name, metavar="NAME", help="write benchmarks/results/NAME.json")
     args = parser.parse_args()
     folder = import_all(args.folder)
+    folder.convert.find_devices()
+    if args.vs:
+        importlib.import_module("torch")  # not found after an hour
     path = folder.convert.find_checkpoint(args.model_path)
     tokenizer = folder.main.read_tokenizer(folder.convert.open_checkpoint(path))
     table = measure(folder, path, real_rows(tokenizer, args.tokens, args.window), args.vs == "transformers")

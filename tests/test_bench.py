@@ -97,3 +97,22 @@ def test_errors(arguments, words):
     environment = environment_of_users(JAX_NUM_CPU_DEVICES="1")
     finished = subprocess.run([*BENCH, *arguments], capture_output=True, text=True, env=environment)
     assert finished.returncode == 2 and finished.stderr.startswith("error: ") and words in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "words", "status"),
+    [
+        ("sys.modules['torch'] = None; sys.argv += ['--vs', 'transformers']", "pip install '.[bench]'", 2),
+        ("generate.memory_of = lambda mesh: 2**20", "the weights take", 2),
+        ("bench.bench = lambda args: bytearray(2**62)", "out of memory", 2),
+        ("bench.jax.config.update('jax_platforms', 'nothing')", "jax finds no devices", 2),
+        ("bench.bench = lambda args: signal.raise_signal(signal.SIGINT)", "interrupted", 130),
+    ],
+)
+def test_errors_of_a_machine(before, words, status):
+    program = f"import sys, signal; sys.path[:0] = ['benchmarks', 'llama3']; import bench, generate; {before}"
+    command = [sys.executable, "-c", f"{program}; bench.run(bench.main)", "llama3"]
+    command += ["--config", "llama3/demo/config.json", "--steps", "1", "--rounds", "1"]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT)
+    (line,) = finished.stderr.splitlines()
+    assert finished.returncode == status and line.startswith("error: ") and words in line
