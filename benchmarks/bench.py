@@ -225,8 +225,8 @@ def bench(args) -> dict:
     if args.vs and args.draft == "mtp":
         raise ValueError("--vs transformers has no extra layer for --draft mtp; --draft lookup needs none")
     declared = model.in_format(model.weights_of(config), args.quantize)
-    devices = folder.convert.find_devices()
-    mesh = model.make_mesh(*folder.convert.mesh_shape(declared, devices, args.dp, args.ep, args.tp))
+    folder.convert.find_devices()
+    mesh = model.make_mesh(*folder.convert.mesh_shape(declared, jax.devices(), args.dp, args.ep, args.tp))
     for batch in args.batch:
         check_batch(batch, mesh)
     abstract = model.abstract_weights(config, mesh, jnp.dtype(args.dtype), args.quantize)
