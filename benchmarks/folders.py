@@ -113,7 +113,7 @@ def count(text: str) -> int:
 
 def result_name(text: str) -> str:
     """The name of a file of results on the command line, without .json, or its path."""
-    if text.endswith(".json") or not (RESULTS / text).parent.is_dir():
+    if text.endswith(".json") or not (RESULTS / f"{text}.json").parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is no name without .json, or in a folder that there is not")
     return text
 

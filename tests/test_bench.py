@@ -90,6 +90,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {
             "no extra layer",
         ),
         (["llama3", "--config", "llama-3.1-8b", "--tp", "3"], "needs 3 devices"),
+        (["llama3", "--config", "llama-3.1-8b", "--save", "nowhere/"], "'nowhere/' is no name"),
         (["llama3", "--config", "llama-3.1-8b", "--batch", "0"], "argument --batch: '0' is not a positive number"),
     ],
 )
@@ -99,6 +100,7 @@ def test_errors(arguments, words):
     assert finished.returncode == 2 and finished.stderr.startswith("error: ") and words in finished.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "words", "status"),
     [
