@@ -258,13 +258,13 @@ def replace(old, is_new: Array, new):
 class Copies(NamedTuple):
     """What `copy` does to the places of a batch between two steps, in this order.
 
-    1. Where `keeps`, bool [batch, 2], is true, the layers that forget are copied into their first or second copy.
+    1. Where `saves`, bool [batch, 2], is true, the layers that forget are copied into their first or second copy.
     2. A place whose `tokens`, int32 [batch], is above 0 gets that many first tokens from the place `sources`, int32
        [batch], and both its copies. One place follows another.
     3. Where `returns`, bool [batch, 2], is true, the layers that forget get back what that copy has.
     """
 
-    keeps: Array
+    saves: Array
     returns: Array
     sources: Array
     tokens: Array
@@ -276,7 +276,7 @@ def copy(cache: list, saved: list[dict], copies: Copies, *, config: Config, mesh
     R = model.cache_sharers(config, model.model_shards(mesh))
 
     def body(cache, saved, copies):
-        keeps, returns, sources, tokens = copies
+        saves, returns, sources, tokens = copies
         # R devices share the cache of the places here. It is split by tokens or, in some models, by rows too. Then each
         # device has `rows` of the places, those for which place // rows is its `part`.
         rows = jax.tree.leaves(cache)[0].shape[0]
@@ -304,7 +304,7 @@ def copy(cache: list, saved: list[dict], copies: Copies, *, config: Config, mesh
                 arrays = jax.lax.fori_loop(0, jnp.minimum(needed, most), share_block, arrays)
             return tree.unflatten(arrays)
 
-        saved = [replace(one, keeps[:, k], {i: cache[i] for i in one}) for k, one in enumerate(saved)]
+        saved = [replace(one, saves[:, k], {i: cache[i] for i in one}) for k, one in enumerate(saved)]
         cache, saved = jax.lax.fori_loop(0, receivers, share, (cache, saved))
         for k, one in enumerate(saved):
             cache = [replace(layer, returns[:, k], one[i]) if i in one else layer for i, layer in enumerate(cache)]
@@ -422,7 +422,7 @@ class Places:
             free.remove(p)
             self.is_new[p], self.numbers[p] = True, number
             rows.filled[p], self.saved[p] = self.shared(p, agreeing[p])
-            if rows.filled[p] in self.saved[p]:  # it returns to what is kept, or begins anew
+            if rows.filled[p] in self.saved[p]:  # it returns to a saved copy, or begins anew
                 self.stored[p] = rows.filled[p] + self.pieces[0]  # the piece before the copy may have padded up to here
             rows.history[p, :length], rows.seeds[p] = prompt, (number, self.seed)
             self.prompt_lengths[p] = self.received[p] = rows.lengths[p] = length
@@ -436,8 +436,8 @@ class Places:
         return min([n + 1 for n in self.pauses[p] if n > self.rows.filled[p]], default=whole)
 
     def pauses_of(self, p: int) -> list[int]:
-        """After how many tokens of its prompt a copy is kept of a row's layers that forget: the `preamble`, and all but
-        the `opening`. Without these, states are kept where that saves the next prompts the most tokens."""
+        """After how many tokens of its prompt a row's layers that forget are saved: the `preamble`, and all but the
+        `opening`. Without these, states are saved where the next prompts gain the most tokens."""
         if self.opening:
             return [n for n in (self.preamble, self.prompt_lengths[p] - self.opening) if n < self.prompt_lengths[p]]
         if not self.has_states:
@@ -458,7 +458,7 @@ class Places:
 
     def offers(self, p: int, n: int) -> bool:
         """Whether a row can go on after the first n tokens of a place, which has computed them. With states it can if a
-        copy was kept there. In a ring that has wrapped, what it needs is overwritten if too much came after."""
+        copy was saved there. In a ring that has wrapped, what it needs is overwritten if too much came after."""
         if self.has_states:
             return n in self.saved[p]
         return self.stored[p] <= self.held or self.stored[p] - n <= model.PREFILL_PIECE
@@ -484,7 +484,7 @@ class Places:
         return source, most if source >= 0 else filled[p]
 
     def returns(self) -> np.ndarray:
-        """Whether the row of a place is to go back to what is kept of it, bool [batch, 2]."""
+        """Whether the row of a place is to go back to a saved copy, bool [batch, 2]."""
         return self.is_new[:, None] & (self.rows.filled[:, None] == self.saved) & (self.saved > 0)
 
     def plan_copies(self) -> Copies:
@@ -494,8 +494,8 @@ class Places:
         sources, tokens = np.zeros((2, self.batch), np.int32)
         paused = (rows.limits <= self.prompt_lengths) & (rows.filled == rows.limits - 1)  # within their prompts
         of_preamble = rows.filled == self.preamble
-        keeps = np.stack([paused & ~of_preamble, paused & of_preamble], axis=1)
-        self.saved = np.where(keeps, rows.filled[:, None], self.saved)
+        saves = np.stack([paused & ~of_preamble, paused & of_preamble], axis=1)
+        self.saved = np.where(saves, rows.filled[:, None], self.saved)
         for p in np.flatnonzero(self.sources >= 0):
             q, n = self.sources[p], self.common[p]
             if rows.filled[q] >= n and (self.has_states or not returns[q]):  # a ring first goes back itself
@@ -507,7 +507,7 @@ class Places:
         self.is_new |= paused
         for p in np.flatnonzero(self.is_new):
             rows.limits[p] = self.limit(p)
-        return Copies(keeps, returns, sources, tokens)
+        return Copies(saves, returns, sources, tokens)
 
     def unread(self) -> np.ndarray:
         """How many tokens of its prompt no step has taken, for each place, up to where it pauses."""
@@ -578,7 +578,7 @@ class Places:
 
 class Engine:
     """The steps of a batch on the devices: its cache, the state of its rows, the programs, the results in flight; and
-    the clock, which counts into `stats` of generate. Of the layers of the cache that forget, `saved` is what is kept.
+    the clock, which counts into `stats` of generate. `saved` has copies of the layers that forget.
     A program takes the memory of `cache`, so that is None until it has started: if that is broken off, the next call
     begins with an empty cache."""
 
@@ -715,10 +715,10 @@ def generate(
     row is copied from there, so what all prompts begin with is read once on each device of dp. (Where groups of prompts
     begin alike and there are few rows, those of a group should follow one another.) `kept`, a dict that is empty at
     first, takes the places to the next call with the same weights, even after a call that was broken off: so a
-    conversation reads only what is new. A state cannot go back, and a ring has forgotten what is far behind. So a copy
-    of such layers is kept where OPENING tokens of a prompt are left, and another after the first `preamble` tokens, if
-    `preamble` is FEWEST_COPIED or more. The next prompt goes on from a copy, or from the end of what its place has
-    seen. Without `kept`, states are copied where that saves the next prompts the most.
+    conversation reads only what is new. A state cannot go back, and a ring has forgotten what is far behind. So such
+    layers are saved where OPENING tokens of a prompt are left, and after the first `preamble` tokens, if `preamble` is
+    FEWEST_COPIED or more. The next prompt goes on from a saved copy, or from the end of what its place has seen.
+    Without `kept`, states are saved where the next prompts gain the most.
 
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens
     (all but each row's first), row_steps (places times steps), busy_row_steps (those that gave a token), drafts
@@ -748,11 +748,11 @@ def generate(
     begin_alike = len({tuple(prompt[:FEWEST_COPIED]) for prompt in prompts}) < len(prompts)  # some of the prompts
     forgetful = [i for i, n in enumerate(held) if (n < max_seq_len if goes_on else n == 0 and begin_alike)]
     preamble = preamble if forgetful and goes_on and preamble >= FEWEST_COPIED else 0
-    copies = 2 if preamble else 1  # of each layer that forgets
-    count = rows_at_once(len(prompts), rows, weights, [of_one, *[of_one[i] for i in forgetful] * copies], mesh)
+    saves = 2 if preamble else 1  # how often a layer that forgets is saved
+    count = rows_at_once(len(prompts), rows, weights, [of_one, *[of_one[i] for i in forgetful] * saves], mesh)
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
     cache = model.abstract_cache(config, mesh, batch, **of_cache)
-    wanted = cache, [{i: cache[i] for i in forgetful}] * copies
+    wanted = cache, [{i: cache[i] for i in forgetful}] * saves
 
     # What an earlier call kept is used if it has the same shapes. Programs take its memory, so `kept` must not show it.
     *caches, past, programs = (kept.pop(name, None) for name in ("cache", "saved", "places", "programs"))
@@ -830,7 +830,7 @@ def piece_lengths(longest: int, config: Config, mesh: Mesh) -> list[int]:
 
 def rows_at_once(prompts: int, wanted: int | None, weights: dict, cache: list, mesh: Mesh) -> int:
     """How many rows decode at once: `wanted`, by default as many as fit beside the weights and at most BATCH on a
-    device. `cache` is that of a row on each device of dp, with what is kept of it. Raises InputError if the rows do not
+    device. `cache` is that of a row on each device of dp, with its copies. Raises InputError if the rows do not
     fit."""
     dp, memory = mesh.shape["dp"], memory_of(mesh)
     used, size = model.stored_bytes(weights), model.stored_bytes(cache)

@@ -619,7 +619,7 @@ def test_places(monkeypatch):
                 """What Engine.update does: how many tokens were copied, to how many places, and how many returned."""
                 before, copies = places.rows.filled.copy(), places.plan_copies()
                 device.copy(copies)
-                for p, k in np.argwhere(copies.keeps | copies.returns):
+                for p, k in np.argwhere(copies.saves | copies.returns):
                     assert places.saved[p, k] == len(device.saved[p][k]) < len(prompts[places.numbers[p]])
                 device.fill(places.is_new, places.rows)
                 places.is_new[:] = False
