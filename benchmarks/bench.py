@@ -100,7 +100,7 @@ def measure(folder, weights, config, mesh, args, batch: int, length: int) -> dic
     the share --accepted of them as accepted: what a random model accepts is luck."""
     prompts = np.random.default_rng(args.seed).integers(config.vocab_size, size=(batch, length)).tolist()
     stats = {}
-    options = {"max_new_tokens": args.steps + 1, "quantize_cache": args.quantize_cache, "stats": stats}
+    options = {"max_new_tokens": args.steps + 1, "quantize_cache": args.quantize_cache, "stats": stats, "rows": batch}
     options |= {"draft": args.draft, "draft_tokens": args.draft_tokens}
     folder.generate.REPEATING = 0  # each step has drafts
     for _ in folder.generate.generate(weights, prompts, config, mesh, **options):

@@ -46,6 +46,12 @@ def test_counts_and_both_sides(tmp_path):
     assert "--vs transformers" in report["command"] and report["versions"]["transformers"]
 
 
+def test_a_batch_decodes_at_once(tmp_path):
+    """Also one of more rows than generate takes by itself."""
+    (row,) = run(tmp_path, "--layers", "1", "--batch", "257", "--prompt_len", "4")["results"]
+    assert row["decode_tokens_per_s"] == pytest.approx(257 * row["decode_steps_per_s"])
+
+
 @pytest.mark.slow
 def test_components_make_up_a_step(tmp_path):
     (row,) = run(tmp_path, "--components", "--quantize", "int8")["results"]
