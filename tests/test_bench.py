@@ -114,7 +114,7 @@ def test_errors(arguments, words):
         ("generate.memory_of = lambda mesh: 2**20", "the weights take", 2),
         ("bench.bench = lambda args: bytearray(2**62)", "out of memory", 2),
         ("bench.jax.config.update('jax_platforms', 'nothing')", "jax finds no devices", 2),
-        ("bench.bench = lambda args: signal.raise_signal(signal.SIGINT)", "interrupted", 130),
+        ("bench.bench = lambda args: signal.default_int_handler(2, None)", "interrupted", 130),
     ],
 )
 def test_errors_of_a_machine(before, words, status):
