@@ -225,7 +225,7 @@ def bench(args) -> dict:
     if args.vs and args.draft == "mtp":
         raise ValueError("--vs transformers has no extra layer for --draft mtp; --draft lookup needs none")
     declared = model.in_format(model.weights_of(config), args.quantize)
-    folder.convert.find_devices()
+    folder.convert.check_devices()
     mesh = model.make_mesh(*folder.convert.mesh_shape(declared, jax.devices(), args.dp, args.ep, args.tp))
     for batch in args.batch:
         check_batch(batch, mesh)

@@ -8,7 +8,7 @@ from importlib import import_module
 
 from folders import RESULTS, ArgumentParser, run
 
-run(lambda: import_module("matplotlib"))
+run(lambda: import_module("matplotlib"))  # without it, one line says what to install
 import matplotlib
 
 matplotlib.use("svg")

@@ -217,13 +217,14 @@ def run(main) -> None:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         sys.exit(130)
-    except Exception as error:
+    # A model's InputError is a ValueError, and jax's errors are RuntimeErrors.
+    except (MemoryError, ModuleNotFoundError, OSError, RuntimeError, ValueError) as error:
         line = " ".join(str(error).split())
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in line:
             line = f"out of memory ({line[:300]})"
         elif isinstance(error, ModuleNotFoundError):
             line += "; pip install '.[bench]'"
-        elif not isinstance(error, (ValueError, OSError)):  # a model's InputError is a ValueError
+        elif isinstance(error, RuntimeError):
             raise
         print(f"error: {line}", file=sys.stderr)
         sys.exit(2)

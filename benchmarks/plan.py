@@ -364,7 +364,9 @@ def costs(text: str, memory, shards: int, layers: int, name: str, runs: list[Run
     for one in runs:
         if chip.clock_hz and len(one.trips) != len(bodies):
             what = f"the compiled program has {len(bodies)} loops, and {len(one.trips)} are known"
-            raise ValueError(f"{what}; is a weight's share no multiple of 128 (try --ep), or loop_trips behind?")
+            raise ValueError(
+                f"{what}; is a weight's share no multiple of 128 (try --ep), or its cache new to loop_trips?"
+            )
         collective_s += seconds(*traffic(entry))
         collective_s += sum(n * seconds(*traffic(body)) for n, body in zip(one.trips, bodies))
         read_s, speed = one.nbytes / chip.bandwidth, KERNEL_SHARE[name] * chip.peak

@@ -145,9 +145,9 @@ def main() -> None:
     parser.add_argument("--save", type=result_name, metavar="NAME", help="write benchmarks/results/NAME.json")
     args = parser.parse_args()
     folder = import_all(args.folder)
-    folder.convert.find_devices()
+    folder.convert.check_devices()
     if args.vs:
-        importlib.import_module("torch")  # not found after an hour
+        importlib.import_module("torch")  # before the hour that our side takes
     path = folder.convert.find_checkpoint(args.model_path)
     tokenizer = folder.main.read_tokenizer(folder.convert.open_checkpoint(path))
     table = measure(folder, path, real_rows(tokenizer, args.tokens, args.window), args.vs == "transformers")

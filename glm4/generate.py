@@ -42,7 +42,7 @@ from model import CACHE_SPEC, FEW, MODEL_AXES, Config, InputError, LayerCache, c
 if find_spec("fast"):  # everything runs without it
     import fast  # fills the model's tables
 else:
-    fast = None  # as convert.py asks
+    fast = None  # convert.py asks for it
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1189,7 +1189,7 @@ def users_line(error: BaseException) -> str | None:
     return None
 
 
-def find_devices() -> None:
+def check_devices() -> None:
     """Raises InputError if jax has no devices, or not as many of each process."""
     try:
         devices = jax.devices()
@@ -1230,7 +1230,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.output:
         raise InputError("--output is empty")
-    find_devices()
+    check_devices()
     convert(find_checkpoint(args.model_path, extra_layer=True), Path(args.output), args.dtype, args.quantize)
 
 

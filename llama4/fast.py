@@ -273,8 +273,8 @@ def tiled_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=1, *,
 
 
 def cpu_query_key_product(q: Array, k: Array) -> Array:
-    """query_key_product for CPUs. XLA first transposes the right operand, so few queries are that: for one row with
-    1,024 slots this takes a quarter to a half of the time."""
+    """query_key_product for CPUs. XLA first transposes the right operand, so few queries are that. For one row with
+    1,024 slots this takes a quarter to a half of the time (a scratch script)."""
     if q.shape[2] * q.shape[3] > 64:
         return query_key_product.plain(q, k)
     of_slots = einsum("bksh,bkmh->bksm", k, q.reshape(*q.shape[:2], -1, q.shape[-1]))
@@ -282,8 +282,8 @@ def cpu_query_key_product(q: Array, k: Array) -> Array:
 
 
 def cpu_attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R=1, run=1) -> Array:
-    """attend_to_stored for CPUs. Few tokens attend to all slots at once, which copies none; but if fewer than half of
-    many are filled, only to blocks that are."""
+    """attend_to_stored for CPUs. Few tokens attend to all slots at once, which copies nothing. If there are many slots,
+    and fewer than half are filled, they attend to the filled blocks alone."""
     tiled, S = partial(tiled_attention, q, cache, starts, places, mask, T, R, run), cache[0].shape[2]
     if T > FEW:
         return tiled(rows=1, tile=256, block=128 if T <= 128 else 256)

@@ -778,7 +778,7 @@ def main() -> None:
     for name in ("jax_enable_x64", "jax_disable_jit"):  # what these variables ask for is for other programs
         jax.config.update(name, False)
     join_hosts(args)
-    convert.find_devices()
+    convert.check_devices()
     if args.no_compilation_cache:  # JAX_COMPILATION_CACHE_DIR may name one
         jax.config.update("jax_enable_compilation_cache", False)
     elif not jax.config.jax_compilation_cache_dir and jax.process_count() == 1:
