@@ -247,74 +247,6 @@ def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Copies between places
-
-
-def replace(old, is_new: Array, new):
-    """The pytree `old` of arrays [B, ..], with the rows of `new` where `is_new`, bool [B], is true."""
-    return jax.tree.map(lambda x, y: jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), y, x), old, new)
-
-
-class Copies(NamedTuple):
-    """What `copy` does to the places of a batch between two steps, in this order.
-
-    1. Where `saves`, bool [batch, 2], is true, the layers that forget are copied into their first or second copy.
-    2. A place whose `tokens`, int32 [batch], is above 0 gets that many first tokens from the place `sources`, int32
-       [batch], and both its copies. One place follows another.
-    3. Where `returns`, bool [batch, 2], is true, the layers that forget get back what that copy has.
-    """
-
-    saves: Array
-    returns: Array
-    sources: Array
-    tokens: Array
-
-
-@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache", "saved"))
-def copy(cache: list, saved: list[dict], copies: Copies, *, config: Config, mesh: Mesh) -> tuple[list, list[dict]]:
-    """The cache, and one or two copies of its layers that forget, by their index, after `copies`. Both are donated."""
-    R = model.cache_sharers(config, model.model_shards(mesh))
-
-    def body(cache, saved, copies):
-        saves, returns, sources, tokens = copies
-        # R devices share the cache of the places here. It is split by tokens or, in some models, by rows too. Then each
-        # device has `rows` of the places, those for which place // rows is its `part`.
-        rows = jax.tree.leaves(cache)[0].shape[0]
-        part = model.shard_index(R) // (R * rows // len(sources))
-        places = jnp.flatnonzero(tokens, size=len(tokens))  # first those that get tokens
-        receivers = jnp.count_nonzero(tokens) if len(tokens) > 1 else 0  # a place alone has no other
-
-        def share(i, trees):
-            (arrays, tree), place = jax.tree.flatten(trees), places[i]
-            blocks = [ceil_div(math.prod(x.shape[2:3]), BLOCK) for x in arrays]  # of each array; a state must be one
-
-            def shared(x, n):  # the n-th block; if it ends beyond the last slot, XLA moves it back on both sides
-                at = (0, n * BLOCK, 0)[: x.ndim - 1]
-                size = 1, x.shape[1], *(min(S, BLOCK) for S in x.shape[2:3]), *x.shape[3:]
-                block = jax.lax.dynamic_slice(x, (sources[place] % rows, *at), size)
-                return jax.lax.dynamic_update_slice(x, block, (place % rows, *at))
-
-            # No device has a token in a slot that is higher than its position. In a ring, it may be in any.
-            needed = ceil_div(tokens[place], BLOCK) * (place // rows == part)
-            for most in sorted({*blocks}):  # arrays of as many blocks are copied in one loop
-
-                def share_block(n, arrays):
-                    return [shared(x, n) if count == most else x for x, count in zip(arrays, blocks, strict=True)]
-
-                arrays = jax.lax.fori_loop(0, jnp.minimum(needed, most), share_block, arrays)
-            return tree.unflatten(arrays)
-
-        saved = [replace(one, saves[:, k], {i: cache[i] for i in one}) for k, one in enumerate(saved)]
-        cache, saved = jax.lax.fori_loop(0, receivers, share, (cache, saved))
-        for k, one in enumerate(saved):
-            cache = [replace(layer, returns[:, k], one[i]) if i in one else layer for i, layer in enumerate(cache)]
-        return cache, saved
-
-    specs = CACHE_SPEC, CACHE_SPEC, P("dp")
-    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[:2], check_vma=False)(cache, saved, copies)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # The host's view of a batch
 
 PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
@@ -404,13 +336,6 @@ class Places:
         for tokens in (filled, self.received, self.saved):
             tokens[self.numbers < 0] = 0  # slots of free places are overwritten
 
-    def contents(self) -> tuple[np.ndarray, ...]:
-        """What the cache has of each place, for a later call."""
-        filled = np.where(self.returns().any(axis=1), 0, self.rows.filled)
-        if self.has_states and self.drafts and self.in_flight:  # how many drafts these steps took in is not known
-            filled[self.numbers >= 0] = 0
-        return self.rows.history, filled, self.received, self.stored, self.saved
-
     def admit(self) -> None:
         """Gives the free places to prompts that wait, in their order: to each the one that shares most with it."""
         rows = self.rows
@@ -434,80 +359,6 @@ class Places:
         """How many tokens the row of a place may have for now: one more than at its next pause, or all."""
         whole = min(self.prompt_lengths[p] + self.max_new_tokens, self.max_seq_len + 1)
         return min([n + 1 for n in self.pauses[p] if n > self.rows.filled[p]], default=whole)
-
-    def pauses_of(self, p: int) -> list[int]:
-        """After how many tokens of its prompt a row's layers that forget are saved: the `preamble`, and all but the
-        `opening`. Without these, states are saved where the next prompts gain the most tokens."""
-        if self.opening:
-            return [n for n in (self.preamble, self.prompt_lengths[p] - self.opening) if n < self.prompt_lengths[p]]
-        if not self.has_states:
-            return []
-        following = itertools.islice(self.waiting, self.count)
-        common = sorted(min(self.agreeing(self.prompts[n], [p])[0], self.prompt_lengths[p] - 1) for n in following)
-        known = self.common[p]  # the next prompts may have as much from where this row has it
-        best = max([((len(common) - i) * (n - known), n) for i, n in enumerate(common)], default=(0, 0))[1]
-        # It would replace the copy that the row has. A few tokens more, in which some agree by chance, do not pay.
-        return [best] if best >= known + FEWEST_COPIED else []
-
-    def shared(self, p: int, most: int) -> tuple[int, np.ndarray]:
-        """How many of the first `most` tokens of a prompt, which agree with those of a place, need not be read there;
-        and `saved`, 0 for a copy of more than `most` tokens."""
-        n, saved = min(most, self.received[p] - 1, self.rows.filled[p]), self.saved[p] * (self.saved[p] <= most)
-        stays = n == self.rows.filled[p] if self.has_states else self.offers(p, n)
-        return n if n > 0 and stays else max(saved), saved
-
-    def offers(self, p: int, n: int) -> bool:
-        """Whether a row can go on after the first n tokens of a place, which has computed them. With states it can if a
-        copy was saved there. In a ring that has wrapped, what it needs is overwritten if too much came after."""
-        if self.has_states:
-            return n in self.saved[p]
-        return self.stored[p] <= self.held or self.stored[p] - n <= model.PREFILL_PIECE
-
-    def agreeing(self, prompt: np.ndarray, places=slice(None)) -> np.ndarray:
-        """How many tokens at the beginning of a prompt, but for its last one, are those in the histories of places."""
-        differ = self.rows.history[places, : len(prompt)] != prompt
-        differ[:, -1] = True
-        return np.argmax(differ, axis=1)
-
-    def source(self, p: int, agreeing: np.ndarray) -> tuple[int, int]:
-        """The place of another row from which a new one can have the most tokens, and how many; -1, and how many it has
-        already, if these are too few to wait for."""
-        filled, source, most = self.rows.filled, -1, self.rows.filled[p] + FEWEST_COPIED - 1
-        is_near = np.arange(self.batch) // self.together == p // self.together
-        is_near[p] = False
-        for q in np.flatnonzero(is_near & (self.numbers >= 0) & (agreeing > most)).tolist():
-            n = min(agreeing[q], max(self.prompt_lengths[q], self.received[q] - 1))
-            ends = [end for end in (*self.pauses[q], *self.saved[q]) if end <= n] if self.has_states else [n]
-            n = max((end for end in ends if end > filled[q] or self.offers(q, end)), default=0)
-            if n > most:
-                source, most = q, n
-        return source, most if source >= 0 else filled[p]
-
-    def returns(self) -> np.ndarray:
-        """Whether the row of a place is to go back to a saved copy, bool [batch, 2]."""
-        return self.is_new[:, None] & (self.rows.filled[:, None] == self.saved) & (self.saved > 0)
-
-    def plan_copies(self) -> Copies:
-        """Decides what is copied after the steps that were started, and foresees it. Rows that got tokens, or paused,
-        then go on."""
-        rows, returns = self.rows, self.returns().any(axis=1)
-        sources, tokens = np.zeros((2, self.batch), np.int32)
-        paused = (rows.limits <= self.prompt_lengths) & (rows.filled == rows.limits - 1)  # within their prompts
-        of_preamble = rows.filled == self.preamble
-        saves = np.stack([paused & ~of_preamble, paused & of_preamble], axis=1)
-        self.saved = np.where(saves, rows.filled[:, None], self.saved)
-        for p in np.flatnonzero(self.sources >= 0):
-            q, n = self.sources[p], self.common[p]
-            if rows.filled[q] >= n and (self.has_states or not returns[q]):  # a ring first goes back itself
-                self.sources[p] = -1
-                if n > rows.filled[p] and self.offers(q, n):
-                    self.is_new[p], sources[p], tokens[p], rows.filled[p] = True, q, n, n
-                    self.stored[p], self.saved[p] = self.stored[q], self.saved[q] * (self.saved[q] <= n)
-        returns = self.returns()
-        self.is_new |= paused
-        for p in np.flatnonzero(self.is_new):
-            rows.limits[p] = self.limit(p)
-        return Copies(saves, returns, sources, tokens)
 
     def unread(self) -> np.ndarray:
         """How many tokens of its prompt no step has taken, for each place, up to where it pauses."""
@@ -571,6 +422,87 @@ class Places:
 
         return not self.sparing or np.mean([repeats(p) for p in np.flatnonzero(self.numbers >= 0)]) >= REPEATING
 
+    def agreeing(self, prompt: np.ndarray, places=slice(None)) -> np.ndarray:
+        """How many tokens at the beginning of a prompt, but for its last one, are those in the histories of places."""
+        differ = self.rows.history[places, : len(prompt)] != prompt
+        differ[:, -1] = True
+        return np.argmax(differ, axis=1)
+
+    def shared(self, p: int, most: int) -> tuple[int, np.ndarray]:
+        """How many of the first `most` tokens of a prompt, which agree with those of a place, need not be read there;
+        and `saved`, 0 for a copy of more than `most` tokens."""
+        n, saved = min(most, self.received[p] - 1, self.rows.filled[p]), self.saved[p] * (self.saved[p] <= most)
+        stays = n == self.rows.filled[p] if self.has_states else self.offers(p, n)
+        return n if n > 0 and stays else max(saved), saved
+
+    def offers(self, p: int, n: int) -> bool:
+        """Whether a row can go on after the first n tokens of a place, which has computed them. With states it can if a
+        copy was saved there. In a ring that has wrapped, what it needs is overwritten if too much came after."""
+        if self.has_states:
+            return n in self.saved[p]
+        return self.stored[p] <= self.held or self.stored[p] - n <= model.PREFILL_PIECE
+
+    def source(self, p: int, agreeing: np.ndarray) -> tuple[int, int]:
+        """The place of another row from which a new one can have the most tokens, and how many; -1, and how many it has
+        already, if these are too few to wait for."""
+        filled, source, most = self.rows.filled, -1, self.rows.filled[p] + FEWEST_COPIED - 1
+        is_near = np.arange(self.batch) // self.together == p // self.together
+        is_near[p] = False
+        for q in np.flatnonzero(is_near & (self.numbers >= 0) & (agreeing > most)).tolist():
+            n = min(agreeing[q], max(self.prompt_lengths[q], self.received[q] - 1))
+            ends = [end for end in (*self.pauses[q], *self.saved[q]) if end <= n] if self.has_states else [n]
+            n = max((end for end in ends if end > filled[q] or self.offers(q, end)), default=0)
+            if n > most:
+                source, most = q, n
+        return source, most if source >= 0 else filled[p]
+
+    def pauses_of(self, p: int) -> list[int]:
+        """After how many tokens of its prompt a row's layers that forget are saved: the `preamble`, and all but the
+        `opening`. Without these, states are saved where the next prompts gain the most tokens."""
+        if self.opening:
+            return [n for n in (self.preamble, self.prompt_lengths[p] - self.opening) if n < self.prompt_lengths[p]]
+        if not self.has_states:
+            return []
+        following = itertools.islice(self.waiting, self.count)
+        common = sorted(min(self.agreeing(self.prompts[n], [p])[0], self.prompt_lengths[p] - 1) for n in following)
+        known = self.common[p]  # the next prompts may have as much from where this row has it
+        best = max([((len(common) - i) * (n - known), n) for i, n in enumerate(common)], default=(0, 0))[1]
+        # It would replace the copy that the row has. A few tokens more, in which some agree by chance, do not pay.
+        return [best] if best >= known + FEWEST_COPIED else []
+
+    def returns(self) -> np.ndarray:
+        """Whether the row of a place is to go back to a saved copy, bool [batch, 2]."""
+        return self.is_new[:, None] & (self.rows.filled[:, None] == self.saved) & (self.saved > 0)
+
+    def plan_copies(self) -> Copies:
+        """Decides what is copied after the steps that were started, and foresees it. Rows that got tokens, or paused,
+        then go on."""
+        rows, returns = self.rows, self.returns().any(axis=1)
+        sources, tokens = np.zeros((2, self.batch), np.int32)
+        paused = (rows.limits <= self.prompt_lengths) & (rows.filled == rows.limits - 1)  # within their prompts
+        of_preamble = rows.filled == self.preamble
+        saves = np.stack([paused & ~of_preamble, paused & of_preamble], axis=1)
+        self.saved = np.where(saves, rows.filled[:, None], self.saved)
+        for p in np.flatnonzero(self.sources >= 0):
+            q, n = self.sources[p], self.common[p]
+            if rows.filled[q] >= n and (self.has_states or not returns[q]):  # a ring first goes back itself
+                self.sources[p] = -1
+                if n > rows.filled[p] and self.offers(q, n):
+                    self.is_new[p], sources[p], tokens[p], rows.filled[p] = True, q, n, n
+                    self.stored[p], self.saved[p] = self.stored[q], self.saved[q] * (self.saved[q] <= n)
+        returns = self.returns()
+        self.is_new |= paused
+        for p in np.flatnonzero(self.is_new):
+            rows.limits[p] = self.limit(p)
+        return Copies(saves, returns, sources, tokens)
+
+    def contents(self) -> tuple[np.ndarray, ...]:
+        """What the cache has of each place, for a later call."""
+        filled = np.where(self.returns().any(axis=1), 0, self.rows.filled)
+        if self.has_states and self.drafts and self.in_flight:  # how many drafts these steps took in is not known
+            filled[self.numbers >= 0] = 0
+        return self.rows.history, filled, self.received, self.stored, self.saved
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Running the steps
@@ -594,16 +526,54 @@ class Engine:
         self.state, self.by_rows = None, NamedSharding(options["mesh"], P("dp"))
         self.replace = jax.jit(replace, out_shardings=self.by_rows, donate_argnums=0)
 
-    def on_mesh(self, arrays):
-        """A pytree of arrays on the devices, split by places; copied, since the host goes on writing in its own."""
-        put = jax.make_array_from_callback
-        return jax.tree.map(lambda x: put(x.shape, self.by_rows, lambda index: x[index].copy()), arrays)
+    def start(self, T: int, places: np.ndarray) -> None:
+        """Starts a step of T tokens of the rows at these places."""
+        program, taken = self.program(T, places)
+        given, self.cache = self.cache, None
+        self.places.start(T, places)
+        self.cache, self.state, result = program(self.weights, given, self.state, taken)
+        jax.tree.map(lambda x: x.copy_to_host_async(), result)
+        self.results.append(result)
 
-    def tick(self, part: str | None = None) -> None:
-        """Adds the time since the last tick to a part of `stats`."""
-        begin, self.clock = self.clock, time.perf_counter()
-        if part:
-            self.stats[part] += self.clock - begin
+    def fetch(self) -> list[Token]:
+        """The new tokens of the oldest step in flight: waits for its results."""
+        places, stats = self.places, self.stats
+        lengths, chosen, logprobs = map(np.asarray, self.results.popleft())
+        prompt_tokens = places.in_flight[0].prompt_tokens
+        self.tick("prefill_s" if prompt_tokens else "decode_s")
+        new = places.receive(lengths, chosen.tolist(), logprobs.tolist())
+        counts = {"prefill_tokens": prompt_tokens}
+        if not prompt_tokens:
+            busy = len({token.row for token in new})
+            counts = {"decode_steps": 1, "decode_tokens": len(new), "row_steps": places.count, "busy_row_steps": busy}
+            counts |= {"drafts": busy * (chosen.shape[1] - 1), "drafts_accepted": len(new) - busy}
+            self.length_sums += lengths[: places.count] - 1
+        for name, n in counts.items():
+            stats[name] += n
+        self.progress("prefill", min(stats["prefill_tokens"], self.first_tokens), self.first_tokens)
+        return new
+
+    def update(self) -> None:
+        """Copies what can be copied before the next step, and tells the devices of new rows."""
+        places, cache, self.cache = self.places, self.cache, None
+        copies = places.plan_copies()
+        if any(map(np.any, copies)):
+            fixed = {name: self.options[name] for name in ("config", "mesh")}
+            arguments = cache, self.saved, self.on_mesh(copies)
+            cache, self.saved = self.compiled("copies", places.batch, copy, *arguments, **fixed)(*arguments)
+        self.cache = cache
+        if places.is_new.any():
+            given = self.state, *self.on_mesh((places.is_new, places.rows))
+            self.state = self.compiled("rows", places.batch, self.replace, *given)(*given) if self.state else given[2]
+            places.is_new[:] = False
+
+    def finish(self) -> None:
+        """Waits for steps in flight: no process may leave while others wait for it in a collective."""
+        jax.block_until_ready(self.cache)
+        stats, config = self.stats, self.options["config"]
+        mean_lengths = list(self.length_sums / max(stats["decode_steps"], 1))
+        tokens = len(mean_lengths) / self.places.dp * (1 + stats["drafts"] / max(stats["busy_row_steps"], 1))
+        stats["step_bytes"] = step_bytes(self.weights, self.cache, mean_lengths, config, tokens)
 
     def program(self, T: int, places: np.ndarray):
         """The program of a step of T tokens of the rows at these places, and the places as it takes them."""
@@ -626,54 +596,16 @@ class Engine:
             self.tick("compile_s")
         return self.programs[key]
 
-    def start(self, T: int, places: np.ndarray) -> None:
-        """Starts a step of T tokens of the rows at these places."""
-        program, taken = self.program(T, places)
-        given, self.cache = self.cache, None
-        self.places.start(T, places)
-        self.cache, self.state, result = program(self.weights, given, self.state, taken)
-        jax.tree.map(lambda x: x.copy_to_host_async(), result)
-        self.results.append(result)
+    def on_mesh(self, arrays):
+        """A pytree of arrays on the devices, split by places; copied, since the host goes on writing in its own."""
+        put = jax.make_array_from_callback
+        return jax.tree.map(lambda x: put(x.shape, self.by_rows, lambda index: x[index].copy()), arrays)
 
-    def update(self) -> None:
-        """Copies what can be copied before the next step, and tells the devices of new rows."""
-        places, cache, self.cache = self.places, self.cache, None
-        copies = places.plan_copies()
-        if any(map(np.any, copies)):
-            fixed = {name: self.options[name] for name in ("config", "mesh")}
-            arguments = cache, self.saved, self.on_mesh(copies)
-            cache, self.saved = self.compiled("copies", places.batch, copy, *arguments, **fixed)(*arguments)
-        self.cache = cache
-        if places.is_new.any():
-            given = self.state, *self.on_mesh((places.is_new, places.rows))
-            self.state = self.compiled("rows", places.batch, self.replace, *given)(*given) if self.state else given[2]
-            places.is_new[:] = False
-
-    def fetch(self) -> list[Token]:
-        """The new tokens of the oldest step in flight: waits for its results."""
-        places, stats = self.places, self.stats
-        lengths, chosen, logprobs = map(np.asarray, self.results.popleft())
-        prompt_tokens = places.in_flight[0].prompt_tokens
-        self.tick("prefill_s" if prompt_tokens else "decode_s")
-        new = places.receive(lengths, chosen.tolist(), logprobs.tolist())
-        counts = {"prefill_tokens": prompt_tokens}
-        if not prompt_tokens:
-            busy = len({token.row for token in new})
-            counts = {"decode_steps": 1, "decode_tokens": len(new), "row_steps": places.count, "busy_row_steps": busy}
-            counts |= {"drafts": busy * (chosen.shape[1] - 1), "drafts_accepted": len(new) - busy}
-            self.length_sums += lengths[: places.count] - 1
-        for name, n in counts.items():
-            stats[name] += n
-        self.progress("prefill", min(stats["prefill_tokens"], self.first_tokens), self.first_tokens)
-        return new
-
-    def finish(self) -> None:
-        """Waits for steps in flight: no process may leave while others wait for it in a collective."""
-        jax.block_until_ready(self.cache)
-        stats, config = self.stats, self.options["config"]
-        mean_lengths = list(self.length_sums / max(stats["decode_steps"], 1))
-        tokens = len(mean_lengths) / self.places.dp * (1 + stats["drafts"] / max(stats["busy_row_steps"], 1))
-        stats["step_bytes"] = step_bytes(self.weights, self.cache, mean_lengths, config, tokens)
+    def tick(self, part: str | None = None) -> None:
+        """Adds the time since the last tick to a part of `stats`."""
+        begin, self.clock = self.clock, time.perf_counter()
+        if part:
+            self.stats[part] += self.clock - begin
 
 
 def generate(
@@ -786,6 +718,74 @@ def generate(
         engine.finish()
     finally:
         kept |= {"cache": engine.cache, "saved": engine.saved, "places": places, "programs": programs}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Copies between places
+
+
+def replace(old, is_new: Array, new):
+    """The pytree `old` of arrays [B, ..], with the rows of `new` where `is_new`, bool [B], is true."""
+    return jax.tree.map(lambda x, y: jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), y, x), old, new)
+
+
+class Copies(NamedTuple):
+    """What `copy` does to the places of a batch between two steps, in this order.
+
+    1. Where `saves`, bool [batch, 2], is true, the layers that forget are copied into their first or second copy.
+    2. A place whose `tokens`, int32 [batch], is above 0 gets that many first tokens from the place `sources`, int32
+       [batch], and both its copies. One place follows another.
+    3. Where `returns`, bool [batch, 2], is true, the layers that forget get back what that copy has.
+    """
+
+    saves: Array
+    returns: Array
+    sources: Array
+    tokens: Array
+
+
+@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache", "saved"))
+def copy(cache: list, saved: list[dict], copies: Copies, *, config: Config, mesh: Mesh) -> tuple[list, list[dict]]:
+    """The cache, and one or two copies of its layers that forget, by their index, after `copies`. Both are donated."""
+    R = model.cache_sharers(config, model.model_shards(mesh))
+
+    def body(cache, saved, copies):
+        saves, returns, sources, tokens = copies
+        # R devices share the cache of the places here. It is split by tokens or, in some models, by rows too. Then each
+        # device has `rows` of the places, those for which place // rows is its `part`.
+        rows = jax.tree.leaves(cache)[0].shape[0]
+        part = model.shard_index(R) // (R * rows // len(sources))
+        places = jnp.flatnonzero(tokens, size=len(tokens))  # first those that get tokens
+        receivers = jnp.count_nonzero(tokens) if len(tokens) > 1 else 0  # a place alone has no other
+
+        def share(i, trees):
+            (arrays, tree), place = jax.tree.flatten(trees), places[i]
+            blocks = [ceil_div(math.prod(x.shape[2:3]), BLOCK) for x in arrays]  # of each array; a state must be one
+
+            def shared(x, n):  # the n-th block; if it ends beyond the last slot, XLA moves it back on both sides
+                at = (0, n * BLOCK, 0)[: x.ndim - 1]
+                size = 1, x.shape[1], *(min(S, BLOCK) for S in x.shape[2:3]), *x.shape[3:]
+                block = jax.lax.dynamic_slice(x, (sources[place] % rows, *at), size)
+                return jax.lax.dynamic_update_slice(x, block, (place % rows, *at))
+
+            # No device has a token in a slot that is higher than its position. In a ring, it may be in any.
+            needed = ceil_div(tokens[place], BLOCK) * (place // rows == part)
+            for most in sorted({*blocks}):  # arrays of as many blocks are copied in one loop
+
+                def share_block(n, arrays):
+                    return [shared(x, n) if count == most else x for x, count in zip(arrays, blocks, strict=True)]
+
+                arrays = jax.lax.fori_loop(0, jnp.minimum(needed, most), share_block, arrays)
+            return tree.unflatten(arrays)
+
+        saved = [replace(one, saves[:, k], {i: cache[i] for i in one}) for k, one in enumerate(saved)]
+        cache, saved = jax.lax.fori_loop(0, receivers, share, (cache, saved))
+        for k, one in enumerate(saved):
+            cache = [replace(layer, returns[:, k], one[i]) if i in one else layer for i, layer in enumerate(cache)]
+        return cache, saved
+
+    specs = CACHE_SPEC, CACHE_SPEC, P("dp")
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[:2], check_vma=False)(cache, saved, copies)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
