@@ -6,12 +6,13 @@
 The devices run `step`: it computes some tokens of some rows with model.py's `forward`, chooses the next tokens, and
 accepts drafts. A step takes its tokens from `Rows`, which stay on the devices. So the host can start a step before it
 has read the results of the last one. The host runs `generate`, which reads results LOOKAHEAD steps later: `Places`
-foresees what the steps will do and chooses the next one. `Engine` compiles the programs and runs them.
+foresees how far the started steps bring each row, and chooses the next one. `Engine` compiles the programs and runs
+them.
 
 A row is a prompt with its answer. A place is an index into the batch, which one row after another takes. A piece is
 the part of a prompt that one step takes. A draft is a guessed token: it stands behind the last known one until a step
 verifies it. A layer forgets if its cache does not keep all tokens: it is a ring or a state. Such a layer cannot go back
-to an earlier token, so a row pauses at tokens to which it, or another row, may return, while a copy is made.
+to an earlier token. So where this row or another may go on later, a row pauses before a step, and the layer is saved.
 
 The file is the same in every folder. model.py explains the letters of shapes.
 """
@@ -282,23 +283,29 @@ class Places:
     """What the host knows of a batch, whatever the device does: which prompt has which place, the steps that were
     started, the tokens that were received.
 
-    `rows`, of numpy arrays that change in place, is the state after all steps that were started. The device is ahead of
-    it where drafts were accepted, and behind it where it met a stop token that was not received yet. Of each place:
+    `rows`, of numpy arrays that change in place, is the state after all steps that were started, if no draft is right
+    and no stop token comes: the devices may be ahead of it, or may have stopped earlier. Of each place:
 
         numbers         its row, -1 if it is free: then it stands still at its limit
         prompt_lengths  how many tokens its prompt has
         received        how many tokens the host has, with the prompt
-        stored          the position behind the last that may have been written
-        common          how many tokens of its prompt the row need not read
-        sources         the place from which the row waits for a copy of these, -1 if it does not wait
-        saved           two numbers: after how many tokens each copy of the layers that forget was made, the second
-                        after the preamble (see `pauses_of`), 0 if there is none
-        is_new          whether the devices must still be told what `rows` has
+        is_changed      whether the devices must still be told what `rows` has
 
-    Prompts take `count` of the `batch` places, and those of a device of `dp` stand together; the caches of `together`
-    neighbours are on the same devices, and can be copied. Each layer has room for `held` tokens of a row, 0 if one has
-    states. `sparing` steps verify drafts only where they pay. `past`, the places of an earlier call, has the same batch
-    and slots; its cache is still there.
+    Prompts take `count` of the `batch` places, and those of a device of `dp` stand together. `sparing` steps verify
+    drafts only where they pay.
+
+    The methods up to `verifies` decode. By those behind it no row reads what a place has already, after an earlier row
+    or an earlier call. They know of each place:
+
+        common          how many tokens of its prompt the row need not read: its cache has them, or will get a copy
+        waits_for       the place from which the row waits for a copy of these, -1 if it does not wait
+        pauses          after how many tokens the row pauses, so that its layers that forget are saved
+        saved_at        two numbers: after how many tokens they were saved, the second after the preamble; 0 if not
+        written         the position behind the last that may have been written: it matters for rings
+
+    The caches of `together` neighbours are on the same devices, and can be copied. Each layer has room for `held`
+    tokens of a row, 0 if one has states. `opening` and `preamble` say where rows pause for later calls. `past`, the
+    places of an earlier call, has the same batch and slots; its cache is still there.
     """
 
     prompts: list[np.ndarray]
@@ -307,15 +314,15 @@ class Places:
     dp: int
     pieces: list[int]  # the lengths in which prompts are read
     drafts: int
+    sparing: bool
     seed: int
     max_new_tokens: int
     max_seq_len: int
+    stop_tokens: tuple[int, ...]
     together: int
+    held: float
     opening: int
     preamble: int
-    held: float
-    sparing: bool
-    stop_tokens: tuple[int, ...]
     past: dataclasses.InitVar[Places | None] = None
 
     def __post_init__(self, past):
@@ -325,16 +332,15 @@ class Places:
             return np.zeros((batch, *shape), np.int32)
 
         nothing = zeros(self.max_seq_len + 1), zeros(), zeros(), zeros(), zeros(2)
-        history, filled, self.received, self.stored, self.saved = past.contents() if past else nothing
-        # Each place is free until `admit`: it stands still at a limit of one token.
-        self.rows = Rows(history, filled, zeros() + 1, zeros() + 1, np.zeros((batch, 2), np.uint32))
-        self.numbers, self.sources, self.is_new = np.full(batch, -1), np.full(batch, -1), np.zeros(batch, bool)
-        self.prompt_lengths, self.common, self.pauses = zeros(), zeros(), [[] for _ in range(batch)]
+        history, filled, self.received, self.written, self.saved_at = past.contents() if past else nothing
+        # Each place is free until `admit`: it stands still behind what it has.
+        self.rows = Rows(history, filled, filled + 1, filled + 1, np.zeros((batch, 2), np.uint32))
+        self.numbers, self.waits_for = np.full(batch, -1), np.full(batch, -1)
+        self.is_changed, self.pauses = np.zeros(batch, bool), [[] for _ in range(batch)]
+        self.prompt_lengths, self.common = zeros(), zeros()
         self.waiting = deque(range(len(self.prompts)))  # the numbers of prompts that have had no place
         self.in_flight = deque()  # each Step that was started, but whose results were not received
         self.admit()
-        for tokens in (filled, self.received, self.saved):
-            tokens[self.numbers < 0] = 0  # slots of free places are overwritten
 
     def admit(self) -> None:
         """Gives the free places to prompts that wait, in their order: to each the one that shares most with it."""
@@ -343,16 +349,13 @@ class Places:
         while free and self.waiting:
             prompt = self.prompts[number := self.waiting.popleft()]
             agreeing, length = self.agreeing(prompt), len(prompt)
-            p = max(free, key=lambda p: self.shared(p, agreeing[p])[0])
+            p = max(free, key=lambda p: self.shared(p, agreeing[p]))
             free.remove(p)
-            self.is_new[p], self.numbers[p] = True, number
-            rows.filled[p], self.saved[p] = self.shared(p, agreeing[p])
-            if rows.filled[p] in self.saved[p]:  # it returns to a saved copy, or begins anew
-                self.stored[p] = rows.filled[p] + self.pieces[0]  # the piece before the copy may have padded up to here
+            rows.filled[p] = self.shared(p, agreeing[p])
             rows.history[p, :length], rows.seeds[p] = prompt, (number, self.seed)
             self.prompt_lengths[p] = self.received[p] = rows.lengths[p] = length
-            self.sources[p], self.common[p] = self.source(p, agreeing)
-            self.pauses[p] = self.pauses_of(p)
+            self.numbers[p], self.is_changed[p] = number, True
+            self.plan_reuse(p, agreeing)
             rows.limits[p] = self.limit(p)
 
     def limit(self, p: int) -> int:
@@ -367,13 +370,13 @@ class Places:
     def choose(self) -> tuple[int, np.ndarray]:
         """The next step: its T, and the places [dp b] that it takes, b of each device of dp. A prompt is read in the
         longest pieces of which it fills more than half. A decode step takes all."""
-        left, places = np.where(self.sources < 0, self.unread(), 0), np.arange(self.batch, dtype=np.int32)
+        left, places = np.where(self.waits_for < 0, self.unread(), 0), np.arange(self.batch, dtype=np.int32)
         if not left.any():
             return 1 + self.drafts * self.verifies(), places
         T = next((T for T in self.pieces if 2 * left.max() > T), self.pieces[-1])
         reads = (left > (T // 2 if self.pieces[-1] < T else 0)).reshape(self.dp, -1)
         most = min(reads.shape[1], max(1, PREFILL_TOKENS // T))
-        b = most if 2 * reads.sum(axis=1).max() > most else 1  # no other, so that a T has two programs
+        b = most if 2 * reads.sum(axis=1).max() > most else 1  # no other, so that each T has two programs at most
         # A device with fewer rows to read takes some twice, or its first place one step further.
         pairs = zip(places.reshape(self.dp, -1), reads, strict=True)
         return T, np.concatenate([np.resize(here[read] if read.any() else here[0], b) for here, read in pairs])
@@ -382,10 +385,10 @@ class Places:
         """Foresees what a step will do to the places that `choose` gave."""
         rows = self.rows
         prompt_tokens = int(np.minimum(self.unread(), T)[np.unique(places)].sum())
-        # The devices may be ahead of the host by as many tokens as the steps in flight verify.
+        # The devices may be ahead of `rows` by as many tokens as the steps in flight compute.
         ahead = (1 + self.drafts) * len(self.in_flight) * (rows.filled >= self.prompt_lengths)
         most = np.minimum(rows.filled + ahead, rows.limits - 1)
-        self.stored[places] = np.maximum(self.stored, most + T)[places]
+        self.written[places] = np.maximum(self.written, most + T)[places]
         rows.filled[places] = np.minimum(rows.filled + T, np.minimum(rows.lengths, rows.limits - 1))[places]
         rows.lengths[places] = np.maximum(rows.lengths, rows.filled + 1)[places]
         self.in_flight.append(Step(prompt_tokens, places, self.numbers[places]))
@@ -428,29 +431,37 @@ class Places:
         differ[:, -1] = True
         return np.argmax(differ, axis=1)
 
-    def shared(self, p: int, most: int) -> tuple[int, np.ndarray]:
-        """How many of the first `most` tokens of a prompt, which agree with those of a place, need not be read there;
-        and `saved`, 0 for a copy of more than `most` tokens."""
-        n, saved = min(most, self.received[p] - 1, self.rows.filled[p]), self.saved[p] * (self.saved[p] <= most)
+    def shared(self, p: int, agreeing: int) -> int:
+        """How many of the first tokens of a prompt, which agree with those of a place, need not be read there."""
+        n = min(agreeing, self.received[p] - 1, self.rows.filled[p])
         stays = n == self.rows.filled[p] if self.has_states else self.offers(p, n)
-        return n if n > 0 and stays else max(saved), saved
+        return n if n > 0 and stays else max(self.saved_at[p] * (self.saved_at[p] <= agreeing))
 
     def offers(self, p: int, n: int) -> bool:
         """Whether a row can go on after the first n tokens of a place, which has computed them. With states it can if a
         copy was saved there. In a ring that has wrapped, what it needs is overwritten if too much came after."""
         if self.has_states:
-            return n in self.saved[p]
-        return self.stored[p] <= self.held or self.stored[p] - n <= model.PREFILL_PIECE
+            return n in self.saved_at[p]
+        return self.written[p] <= self.held or self.written[p] - n <= model.PREFILL_PIECE
+
+    def plan_reuse(self, p: int, agreeing: np.ndarray) -> None:
+        """Decides for a new row from where it gets more tokens, and where it pauses."""
+        filled = self.rows.filled[p]
+        self.saved_at[p] *= self.saved_at[p] <= agreeing[p]  # what was saved after more tokens is of no use
+        if filled in self.saved_at[p]:  # it returns there, or begins anew
+            self.written[p] = filled + self.pieces[0]  # the piece before may have been padded up to here
+        self.waits_for[p], self.common[p] = self.source(p, agreeing)
+        self.pauses[p] = self.pauses_of(p)
 
     def source(self, p: int, agreeing: np.ndarray) -> tuple[int, int]:
-        """The place of another row from which a new one can have the most tokens, and how many; -1, and how many it has
-        already, if these are too few to wait for."""
+        """The place of another row from which a new one can have the most tokens, and how many. If these are too few to
+        wait for, -1, and how many it has already."""
         filled, source, most = self.rows.filled, -1, self.rows.filled[p] + FEWEST_COPIED - 1
         is_near = np.arange(self.batch) // self.together == p // self.together
         is_near[p] = False
         for q in np.flatnonzero(is_near & (self.numbers >= 0) & (agreeing > most)).tolist():
             n = min(agreeing[q], max(self.prompt_lengths[q], self.received[q] - 1))
-            ends = [end for end in (*self.pauses[q], *self.saved[q]) if end <= n] if self.has_states else [n]
+            ends = [end for end in (*self.pauses[q], *self.saved_at[q]) if end <= n] if self.has_states else [n]
             n = max((end for end in ends if end > filled[q] or self.offers(q, end)), default=0)
             if n > most:
                 source, most = q, n
@@ -458,41 +469,42 @@ class Places:
 
     def pauses_of(self, p: int) -> list[int]:
         """After how many tokens of its prompt a row's layers that forget are saved: the `preamble`, and all but the
-        `opening`. Without these, states are saved where the next prompts gain the most tokens."""
+        `opening`. If no later call may follow, states are saved where the next prompts gain the most tokens: those that
+        share the first n, times what each need not read."""
         if self.opening:
             return [n for n in (self.preamble, self.prompt_lengths[p] - self.opening) if n < self.prompt_lengths[p]]
         if not self.has_states:
             return []
         following = itertools.islice(self.waiting, self.count)
         common = sorted(min(self.agreeing(self.prompts[n], [p])[0], self.prompt_lengths[p] - 1) for n in following)
-        known = self.common[p]  # the next prompts may have as much from where this row has it
+        known = self.common[p]  # the next prompts can have as much from where this row has it
         best = max([((len(common) - i) * (n - known), n) for i, n in enumerate(common)], default=(0, 0))[1]
-        # It would replace the copy that the row has. A few tokens more, in which some agree by chance, do not pay.
+        # It would replace what is saved. A few tokens more, in which some agree by chance, do not pay.
         return [best] if best >= known + FEWEST_COPIED else []
 
     def returns(self) -> np.ndarray:
-        """Whether the row of a place is to go back to a saved copy, bool [batch, 2]."""
-        return self.is_new[:, None] & (self.rows.filled[:, None] == self.saved) & (self.saved > 0)
+        """Whether a new row is to go back to where its layers were saved, bool [batch, 2]."""
+        return self.is_changed[:, None] & (self.rows.filled[:, None] == self.saved_at) & (self.saved_at > 0)
 
     def plan_copies(self) -> Copies:
-        """Decides what is copied after the steps that were started, and foresees it. Rows that got tokens, or paused,
-        then go on."""
-        rows, returns = self.rows, self.returns().any(axis=1)
+        """The copies to make before the next step. `rows` has what they lead to: rows that got tokens, or paused, go
+        on."""
+        rows, goes_back = self.rows, self.returns().any(axis=1)
         sources, tokens = np.zeros((2, self.batch), np.int32)
         paused = (rows.limits <= self.prompt_lengths) & (rows.filled == rows.limits - 1)  # within their prompts
         of_preamble = rows.filled == self.preamble
         saves = np.stack([paused & ~of_preamble, paused & of_preamble], axis=1)
-        self.saved = np.where(saves, rows.filled[:, None], self.saved)
-        for p in np.flatnonzero(self.sources >= 0):
-            q, n = self.sources[p], self.common[p]
-            if rows.filled[q] >= n and (self.has_states or not returns[q]):  # a ring first goes back itself
-                self.sources[p] = -1
+        self.saved_at = np.where(saves, rows.filled[:, None], self.saved_at)
+        for p in np.flatnonzero(self.waits_for >= 0):
+            q, n = self.waits_for[p], self.common[p]
+            if rows.filled[q] >= n and (self.has_states or not goes_back[q]):  # a ring first goes back itself
+                self.waits_for[p] = -1
                 if n > rows.filled[p] and self.offers(q, n):
-                    self.is_new[p], sources[p], tokens[p], rows.filled[p] = True, q, n, n
-                    self.stored[p], self.saved[p] = self.stored[q], self.saved[q] * (self.saved[q] <= n)
+                    self.is_changed[p], sources[p], tokens[p], rows.filled[p] = True, q, n, n
+                    self.written[p], self.saved_at[p] = self.written[q], self.saved_at[q] * (self.saved_at[q] <= n)
         returns = self.returns()
-        self.is_new |= paused
-        for p in np.flatnonzero(self.is_new):
+        self.is_changed |= paused
+        for p in np.flatnonzero(self.is_changed):
             rows.limits[p] = self.limit(p)
         return Copies(saves, returns, sources, tokens)
 
@@ -501,7 +513,7 @@ class Places:
         filled = np.where(self.returns().any(axis=1), 0, self.rows.filled)
         if self.has_states and self.drafts and self.in_flight:  # how many drafts these steps took in is not known
             filled[self.numbers >= 0] = 0
-        return self.rows.history, filled, self.received, self.stored, self.saved
+        return self.rows.history, filled, self.received, self.written, self.saved_at
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -509,10 +521,9 @@ class Places:
 
 
 class Engine:
-    """The steps of a batch on the devices: its cache, the state of its rows, the programs, the results in flight; and
-    the clock, which counts into `stats` of generate. `saved` has copies of the layers that forget.
-    A program takes the memory of `cache`, so that is None until it has started: if that is broken off, the next call
-    begins with an empty cache."""
+    """The steps of a batch on the devices: its cache, its Rows, the programs, the results in flight; and the clock,
+    which counts into `stats` of generate. `saved` has copies of the layers that forget. A program takes the memory of
+    `cache`, so that is None until it has started: if that is broken off, the next call begins with an empty cache."""
 
     def __init__(self, weights, cache, saved, programs, places: Places, options, stats: dict, progress):
         self.weights, self.cache, self.saved, self.programs, self.places = weights, cache, saved, programs, places
@@ -523,15 +534,15 @@ class Engine:
         self.results, self.clock = deque(), time.perf_counter()
         self.length_sums = np.zeros(places.count)  # tokens in the cache, summed over decoding steps
         self.first_tokens = int((places.prompt_lengths - places.common).sum())  # of the first prompts
-        self.state, self.by_rows = None, NamedSharding(options["mesh"], P("dp"))
-        self.replace = jax.jit(replace, out_shardings=self.by_rows, donate_argnums=0)
+        self.rows, self.by_places = None, NamedSharding(options["mesh"], P("dp"))
+        self.replace = jax.jit(replace, out_shardings=self.by_places, donate_argnums=0)
 
     def start(self, T: int, places: np.ndarray) -> None:
         """Starts a step of T tokens of the rows at these places."""
         program, taken = self.program(T, places)
         given, self.cache = self.cache, None
         self.places.start(T, places)
-        self.cache, self.state, result = program(self.weights, given, self.state, taken)
+        self.cache, self.rows, result = program(self.weights, given, self.rows, taken)
         jax.tree.map(lambda x: x.copy_to_host_async(), result)
         self.results.append(result)
 
@@ -554,7 +565,7 @@ class Engine:
         return new
 
     def update(self) -> None:
-        """Copies what can be copied before the next step, and tells the devices of new rows."""
+        """Copies what the next step needs copied, and tells the devices what has changed of the rows."""
         places, cache, self.cache = self.places, self.cache, None
         copies = places.plan_copies()
         if any(map(np.any, copies)):
@@ -562,13 +573,14 @@ class Engine:
             arguments = cache, self.saved, self.on_mesh(copies)
             cache, self.saved = self.compiled("copies", places.batch, copy, *arguments, **fixed)(*arguments)
         self.cache = cache
-        if places.is_new.any():
-            given = self.state, *self.on_mesh((places.is_new, places.rows))
-            self.state = self.compiled("rows", places.batch, self.replace, *given)(*given) if self.state else given[2]
-            places.is_new[:] = False
+        if places.is_changed.any():
+            given = self.rows, *self.on_mesh((places.is_changed, places.rows))
+            self.rows = self.compiled("rows", places.batch, self.replace, *given)(*given) if self.rows else given[2]
+            places.is_changed[:] = False
 
     def finish(self) -> None:
-        """Waits for steps in flight: no process may leave while others wait for it in a collective."""
+        """Waits for steps in flight, since no process may leave while others wait for it in a collective, and counts
+        step_bytes."""
         jax.block_until_ready(self.cache)
         stats, config = self.stats, self.options["config"]
         mean_lengths = list(self.length_sums / max(stats["decode_steps"], 1))
@@ -579,14 +591,14 @@ class Engine:
         """The program of a step of T tokens of the rows at these places, and the places as it takes them."""
         own = self.places.batch // self.places.dp  # of each device of dp
         taken = None if T <= FEW else self.on_mesh(places % own)
-        arguments = step, self.weights, self.cache, self.state, taken
+        arguments = step, self.weights, self.cache, self.rows, taken
         return self.compiled("decoding" if T <= FEW else "prefill", len(places), *arguments, T=T, **self.options), taken
 
     def compiled(self, what: str, count: int, function: Callable, *arguments, **static):
         """A program of so many rows, which is compiled when it is first needed."""
         key = what, count, *static.values()
         if key not in self.programs:
-            jax.block_until_ready(self.state)
+            jax.block_until_ready(self.rows)
             in_flight = self.places.in_flight
             self.tick(("prefill_s" if in_flight[-1].prompt_tokens else "decode_s") if in_flight else None)
             self.progress(f"compiling {what}", 0, 1)
@@ -599,7 +611,7 @@ class Engine:
     def on_mesh(self, arrays):
         """A pytree of arrays on the devices, split by places; copied, since the host goes on writing in its own."""
         put = jax.make_array_from_callback
-        return jax.tree.map(lambda x: put(x.shape, self.by_rows, lambda index: x[index].copy()), arrays)
+        return jax.tree.map(lambda x: put(x.shape, self.by_places, lambda index: x[index].copy()), arrays)
 
     def tick(self, part: str | None = None) -> None:
         """Adds the time since the last tick to a part of `stats`."""
@@ -644,13 +656,12 @@ def generate(
     verifies drafts only while most rows repeat what they have.
 
     A prompt that begins like the row before it in its place is read from where they differ. What it shares with another
-    row is copied from there, so what all prompts begin with is read once on each device of dp. (Where groups of prompts
-    begin alike and there are few rows, those of a group should follow one another.) `kept`, a dict that is empty at
-    first, takes the places to the next call with the same weights, even after a call that was broken off: so a
+    row is copied from there, so what all prompts begin with is read once on each device of dp. `kept`, a dict that is
+    empty at first, takes the places to the next call with the same weights, even after a call that was broken off: so a
     conversation reads only what is new. A state cannot go back, and a ring has forgotten what is far behind. So such
-    layers are saved where OPENING tokens of a prompt are left, and after the first `preamble` tokens, if `preamble` is
-    FEWEST_COPIED or more. The next prompt goes on from a saved copy, or from the end of what its place has seen.
-    Without `kept`, states are saved where the next prompts gain the most.
+    layers are saved OPENING tokens before the end of a prompt, and after the first `preamble` tokens, if `preamble` is
+    FEWEST_COPIED or more. The next prompt goes on from there, or from the end of what its place has seen. Without
+    `kept`, states are saved where the next prompts gain the most.
 
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens
     (all but each row's first), row_steps (places times steps), busy_row_steps (those that gave a token), drafts
@@ -666,38 +677,35 @@ def generate(
         raise InputError(f"draft {draft!r} is none of this model's: {', '.join(DRAFTS)}")
     if not 0 < draft_tokens < FEW:
         raise InputError(f"draft_tokens {draft_tokens} is not from 1 to {FEW - 1}")
-    longest, dp, drafts = max(map(len, prompts)), mesh.shape["dp"], draft_tokens if draft else 0
+    drafts = draft_tokens if draft else 0
+    longest, dp = max(map(len, prompts)), mesh.shape["dp"]
     max_seq_len = max_seq_len or longest + max_new_tokens - 1  # the last token needs no slot
     goes_on, kept = kept is not None, {} if kept is None else kept  # whether a later call may go on from this one
-    pieces = piece_lengths(max_seq_len if goes_on else longest, config, mesh)
+    pieces = piece_lengths(max_seq_len if goes_on else longest, config, mesh)  # the calls of a conversation share them
 
     # The cache of a single row on each device of dp tells which layers forget, and how many rows memory holds.
     slots, dtype = max(max_seq_len, pieces[0]), weights["norm"].dtype
     of_cache = dict(max_seq_len=slots, dtype=dtype, quantize=quantize_cache, drafts=drafts)
     of_one = model.abstract_cache(config, mesh, dp, **of_cache)
-    held = model.tokens_held(of_one, config, model.model_shards(mesh))
-    # A later call may have to go back in all that forgets. Within this one, states are copied if prompts begin alike.
-    begin_alike = len({tuple(prompt[:FEWEST_COPIED]) for prompt in prompts}) < len(prompts)  # some of the prompts
-    forgetful = [i for i, n in enumerate(held) if (n < max_seq_len if goes_on else n == 0 and begin_alike)]
+    held = model.tokens_held(of_one, config, model.model_shards(mesh))  # 0 by a state
+    # A later call may have to go back in all that forgets. Within this one, states are saved if prompts begin alike.
+    some_begin_alike = len({tuple(prompt[:FEWEST_COPIED]) for prompt in prompts}) < len(prompts)
+    least = max_seq_len if goes_on else int(some_begin_alike)  # a layer that holds fewer tokens is saved
+    forgetful = [i for i, n in enumerate(held) if n < least]
     preamble = preamble if forgetful and goes_on and preamble >= FEWEST_COPIED else 0
-    saves = 2 if preamble else 1  # how often a layer that forgets is saved
-    count = rows_at_once(len(prompts), rows, weights, [of_one, *[of_one[i] for i in forgetful] * saves], mesh)
+    copies = 2 if preamble else 1
+    count = rows_at_once(len(prompts), rows, weights, [of_one, *[of_one[i] for i in forgetful] * copies], mesh)
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
     cache = model.abstract_cache(config, mesh, batch, **of_cache)
-    wanted = cache, [{i: cache[i] for i in forgetful}] * saves
+    shapes = cache, [{i: cache[i] for i in forgetful}] * copies
+    caches, past, programs = take_up(kept, shapes, max_seq_len)
 
-    # What an earlier call kept is used if it has the same shapes. Programs take its memory, so `kept` must not show it.
-    *caches, past, programs = (kept.pop(name, None) for name in ("cache", "saved", "places", "programs"))
-    shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (wanted, caches)]
-    if shapes[0] != shapes[1] or past.max_seq_len != max_seq_len:
-        del caches  # before others take memory
-        caches, past, programs = model.zeros(wanted), None, {}
-
-    together = jax.tree.leaves(cache)[0].shape[0] // dp
+    together = jax.tree.leaves(cache)[0].shape[0] // dp  # in some models devices of a dp divide the places too
     sparing = draft == "lookup" and mesh.devices.flat[0].platform == "cpu"
-    given = dict(drafts=drafts, sparing=sparing, seed=seed, max_new_tokens=max_new_tokens, max_seq_len=max_seq_len)
-    given |= dict(together=together, held=min(held), opening=OPENING if forgetful and goes_on else 0, preamble=preamble)
-    places = Places(prompts, count, batch, dp, pieces, **given, stop_tokens=stop_tokens, past=past)
+    decoding = dict(drafts=drafts, sparing=sparing, seed=seed, max_new_tokens=max_new_tokens, max_seq_len=max_seq_len)
+    opening = OPENING if forgetful and goes_on else 0
+    reuse = dict(together=together, held=min(held), opening=opening, preamble=preamble, past=past)
+    places = Places(prompts, count, batch, dp, pieces, **decoding, stop_tokens=stop_tokens, **reuse)
     options = dict(config=config, mesh=mesh, draft=draft, drafts=drafts, sampling=sampling, stop_tokens=stop_tokens)
     stats = {} if stats is None else stats
     engine = Engine(weights, *caches, programs, places, options, stats, progress)
@@ -709,7 +717,7 @@ def generate(
         engine.program(1 + drafts * places.verifies(), np.arange(batch))
         progress("prefill", 0, engine.first_tokens)
         while (places.numbers >= 0).any():  # some row has not ended
-            if places.has_more() and len(engine.results) <= LOOKAHEAD:
+            if places.has_more() and len(places.in_flight) <= LOOKAHEAD:
                 engine.start(*places.choose())
             else:
                 yield engine.fetch()
@@ -720,8 +728,19 @@ def generate(
         kept |= {"cache": engine.cache, "saved": engine.saved, "places": places, "programs": programs}
 
 
+def take_up(kept: dict, shapes: tuple, max_seq_len: int) -> tuple[tuple, Places | None, dict]:
+    """Takes out of `kept` what an earlier call left, since programs take the memory of its caches. Returns the caches,
+    places and programs, or empty ones if the caches have other shapes than these, or the rows another max_seq_len."""
+    *caches, past, programs = (kept.pop(name, None) for name in ("cache", "saved", "places", "programs"))
+    found, wanted = ([x.shape for x in jax.tree.leaves(tree)] for tree in (caches, shapes))  # of None there are none
+    if found == wanted and past.max_seq_len == max_seq_len:
+        return caches, past, programs
+    del caches  # before others take memory
+    return model.zeros(shapes), None, {}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# Copies between places
+# What is copied between two steps
 
 
 def replace(old, is_new: Array, new):
@@ -734,7 +753,7 @@ class Copies(NamedTuple):
 
     1. Where `saves`, bool [batch, 2], is true, the layers that forget are copied into their first or second copy.
     2. A place whose `tokens`, int32 [batch], is above 0 gets that many first tokens from the place `sources`, int32
-       [batch], and both its copies. One place follows another.
+       [batch], and both its copies. The places get them one after another.
     3. Where `returns`, bool [batch, 2], is true, the layers that forget get back what that copy has.
     """
 

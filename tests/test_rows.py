@@ -110,7 +110,7 @@ def read_with_states(prompts, rows: int) -> int:
     places, read = generate.Places([*map(np.array, prompts)], **sizes, **limits), 0
     while (places.numbers >= 0).any():
         places.plan_copies()
-        places.is_new[:] = False
+        places.is_changed[:] = False
         if places.has_more():
             places.start(*places.choose())
             read += places.in_flight[-1].prompt_tokens
@@ -180,7 +180,7 @@ def test_the_first_row_reads_for_all(monkeypatch, name, mesh, rows, common, time
     stats = {}
     shared = decoded(rows=rows, stats=stats)
     monkeypatch.setattr(generate.Places, "source", lambda *_: (-1, 0))
-    monkeypatch.setattr(generate.Places, "shared", lambda *_: (0, 0))
+    monkeypatch.setattr(generate.Places, "shared", lambda *_: 0)
     apart, atol = decoded(rows=rows), 1e-3 if "quantize_cache" in options else 1e-4  # a number may be rounded up
     assert_equal(shared, apart, atol)
     own = sum(map(len, prompts)) - common * len(prompts)
@@ -620,9 +620,9 @@ def test_places(monkeypatch):
                 before, copies = places.rows.filled.copy(), places.plan_copies()
                 device.copy(copies)
                 for p, k in np.argwhere(copies.saves | copies.returns):
-                    assert places.saved[p, k] == len(device.saved[p][k]) < len(prompts[places.numbers[p]])
-                device.fill(places.is_new, places.rows)
-                places.is_new[:] = False
+                    assert places.saved_at[p, k] == len(device.saved[p][k]) < len(prompts[places.numbers[p]])
+                device.fill(places.is_changed, places.rows)
+                places.is_changed[:] = False
                 given = copies.tokens > 0
                 back = copies.returns.any(axis=1) & ~given
                 return np.array([(places.rows.filled - before).sum(), given.sum(), back.sum()])
@@ -639,7 +639,7 @@ def test_places(monkeypatch):
                     for token in places.receive(*results.pop(0)):
                         answers[token.row].append(token)
                     places.admit()
-                    is_new = places.is_new
+                    is_new = places.is_changed
                     assert set(places.numbers[is_new]) == set(range(begun + 1, begun + 1 + is_new.sum()))  # in order
                     begun += is_new.sum()
                     counts[0] += places.rows.filled[is_new].sum()
