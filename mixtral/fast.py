@@ -73,11 +73,11 @@ from model import (
 
 def plain_cpu_product(x: Array, w: Array) -> Array:
     """product for CPUs of numbers as they are. Up to 128 rows the weight is the left operand, because XLA repacks the
-    right one. A row of 16 bits is padded to two: XLA's own product of one takes ten times as long.
+    right one. A single row in 16 bits gets a row of zeros beside it: XLA's own product of one takes ten times as long.
 
-    Without AMX, one row uses `row_product` if its length allows. For up to 4 rows, pieces of the weight are turned to
-    float32 and multiplied while they are in the processor's cache: without AVX512-BF16, XLA's own product takes 1.5
-    times as long."""
+    In 16 bits without AMX, one row uses `row_product` if its length allows. For other numbers of rows up to 4, pieces
+    of the weight are turned to float32 and multiplied while they are in the processor's cache: without AVX512-BF16,
+    XLA's own product takes 1.5 times as long."""
     (B, C), is_16_bit = x.shape, x.dtype != jnp.float32
     if is_16_bit and not has_amx():
         if B == 1 and (runs := runs_of(C, 24, 8192)):
@@ -85,8 +85,8 @@ def plain_cpu_product(x: Array, w: Array) -> Array:
         if B <= 4 and (pieces := pieces_of(w, 2**19, least=2)) > 1:
             return over_rows(partial(cast_product, x.astype(jnp.float32)), w, pieces)
     if w.shape[1] > C:  # see Format.width
-        # More columns for those where w is zero, x's own first ones: XLA would fuse a padding of zeros with the
-        # elementwise operations before it, which would take four times as long, and pad bfloat16 as float32.
+        # Where w has zeros, x gets its first columns again: a padding with zeros XLA would fuse with the operations
+        # before it, which would take four times as long. Bits are padded, since XLA would pad bfloat16 as float32.
         bits = jax.lax.bitcast_convert_type(x, jnp.uint16)
         bits = jnp.pad(bits, ((0, 0), (0, w.shape[1] - C)), mode="wrap")
         x = jax.lax.bitcast_convert_type(bits, x.dtype)
@@ -96,9 +96,9 @@ def plain_cpu_product(x: Array, w: Array) -> Array:
 
 
 def int8_cpu_product(x: Array, w: Array) -> Array:
-    """product for CPUs of int8 values, not yet scaled. For a few rows the fast product is that of int8 and int8. Two
-    int8 numbers hold 15 bits of an activation: a coarse one, and a fine one for its rounding error. As rows of one
-    product they cost little and lose next to nothing. From some 50 rows on, pieces of the weight are cast, and
+    """product for CPUs of int8 values, not yet scaled. For a few rows a product of int8 and int8 is fast. So each
+    activation becomes two int8 numbers, together of 15 bits: a coarse one, and a fine one for its rounding error. As
+    rows of one product they cost little and lose next to nothing. From 50 rows on, pieces of the weight are cast, and
     multiplied while they are in the processor's cache."""
     B, C = x.shape
     if B == 1 and not has_amx() and (runs := runs_of(C, 32, 4096)):
@@ -138,7 +138,7 @@ def row_product(x: Array, w: Array, runs: int) -> Array:
 
     XLA makes one unrolled loop that multiplies and adds `runs` runs of 32 columns, with the 32 side by side in vector
     registers. A product with ones then adds up the 32 sums. Before jax 0.12, a large w is taken in pieces, whose sums
-    stay in cache. Since then XLA for CPUs runs the body of a loop, products excepted, on one thread.
+    stay in cache. Later XLA for CPUs runs the body of such a loop, products excepted, on one thread.
 
     reduce_precision changes no number. It keeps XLA from its library of reductions, which would turn all weights to
     float32 in memory first. The barriers keep the product with ones out of the loop. Dividing by ones changes no number
@@ -160,8 +160,8 @@ def row_product(x: Array, w: Array, runs: int) -> Array:
 
 
 def pieces_of(w: Array | Format, size: int, least: int = 1) -> int:
-    """Into how many pieces of equal rows to divide w [O, C]: `least` or more, of at most `size` numbers each. 1 if no
-    number near does."""
+    """Into how many equal pieces to divide the rows of w [O, C]: `least` or more, of at most `size` numbers each. 1 if
+    O has no such divisor, or only one that is four times as large as needed."""
     fewest = max(least, ceil_div(math.prod(w.shape), size))
     return next((n for n in range(fewest, 4 * fewest) if w.shape[0] % n == 0), 1)
 
