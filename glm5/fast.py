@@ -202,8 +202,8 @@ PRODUCTS["cpu", Int8] = lambda x, w: int8_cpu_product(x, w.values) * w.scale
 def store_many(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R: int, is_own=None) -> LayerCache:
     """store, where many tokens of a row are written side by side, and one row after another.
 
-    A piece that would end beyond the last slot is written so that it ends with it, and the slots before its own keep
-    what they have. In a ring, what did not fit goes to the first slots.
+    If tokens would go beyond the last slot, the slots written end with it, and those before the tokens' own keep what
+    they have. The tokens beyond are dropped or, in a ring, go to the first slots.
     """
     S, T = cache[0].shape[2], new[0].shape[2]
     if T <= FEW:
@@ -278,8 +278,8 @@ def tiled_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=1, *,
 
 
 def cpu_query_key_product(q: Array, k: Array) -> Array:
-    """query_key_product for CPUs. XLA first transposes the right operand, so few queries are that. For one row with
-    1,024 slots this takes a quarter to a half of the time (a scratch script)."""
+    """query_key_product for CPUs. XLA first transposes the right operand: if queries are few, they are that, and not
+    the keys. For one row with 1,024 slots this takes a quarter to a half of the time (a scratch script)."""
     if q.shape[2] * q.shape[3] > 64:
         return query_key_product.plain(q, k)
     of_slots = einsum("bksh,bkmh->bksm", k, q.reshape(*q.shape[:2], -1, q.shape[-1]))
@@ -313,8 +313,8 @@ except ImportError:  # Windows has none, and a later jax may have none
 
 
 def gpu_product(x: Array, w: Format) -> Array:
-    """product for GPUs. Of one row XLA reads the matrix faster if it sees a sum: an H100 reads one of 28,672 x 4,096 at
-    2.98 TB/s, in int8 at 2.84, instead of 2.71 and 2.16."""
+    """product for GPUs. For one row it is written as a sum, since XLA then reads the matrix faster: an H100 reads
+    28,672 x 4,096 numbers at 2.98 TB/s, in int8 at 2.84, instead of 2.71 and 2.16."""
     if len(x) > 1:
         return product(x, w)
     values, scale = w.values_and_scale(x.dtype)
@@ -333,7 +333,8 @@ def gpu_attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R=1, run=
 
 
 def suits_triton(q: Array, cache: LayerCache) -> bool:
-    """Whether triton_attention can take these queries and this cache: Triton knows widths that are powers of two."""
+    """Whether triton_attention can take these queries and this cache. Triton knows widths that are powers of two, and
+    the kernel takes whole tiles of tokens and whole blocks of slots."""
     (*_, T, H), S = q.shape, cache[0].shape[2]
     fits = H in (16, 32, 64, 128, 256) and all(side.shape[-1] == H for side in cache) and T % 16 == S % 64 == 0
     return fits and q.dtype.itemsize == 2 and has_triton()
@@ -351,7 +352,7 @@ def triton_attention(q, cache, starts, places, mask: Mask, R: int, interpret=Fal
     "FlashAttention"), and a tile of queries reads only the blocks of slots that it sees. Args and result as in
     attend_to_stored, with queries [B, K, A, T, H]."""
     (B, K, A, T, H), S = q.shape, cache[0].shape[2]
-    # Within a fifth of the best of six sizes tried on an H100, with three stages; two need less of a chip's memory.
+    # On an H100 within a fifth of the best of six sizes, tried with three stages. Two need less of a chip's memory.
     tile, block = math.gcd(T, 64), 64 if H <= 128 else 32
     blocks = Blocks(block, S, R, mask, mask.wraps(R * S, T))
 
@@ -404,10 +405,10 @@ FAST["attend_to_stored", "gpu"] = gpu_attend_to_stored
 def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries=1024, block=None, interpret=False):
     """attend_to_stored as a Pallas kernel for TPUs.
 
-    The grid is (rows, kv heads, tiles of queries, blocks of keys). A tile is about `queries` of them: some tokens, with
-    all A of each. A block that a tile does not see is neither fetched nor computed, as in decode_kernel. `block` is by
-    default 1,024 slots, or fewer if keys and values are wide or float32, and is cut to a divisor of the slots. It is
-    all of them if some are chosen: int32 [B, T, S / 8], where bit j of number n is for slot j (S / 8) + n.
+    The grid is (rows, kv heads, tiles of queries, blocks of keys). A tile has about `queries` queries: the A of each of
+    some tokens. A block that a tile does not see is neither fetched nor computed, as in decode_kernel. `block` is by
+    default 1,024 slots, or fewer if keys and values are wide or float32, and is cut to a divisor of the slots. If some
+    are chosen, it is all slots, and mask.chosen int32 [B, T, S / 8]: bit j of number n is for slot j (S / 8) + n.
     """
     (B, K, A, _, H), (*_, S, split) = q.shape, cache[0].shape
     W = split if split < H else cache[1].shape[-1]
