@@ -467,13 +467,13 @@ FAST["attend_to_stored", "tpu"] = prefill_kernel
 # Norms on TPUs
 
 
-LARGE = 2**21  # numbers: pieces of prompts have more, and gain nothing by what saves kernels
+LARGE = 2**21  # numbers of an activation: a piece of a prompt has more, and gains nothing by fewer kernels
 
 
 def tpu_inverse_rms(x: Array, eps: float) -> Array:
-    """inverse_rms for TPUs, a number for each of x: the compiler then takes the root along with what it multiplies, and
-    not in a kernel of its own, by estimate 1.2 us each. The maximum is the sum, since no square is larger, but the
-    compiler does not know that, and would take the root before it repeats the number."""
+    """inverse_rms for TPUs, repeated for each number of x: the compiler then takes the root along with the product that
+    uses it, and not in a kernel of its own, by estimate 1.2 us each. If it merely repeated the sum, it would take the
+    root before that. The maximum is the sum, since no square is larger, but the compiler does not know that."""
     if x.size > LARGE:
         return inverse_rms.plain(x, eps)
     squares = x * x
@@ -490,8 +490,8 @@ FAST["inverse_rms", "tpu"] = tpu_inverse_rms
 
 def tpu_turned(x: Array, cos: Array, sin: Array, rope) -> Array:
     """turned for TPUs. A product with zeros and ones puts each number where the other one of its pair was. It is exact,
-    and takes one kernel, where halves that are cut out and put together again take several: by estimate 4 of 34 us in a
-    layer of Qwen3 30B."""
+    and takes one kernel, where halves that are cut out and put together again take several. By estimate this saves 4 of
+    34 us in a layer of Qwen3 30B."""
     if x.size > LARGE:
         return turned.plain(x, cos, sin, rope)
     H, half = x.shape[-1], rope.dim // 2
@@ -534,7 +534,7 @@ def tpu_product(x: Array, w: Format) -> Array:
 def is_streamed(x: Array, w: Array) -> bool:
     """Whether a kernel streams a weight: if it is too large to be fetched ahead and the rows are few."""
     (B, C), itemsize = x.shape, w.dtype.itemsize
-    # Two buffers each of 128 rows of w and of x. A kernel gets 16 MiB.
+    # Two buffers for 128 rows of w, and two for x. A kernel gets 16 MiB.
     vmem = 2 * C * (128 * itemsize + B * x.dtype.itemsize)
     return B <= 64 and C % 128 == 0 and w.size * itemsize >= STREAM_BYTES and vmem <= 12 * 2**20
 
@@ -555,7 +555,7 @@ def streamed_product(x: Array, w: Format, multiply, block: int | None = None, in
     def kernel(x, w, y):
         y[...] = multiply(x[...], jax.tree.map(lambda a: a[...], w))
 
-    def some_rows(a, spec):
+    def some_rows(a, spec):  # blocks of an array of w, along the dimension that the spec calls "rows"
         sizes = [block if of_rows else n for n, of_rows in zip(a.shape, spec, strict=True)]
         return pl.BlockSpec(sizes, lambda i: tuple(i if of_rows else 0 for of_rows in spec))
 
@@ -936,9 +936,9 @@ PRODUCTS["tpu", Int4Lanes] = tpu_lanes_product
 
 
 def exchange_kernel(x: Array, R: int, finish=lambda y: y, interpret: bool | pltpu.InterpretParams = False) -> Array:
-    """exchange for TPUs. What it moves has some kilobytes, and XLA takes longer to launch an all-to-all, the changes of
-    layout around it and what finishes. One kernel does all this in VMEM. It cuts blocks as float32, since a row of a
-    packed dtype cannot be cut from others. More than 2**18 numbers, of a piece of a prompt, are left to XLA.
+    """exchange for TPUs. It moves a few kilobytes, and XLA takes longer to launch an all-to-all, the changes of layout
+    around it and `finish`. One kernel does all this in VMEM. It cuts x into blocks as float32, since a row of a packed
+    dtype cannot be cut from others. More than 2**18 numbers, of a piece of a prompt, are left to XLA.
 
     Each device writes into the memory of the others, once all R have entered. A device leaves when it has a block from
     each, so all have passed the barrier by then: no signal of the next exchange is mistaken for one of this one, and no
