@@ -604,16 +604,16 @@ class Int4Groups(NamedTuple):
     size: int = 32
     has_zeros: bool = False
     dtype: str = "bfloat16"
-    held: type[Int4] | None = None  # what has the numbers on a machine
+    held: type[Int4] | None = None  # Int4, or what TPUs have in its place: see for_mesh
 
     bits, kernel_columns = 4, 512  # of Int4Lanes
 
     def for_mesh(self, weight: Weight, mesh: Mesh) -> Int4Groups | type[Format]:
         """Groups so small that no device has a part of one; Plain if they had fewer than 16 numbers, or if the weight
-        is multiplied head by head. On TPUs kernels unpack Int4Lanes; experts without whole lanes have no kernel."""
+        is multiplied head by head. On TPUs it is Int4Lanes, for kernels; experts without whole lanes have none."""
         part, shards = weight.parts[0], math.prod(mesh.shape[axis] for axis in weight.axes())
         own, uncut = part.rows_per_device(shards), [weight.other_dim]
-        if weight.split == 1:  # a device's first column, and how many it has
+        if weight.split == 1:  # how many columns a device has, and the first one of each device
             uncut = [own, *(part.assigned_units(i, shards)[0] * part.layout()[1] for i in range(shards))]
         size = math.gcd(self.size, 128, *uncut)
         has_kernel = mesh.devices.flat[0].platform == "tpu" and not (weight.experts and own % 128)
@@ -639,7 +639,7 @@ class Int4(Format):
 
     `values` uint16 [.., O, 8, L] has 4 codes in a word, the first in the lowest bits. L is C / 32, and a lane has 32
     neighbours of a row: word j of the 8 has the codes 4 j to 4 j + 3 of each lane. So an instruction can work on the
-    same place of many groups. `scale` is [.., O, C / group], `zero` uint8 too, or None if all zeros are 8.
+    same place of many groups. `scale` is [.., O, C / group], and so is `zero`, uint8, or None if all zeros are 8.
     """
 
     values: Array
@@ -676,7 +676,7 @@ class Int4(Format):
         return x.reshape(*x.shape[:-1], -1, 32).swapaxes(-1, -2).reshape(x.shape)
 
     def of_lanes(self, a: Array) -> Array:
-        """Scales or zeros [.., C / group] as [.., n, L], for each n-th of a lane's words. n is 2 for groups of 16."""
+        """Scales or zeros [.., C / group] as [.., n, L]: n is 2 if a lane has two groups of 16 numbers, otherwise 1."""
         group = self.shape[-1] // a.shape[-1]
         if group >= 32:
             return jnp.repeat(a, group // 32, axis=-1)[..., None, :]
@@ -733,19 +733,19 @@ class Int4Lanes(Int4):
 
     @staticmethod
     def bits_of(words: Array, k: int) -> Array:
-        """The k-th codes of uint32 words of two rows, as the bits of two bfloat16 numbers: a code by its bits alone
-        becomes 128 more."""
+        """The k-th codes of uint32 words, each of two rows, as the bits of two bfloat16 numbers: 0x4300, which is 128,
+        with a code in its last bits is 128 plus the code."""
         return words >> 4 * k & 0xF000F | 0x43004300
 
     def offset(self, n: int, count: int) -> Array | int | None:
-        """By how much the numbers of bits_of are too large in `count` groups from the n-th on: float32 [count, O] of
-        whole numbers, one for all, or None."""
+        """By how much the numbers of bits_of are too large in `count` groups from the n-th on: whole numbers, float32
+        [count, O], or one for all; None: not at all."""
         return 136 if self.zero is None else 128 + self.zero[n : n + count].astype(jnp.float32)
 
 
 def quantize_in_groups(x: Array, groups: int, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """x [.., C] as uint8 codes from 0 to 15 [.., C], 8 for a zero, and scales [.., groups] in `dtype`. The scale of a
-    group is the one with the least squared error of two: its largest number becomes the code -8 or 7, before the 8."""
+    """x [.., C] as uint8 codes from 0 to 15 [.., C], 8 for a zero, and scales [.., groups] in `dtype`. With one
+    scale a group's largest number has the code 0, with another 15. The one with the smaller squared error is taken."""
     x = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
     largest = jnp.take_along_axis(x, jnp.argmax(jnp.abs(x), axis=-1, keepdims=True), axis=-1)
     scales = jnp.stack([(largest / n).astype(dtype) for n in (-8.0, 7.0)])
@@ -797,7 +797,7 @@ def int4_row_product(x: Array, w: Int4) -> Array:
         scale, zero = jax.lax.optimization_barrier((scale, zero))
     x = x.astype(jnp.float32)
     added = jnp.sum(x.reshape(parts, -1, lanes), axis=1)  # what is taken off for each unit of the zero
-    # XLA repeats no division in a loop. With more dimensions it would have a lane's numbers of x side by side.
+    # XLA repeats no division in a loop. The arrays are flat: as [32, L] they would have a lane's numbers side by side.
     powers = jax.lax.optimization_barrier(jnp.tile(jnp.repeat(16.0 ** jnp.arange(4), lanes), 8))
     x, added = jax.lax.optimization_barrier((x / powers, added))
     x, words = x.reshape(32, lanes), [w.values[:, j].astype(jnp.int32) for j in range(8)]
@@ -830,14 +830,14 @@ def int4_gpu_product(x: Array, w: Int4) -> Array:
 
 
 def int4_suits_triton(x: Array, w: Int4) -> bool:
-    """Whether add_int4_lanes can take these rows and this weight. It has one scale for the 32 numbers of a lane."""
+    """Whether add_int4_lanes can take these rows and this weight. It needs one scale for the 32 numbers of a lane."""
     O, L = w.values.shape[-3], w.values.shape[-1]
     return O % 16 == L % 16 == L % w.scale.shape[-1] == 0 and x.dtype == jnp.bfloat16 and has_triton()
 
 
 def triton_int4_product(x: Array, w: Int4, interpret=False) -> Array:
-    """x [B, C], at most 64 rows, times w [O, C], as one Pallas kernel for GPUs: float32 [B, O]. What takes the time are
-    the instructions that unpack a number, and waiting for words: so some programs share the lanes of a row."""
+    """x [B, C], at most 64 rows, times w [O, C], as one Pallas kernel for GPUs: float32 [B, O]. Unpacking numbers and
+    waiting for words take most of the time, so several programs share the lanes of a row."""
     (B, _), O, L = x.shape, w.shape[0], w.values.shape[-1]
     M, rows, lanes = power_of_two(max(B, 16)), math.gcd(O, 64), math.gcd(L, 64)
     blocks = L // lanes
