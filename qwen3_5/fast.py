@@ -254,12 +254,11 @@ def tiled_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=1, *,
             slot = i % (S // block) * block
 
             def some_slots(x):
-                def of_place(place):
-                    return jax.lax.dynamic_slice(x, (place, 0, slot, 0)[: x.ndim], (1, K, block, *x.shape[3:]))[0]
-
                 if places is None:  # all rows; the barrier keeps XLA for CPUs from transposing what it copies
                     return jax.lax.optimization_barrier(jax.lax.dynamic_slice_in_dim(x, slot, block, axis=2))
-                return jax.vmap(of_place)(of_rows(places))
+                sizes = 1, K, block, *x.shape[3:]
+                of_place = jax.vmap(lambda place: jax.lax.dynamic_slice(x, (place, 0, slot, 0)[: x.ndim], sizes)[0])
+                return of_place(of_rows(places))
 
             tokens = begin[:, None] + of_queries(offsets)
             seen = mask.is_attended(blocks.positions(i)[:, None], tokens[:, :, None])
