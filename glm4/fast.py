@@ -410,8 +410,8 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
     if q.dtype == jnp.float32:
         fitting = power_of_two(2**17 // width + 1) // 2
     block = math.gcd(S, block or fitting) if mask.chosen is None else S
-    blocks, tile = Blocks(block, S, R, mask, mask.wraps(R * S, T)), min(T, max(queries // power_of_two(A), 16))
-    tiles = pl.cdiv(T, tile)
+    tile = min(T, max(queries // power_of_two(A), 16))
+    blocks, tiles = Blocks(block, S, R, mask, mask.wraps(R * S, T)), ceil_div(T, tile)
     steps = jnp.minimum(blocks.most_seen(tile), blocks.holding(jnp.max(starts) + tiles * tile - 1) + 1)
 
     def kernel(starts, places, q, cache, chosen, out, *softmax):
@@ -561,7 +561,7 @@ def streamed_product(x: Array, w: Format, multiply, block: int | None = None, in
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((B, O), jnp.float32),
-        grid=(pl.cdiv(O, block),),
+        grid=(ceil_div(O, block),),
         in_specs=[pl.BlockSpec((B, C), lambda i: (0, 0)), jax.tree.map(some_rows, w, w.specs(P("rows", None)))],
         out_specs=pl.BlockSpec((B, block), lambda i: (0, i)),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),  # shared by the two cores of a v5p
