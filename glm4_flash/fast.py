@@ -664,14 +664,14 @@ class Int4(Format):
     def packed(codes: Array | np.ndarray) -> Array | np.ndarray:
         """uint8 codes [.., C] as values."""
         lanes = codes.shape[-1] // 32
-        codes = codes.reshape(*codes.shape[:-1], lanes, 32).swapaxes(-1, -2).reshape(codes.shape)
-        return packed_codes(codes, 4, lanes).reshape(*codes.shape[:-1], 8, lanes)
+        return packed_codes(Int4.in_order(codes), 4, lanes).reshape(*codes.shape[:-1], 8, lanes)
 
     def encode(self, x):
         codes, scale = quantize_in_groups(x, self.ordered(self.scale.shape)[-1], self.scale.dtype)
         return type(self)(self.packed(codes), self.ordered(scale))
 
-    def in_order(self, x):
+    @staticmethod
+    def in_order(x):
         return x.reshape(*x.shape[:-1], -1, 32).swapaxes(-1, -2).reshape(x.shape)
 
     def of_lanes(self, a: Array) -> Array:
@@ -700,6 +700,7 @@ class Int4Lanes(Int4):
     are [.., C / group, O]."""
 
     run, kernel_columns, zero_dtype = 512, 512, jnp.bfloat16
+    in_order = Format.in_order  # columns stay where they are
 
     @property
     def shape(self):
@@ -720,9 +721,6 @@ class Int4Lanes(Int4):
     def rows(self, start, stop):
         of_groups = (x if x is None else x[:, start:stop] for x in (self.scale, self.zero))
         return type(self)(self.values[start:stop], *of_groups)
-
-    def in_order(self, x):
-        return x
 
     def values_and_scale(self, dtype):
         scale = self.ordered(self.scale)[..., None].astype(jnp.float32)
