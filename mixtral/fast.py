@@ -919,8 +919,8 @@ PRODUCTS["tpu", Int4Lanes] = tpu_lanes_product
 
 
 def has_few_pairs(ids: Array, E: int) -> bool:
-    """Whether each pair should read its own expert, at full speed. Many pairs share the experts that they read, and
-    their rows are sorted by expert."""
+    """Whether pairs, of a token and an expert that it chose, are so few that each reads its expert by itself, at full
+    speed. Many pairs share what they read, and their rows are sorted by expert."""
     return ids.size < 3 * E
 
 
@@ -951,7 +951,7 @@ def tpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Ar
     return expert_kernel(padded(x, w_gate_up), ids, scores, w_gate_up, w_down, gate_up_bias, activate)
 
 
-EXPERT_COLUMNS = {}  # of an expert, by format: the first that divides them is what CPUs multiply one row with at a time
+EXPERT_COLUMNS = {}  # by format, best first: how many of an expert's F columns CPUs multiply with one row at a time
 EXPERT_PRODUCTS = {}  # by format: what takes the place of expert_product
 FAST["local_experts", "cpu"], FAST["local_experts", "gpu"] = cpu_experts, gpu_experts
 FAST["local_experts", "tpu"] = tpu_experts
@@ -987,8 +987,8 @@ def expert_loop(
     x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile: int, columns: int | None = None
 ) -> Array:
     """For CPUs, and GPUs with many rows: a loop over visits of at most `tile` rows, and over pieces of their experts,
-    of so many columns, or of all. Up to `tile` tokens are not sorted: all of them are multiplied with every expert that
-    one of them chose."""
+    of `columns` columns, or of all. Up to `tile` tokens are not sorted: all of them are multiplied with every expert
+    that one of them chose."""
     (B, k), (E, D, _), F, x = ids.shape, w_down.shape, w_gate_up.shape[1] // 2, padded(x, w_gate_up)
     columns, is_sorted = columns or F, tile < B
     order, expert, first, _, count = visits_of(ids.ravel(), E, tile if is_sorted else B * k)
@@ -1005,7 +1005,7 @@ def expert_loop(
         visit, column = i // (F // columns), i % (F // columns) * columns
         e, begin = expert[visit], first[visit] if is_sorted else 0
 
-        def part(w, axis, start):  # of the expert e, `columns` of an axis; all of it, if it has zeros beside F
+        def part(w, axis, start):  # of the expert e: `columns` of an axis; of down all, zeros included, if that is F
             def cut(a):
                 starts, sizes = [e] + [0] * (a.ndim - 1), [1, *a.shape[1:]]
                 if axis == 1 or (a.ndim > 2 and columns < F):  # a scale [E, O] has no columns
@@ -1060,8 +1060,8 @@ def gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) 
 
 
 def tiled_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, interpret=False) -> Array:
-    """For GPUs and many pairs. Two kernels multiply the visits, each as a tile of so many rows. Rows that a tile has
-    beyond its pairs count nothing."""
+    """For GPUs and many pairs. Two kernels multiply the visits, each as a tile of as many rows. What a tile has beyond
+    its pairs is not used."""
     (B, k), E, pairs = ids.shape, w_down.shape[0], ids.ravel()
     tile = min(power_of_two(max(pairs.size // (E * jax.lax.axis_size("ep")), 16)), 64)
     order, expert, first, rows, count = visits_of(pairs, E, tile)
@@ -1085,10 +1085,10 @@ def tiles_suit(x: Array, w: Format) -> bool:
 
 def tile_products(x: Array, w: Format, expert: Array, count: Array, gated=None, interpret=False) -> Array:
     """One Pallas kernel for GPUs: tiles, x bfloat16 [rows, C], times the matrices of their experts, w [E, O, C]:
-    float32 [rows, O]. With `gated`, which are activate, the scores [rows] and biases [E, O] or None, what activate
-    makes of gate and up: [rows, O / 2] in the dtype of x.
+    float32 [rows, O]. `gated` is activate, the scores [rows], and biases [E, O] or None. If it is given, the result is
+    what activate makes of gate and up: [rows, O / 2] in the dtype of x.
 
-    Args: expert int32 [tiles]; count int32 [1], how many of the tiles are multiplied. Of the others nothing is written.
+    Args: expert int32 [tiles]; count int32 [1], how many of the tiles are multiplied. The others are not written.
     """
     activate, *added = gated or (None,)
     parts, run, add_block = TILES[type(w)]
@@ -1144,15 +1144,14 @@ GROUP_BYTES = 48 * 2**20  # of VMEM, for the rows of a group of tokens and their
 def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile: int = 128, interpret=False) -> Array:
     """One Pallas kernel for TPUs: it fetches the experts that tokens chose, and no others.
 
-    It first lists its visits, in less time than XLA's launches would take. Then it goes through them, 128 of an
-    expert's columns at a time, or 512 in 4 bits and maybe fewer in the end. It fetches the next piece of gate, up and
-    down while it multiplies this one. The hidden columns never leave the chip, and the sums stay in VMEM until the end.
-    A device without work fetches nothing.
+    It goes through its visits, 128 of an expert's columns at a time, or 512 in 4 bits, and maybe fewer the last time.
+    It fetches the next piece of gate, up and down while it multiplies this one. The hidden columns never leave the
+    chip, and the sums stay in VMEM until the end. A device without work fetches nothing.
 
-    Up to `tile` tokens are all multiplied with every expert that one of them chose, so a visit is an expert. Of more
-    tokens, a visit is an expert and at most `tile` of those that chose it: the kernel copies their rows together, and
-    adds each result to the sum of its token. The pairs are sorted before, by expert. The grid is groups of tokens, as
-    many as VMEM holds.
+    Up to `tile` tokens are all multiplied with every expert that one of them chose. A visit is such an expert, and the
+    kernel lists them itself, in less time than XLA's launches would take. Of more tokens, a visit is an expert and at
+    most `tile` of those that chose it: the kernel copies their rows together, and adds each result to the sum of its
+    token. The pairs are sorted before, by expert. The grid is groups of tokens, as many as VMEM holds.
     """
     (B, width), (E, D, _), k = x.shape, w_down.shape, ids.shape[1]
     F, columns, is_sorted = w_gate_up.shape[1] // 2, w_down.kernel_columns, tile < B
