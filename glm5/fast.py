@@ -1295,7 +1295,7 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
     listed, visits = (ids,), 0
     if is_sorted:
         order, *listed = jax.vmap(partial(visits_of, E=E, tile=tile))(ids)
-        x, listed, visits = packed(x), (order // k, *listed), listed[0].shape[1]
+        x, listed, visits = as_words(x), (order // k, *listed), listed[0].shape[1]
 
     def kernel(listed, x, choices, weights, out, seen, chosen, rows, picked, y, buffers, arrived):
         # listed has the experts of the pairs or, if they are sorted, what visits_of returns, with the token of each
@@ -1340,7 +1340,7 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
             if is_sorted:
                 pl.when(f == 0)(lambda: begin(visit))
             for_piece(i, lambda copy: copy.wait())
-            h, (experts, scores) = (unpacked(rows[...], dtype)[:, :width], picked) if is_sorted else (x[...], choices)
+            h, (experts, scores) = (from_words(rows[...], dtype)[:, :width], picked) if is_sorted else (x[...], choices)
             score = jnp.sum(jnp.where(experts[...] == before + expert_of(visit), scores[...], 0), axis=1, keepdims=True)
             gate, up = (piece_product(h, slot, *w) for w in buffers[:2])
             h = activate(gate, up, score)
@@ -1424,7 +1424,7 @@ def for_copies(action, e: Array, f: Array, slot: Array, weights, buffers, arrive
 
     def copy_all(rows):
         *gate_up, down = weights
-        for of_half, first in zip(buffers, (0, F // unit), strict=False):
+        for of_half, first in zip(buffers[:2], (0, F // unit), strict=True):
             for w, buffer in zip(gate_up, of_half, strict=True):
                 copy(w, buffer, 0, first + f * (columns // unit), unit, rows // unit)
         copy(down, buffers[2], 1, f, columns, 1)
@@ -1497,7 +1497,7 @@ def places_of(w: Format, e: Array, axis: int, i: int | Array, n: int, count: int
     return [(e if a.ndim == 3 else pl.ds(e, 1), *index)[: a.ndim] for a in arrays]
 
 
-def packed(x: Array) -> Array:
+def as_words(x: Array) -> Array:
     """x [B, D] of 16 bits as uint32 [B, D / 2], one half over the other: a kernel cannot copy a row of 16 bits. D is
     first rounded up, so that a half is whole lanes."""
     if x.dtype == jnp.float32:
@@ -1507,8 +1507,8 @@ def packed(x: Array) -> Array:
     return low | high << 16
 
 
-def unpacked(x: Array, dtype: jnp.dtype) -> Array:
-    """The inverse of packed, but for the rounding up."""
+def from_words(x: Array, dtype: jnp.dtype) -> Array:
+    """The inverse of as_words, but for the rounding up."""
     if dtype == jnp.float32:
         return x
     halves = (x & 0xFFFF, x >> 16)
