@@ -73,9 +73,9 @@ def plain_cpu_product(x: Array, w: Array) -> Array:
     """product for CPUs of numbers as they are. Up to 128 rows the weight is the left operand, because XLA repacks the
     right one. A single row in 16 bits gets a row of zeros beside it: XLA's own product of one takes ten times as long.
 
-    In 16 bits without AMX, one row uses `row_product` if its length allows. For other numbers of rows up to 4, pieces
-    of the weight are turned to float32 and multiplied while they are in the processor's cache: without AVX512-BF16,
-    XLA's own product takes 1.5 times as long."""
+    In 16 bits without AMX, one row uses `row_product` if its length allows. Otherwise, up to 4 rows, pieces of the
+    weight are turned to float32 and multiplied while they are in the processor's cache: without AVX512-BF16, XLA's own
+    product takes 1.5 times as long."""
     (B, C), is_16_bit = x.shape, x.dtype != jnp.float32
     if is_16_bit and not has_amx():
         if B == 1 and (runs := runs_of(C, 24, 8192)):
