@@ -6,7 +6,7 @@ it everything runs, but slower, and without int4.
 
 The compiler moves nothing across an optimization_barrier. A Pallas kernel is a program that a device runs as it is
 written. One for TPUs works on blocks of its arguments (a BlockSpec says which), which are fetched into a core's fast
-memory, VMEM. Triton compiles one for GPUs. Under `@pl.when(condition)` a function runs at once, or not at all.
+memory, VMEM. Triton compiles one for GPUs. `pl.when(condition)(f)` calls f in a kernel if the condition holds.
 """
 
 from __future__ import annotations
