@@ -1017,7 +1017,7 @@ class Mask(NamedTuple):
     window: int | None = None  # the last so many tokens, its own among them
     chunk: int | None = None  # those of its own chunk of so many tokens
     softcap: float | None = None  # how far from 0 scores may be: see softcapped
-    chosen: Array | None = None  # [B, T, S]: 0 where a new token must not see a slot of this device
+    chosen: Array | None = None  # [B, T, S]: 0 where a new token must not see a slot here; fast.py has lists or bits
 
     def first_seen(self, positions: Array) -> Array:
         """The first position that tokens at `positions` attend to."""
