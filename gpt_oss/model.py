@@ -1297,7 +1297,7 @@ def with_rows_times(w: Format, factors: Array) -> Format:
     """A matrix [O, C] whose rows are multiplied by powers of two, [O]."""
     if isinstance(w, Plain):
         return Plain((w.values * factors[:, None]).astype(w.values.dtype))
-    scale = w.scale * factors if isinstance(w, Int8) else w.ordered(w.ordered(w.scale) * factors[:, None])
+    scale = w.scale * factors if w.scale.ndim == 1 else w.ordered(w.ordered(w.scale) * factors[:, None])
     return dataclasses.replace(w, scale=scale.astype(w.scale.dtype))
 
 
