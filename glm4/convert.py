@@ -668,7 +668,7 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
     def as_stored(path, weight):
         formats = {tensors[name].format for name in weight.tensors()}
         format = formats.pop() if weight.is_matrix() and len(formats) == 1 else Plain
-        is_table = path[0].key.endswith("embedding") and format.bits == 4  # its rows are looked up
+        is_table = path[0].key.endswith("embedding") and format.bits < 8  # its rows are looked up
         return dataclasses.replace(weight, format=Plain if is_table else format)
 
     if not fast and any(isinstance(tensor, InGroups) and tensor.format is Plain for tensor in tensors.values()):

@@ -598,17 +598,17 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, quantize: str
 
 
 def in_format(weights: dict, quantize: str | None) -> dict:
-    """A pytree of Weight whose matrices are held as `quantize` says, if devices split them. None changes nothing. In
-    "int4" embeddings, the head, what is multiplied head by head and rows that are no whole groups are in int8. What has
-    as few bits already stays as it is. Raises InputError for another name, and for "int4" without fast.py."""
+    """A pytree of Weight whose matrices are held as `quantize` says, if devices split them. None changes nothing.
+    Below 8 bits embeddings, the head, what is multiplied head by head and rows that are no whole groups are in int8.
+    What has as few bits already stays as it is. Raises InputError for a name that is not in FORMATS."""
     if quantize not in FORMATS:
-        raise InputError(f"quantize {quantize!r}: int8 and int4 are known; int4 needs fast.py beside model.py")
+        raise InputError(f"quantize {quantize!r} is none of {[*FORMATS]}; int4 needs fast.py beside model.py")
 
     def asked(path, weight):
         if not quantize or not weight.is_matrix():
             return weight
         format = FORMATS[quantize]
-        if quantize == "int4":
+        if format.bits < 8:
             is_apart = path[0].key.endswith(("embedding", "head")) or weight.is_by_head
             format = Int8 if is_apart or weight.columns() % format.size else format
         return weight if weight.format.bits == format.bits else dataclasses.replace(weight, format=format)
