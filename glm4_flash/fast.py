@@ -99,15 +99,16 @@ def plain_cpu_product(x: Array, w: Array) -> Array:
 def int8_cpu_product(x: Array, w: Array) -> Array:
     """product for CPUs of int8 values, not yet scaled. For a few rows a product of int8 and int8 is fast. So each
     activation becomes two int8 numbers, together of 15 bits: a coarse one, and a fine one for its rounding error. As
-    rows of one product they cost little and lose next to nothing. From 50 rows on, pieces of the weight are cast, and
-    multiplied while they are in the processor's cache."""
+    rows of one product they cost little and lose next to nothing. From 50 rows on, with AMX from 513, pieces of the
+    weight are cast, and multiplied while they are in the processor's cache."""
     B, C = x.shape
     if B == 1 and not has_amx() and (runs := runs_of(C, 32, 4096)):
         return row_product(x, w, runs)
-    if B < 50:
+    if B < 50 or (B <= 512 and has_amx()):
         coarse = quantize(x)
         fine = quantize(x - coarse.values * coarse.scale[:, None])
-        y = weights_first(jnp.concatenate([coarse.values, fine.values]), w, jnp.int32)
+        x = jnp.concatenate([coarse.values, fine.values])
+        y = weights_first(x, w, jnp.int32) if B < 50 else einsum("bc,oc->bo", x, w, jnp.int32)
         return y[:B] * coarse.scale[:, None] + y[B:] * fine.scale[:, None]
     return over_rows(partial(cast_product, x), w, pieces_of(w, 2**21))
 

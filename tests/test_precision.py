@@ -143,10 +143,11 @@ def test_a_single_row_on_a_cpu_is_one_loop(monkeypatch, quantize):
         (1, 96, jnp.float32),
         (3, 96, jnp.bfloat16),
         (3, 96, jnp.float32),
-        (60, 96, jnp.bfloat16),  # int8 weights are cast
+        (60, 96, jnp.bfloat16),  # int8 weights are cast, with AMX from 513 rows on
         (60, 2**16, jnp.bfloat16),  # in five pieces
         (130, 2**16, jnp.float32),
         (200, 96, jnp.bfloat16),
+        (600, 96, jnp.bfloat16),
     ],
 )
 @pytest.mark.parametrize("has_amx", [False, True])
@@ -160,8 +161,10 @@ def test_products_on_a_cpu(monkeypatch, rows, contracted, dtype, quantize, has_a
         w = jnp.pad(w, ((0, 0), (0, 32)))  # see Format.width
     w = in_format(model, w, quantize)
     wanted = floats(x) @ floats(w)[:, :contracted].T
-    tolerance = 5e-3 if quantize else 1e-4 * max(1, contracted / 1024)
-    np.testing.assert_allclose(jax.jit(model.linear)(x, w), wanted, atol=tolerance)
+    # An activation in 15 bits is off by at most a 60,000th of its row's largest; of many, errors add up as roots do.
+    tolerance = 2.5e-4 * contracted**0.5 if quantize else 1e-4 * max(1, contracted / 1024)
+    linear = jax.jit(lambda *arguments: model.linear(*arguments))  # of model.linear, jit has what another case compiled
+    np.testing.assert_allclose(linear(x, w), wanted, atol=tolerance)
 
 
 # Of 32 numbers of a key two become large, each of another pair; in GLM one of them does not turn. As
