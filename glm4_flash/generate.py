@@ -256,6 +256,7 @@ REPEATING = 0.75  # on CPUs "lookup" drafts if this share of the rows ends in fo
 BLOCK = 512  # slots copied at once
 FEWEST_COPIED = 128  # tokens: fewer are read in less time than a program that copies them is compiled in (a guess)
 OPENING = 8  # tokens at the end of a prompt, by which a template begins the answer: the next turn may lack them
+WARM_UP_BYTES = 2**38  # of weights, times tokens: on two cores such a step takes some 0.6 s
 LOOKAHEAD = 2  # steps started beyond the one whose tokens the host reads
 BATCH = 256  # rows of a device: beyond 240 (TPU v5e) or 295 (H100) to multiply a matrix takes longer than to read it
 MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
@@ -537,6 +538,21 @@ class Engine:
         self.rows, self.by_places = None, NamedSharding(options["mesh"], P("dp"))
         self.replace = jax.jit(replace, out_shardings=self.by_places, donate_argnums=0)
 
+    def prepare(self, *steps: tuple[int, np.ndarray]) -> None:
+        """Compiles steps of T tokens at some places. On CPUs, those of a first call also run once, for rows that stand
+        still, which changes nothing: XLA prepares products when a program first runs, and for the first step it does so
+        while the second is compiled. (llama.cpp warms up likewise.) A step that takes longer than that does not run."""
+        rows, mesh = self.places.rows, self.options["mesh"]
+        still = rows._replace(lengths=rows.filled + 1, limits=rows.filled + 1)
+        is_first = mesh.devices.flat[0].platform == "cpu" and not self.programs
+        for T, places in steps:
+            program, taken = self.program(T, places)
+            if is_first and T * model.stored_bytes(self.weights) <= WARM_UP_BYTES:
+                given, self.cache = self.cache, None
+                self.cache, *_ = program(self.weights, given, self.on_mesh(still), taken)
+        jax.block_until_ready(self.cache)
+        self.tick("compile_s")
+
     def start(self, T: int, places: np.ndarray) -> None:
         """Starts a step of T tokens of the rows at these places."""
         program, taken = self.program(T, places)
@@ -712,9 +728,8 @@ def generate(
 
     try:
         engine.update()
-        # Compiles the first step and a decode step now, so that the progress of prefill is not interrupted.
-        engine.program(*places.choose())
-        engine.program(1 + drafts * places.verifies(), np.arange(batch))
+        # The first step and a decode step now, so that the progress of prefill is not interrupted.
+        engine.prepare(places.choose(), (1 + drafts * places.verifies(), np.arange(batch)))
         progress("prefill", 0, engine.first_tokens)
         while (places.numbers >= 0).any():  # some row has not ended
             if places.has_more() and len(places.in_flight) <= LOOKAHEAD:
