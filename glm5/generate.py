@@ -682,9 +682,9 @@ def generate(
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens
     (all but each row's first), row_steps (places times steps), busy_row_steps (those that gave a token), drafts
     (verified in these) and drafts_accepted; at the end step_bytes, of a mean decode step. The time from one result to
-    the next is prefill's if the step of the later one read a prompt, else decoding's. Only compile_s includes
-    compilation. `progress(stage, done, total)` is called before a compilation, and with the tokens that were read of
-    the first prompts."""
+    the next is prefill's if the step of the later one read a prompt, else decoding's. Only compile_s has compilation
+    and, on CPUs, the first run of the first programs. `progress(stage, done, total)` is called before a compilation,
+    and with the tokens that were read of the first prompts."""
     check_prompts(prompts, config, max_seq_len, max_new_tokens)
     prompts, stop_tokens = [np.int32(prompt) for prompt in prompts], tuple(stop_tokens)
     if not (min(sampling) >= 0 and sampling.top_p <= 1 and 0 <= seed < 2**32):
