@@ -161,8 +161,10 @@ def test_products_on_a_cpu(monkeypatch, rows, contracted, dtype, quantize, has_a
         w = jnp.pad(w, ((0, 0), (0, 32)))  # see Format.width
     w = in_format(model, w, quantize)
     wanted = floats(x) @ floats(w)[:, :contracted].T
-    # An activation in 15 bits is off by at most a 60,000th of its row's largest; of many, errors add up as roots do.
-    tolerance = 2.5e-4 * contracted**0.5 if quantize else 1e-4 * max(1, contracted / 1024)
+    tolerance = 5e-3 if quantize else 1e-4 * max(1, contracted / 1024)
+    if quantize and has_amx and rows >= 50 and contracted >= 2048:
+        # An activation in 15 bits is off by a 60,000th of its row's largest at most. Errors add up as roots do.
+        tolerance = 2e-4 * contracted**0.5
     linear = jax.jit(lambda *arguments: model.linear(*arguments))  # of model.linear, jit has what another case compiled
     np.testing.assert_allclose(linear(x, w), wanted, atol=tolerance)
 
