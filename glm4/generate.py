@@ -256,7 +256,7 @@ REPEATING = 0.75  # on CPUs "lookup" drafts if this share of the rows ends in fo
 BLOCK = 512  # slots copied at once
 FEWEST_COPIED = 128  # tokens: fewer are read in less time than a program that copies them is compiled in (a guess)
 OPENING = 8  # tokens at the end of a prompt, by which a template begins the answer: the next turn may lack them
-WARM_UP_BYTES = 2**38  # of weights, times tokens: on two cores such a step takes some 0.6 s
+WARM_UP_BYTES = 2**38  # of weights, times tokens: on two cores such a step should take some 0.6 s (a guess)
 LOOKAHEAD = 2  # steps started beyond the one whose tokens the host reads
 BATCH = 256  # rows of a device: beyond 240 (TPU v5e) or 295 (H100) to multiply a matrix takes longer than to read it
 MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
@@ -295,8 +295,8 @@ class Places:
     Prompts take `count` of the `batch` places, and those of a device of `dp` stand together. `sparing` steps verify
     drafts only where they pay.
 
-    The methods up to `verifies` decode. By those behind it no row reads what a place has already, after an earlier row
-    or an earlier call. They know of each place:
+    The methods up to `verifies` decode. Those after it keep rows from reading what a place has already, of an earlier
+    row or an earlier call. They know of each place:
 
         common          how many tokens of its prompt the row need not read: its cache has them, or will get a copy
         waits_for       the place from which the row waits for a copy of these, -1 if it does not wait
@@ -541,7 +541,8 @@ class Engine:
     def prepare(self, *steps: tuple[int, np.ndarray]) -> None:
         """Compiles steps of T tokens at some places. On CPUs, those of a first call also run once, for rows that stand
         still, which changes nothing: XLA prepares products when a program first runs, and for the first step it does so
-        while the second is compiled. (llama.cpp warms up likewise.) A step that takes longer than that does not run."""
+        while the second is compiled. (llama.cpp warms up likewise.) A step of more than WARM_UP_BYTES does not run: it
+        would take longer than it saves."""
         rows, mesh = self.places.rows, self.options["mesh"]
         still = rows._replace(lengths=rows.filled + 1, limits=rows.filled + 1)
         is_first = mesh.devices.flat[0].platform == "cpu" and not self.programs
@@ -703,13 +704,13 @@ def generate(
     slots, dtype = max(max_seq_len, pieces[0]), weights["norm"].dtype
     of_cache = dict(max_seq_len=slots, dtype=dtype, quantize=quantize_cache, drafts=drafts)
     of_one = model.abstract_cache(config, mesh, dp, **of_cache)
-    held = model.tokens_held(of_one, config, model.model_shards(mesh))  # 0 by a state
+    held = model.tokens_held(of_one, config, model.model_shards(mesh))  # 0 if it is a state
     # A later call may have to go back in all that forgets. Within this one, states are saved if prompts begin alike.
     some_begin_alike = len({tuple(prompt[:FEWEST_COPIED]) for prompt in prompts}) < len(prompts)
     least = max_seq_len if goes_on else int(some_begin_alike)  # a layer that holds fewer tokens is saved
     forgetful = [i for i, n in enumerate(held) if n < least]
     preamble = preamble if forgetful and goes_on and preamble >= FEWEST_COPIED else 0
-    copies = 2 if preamble else 1
+    copies = 2 if preamble else 1  # of each layer that forgets
     count = rows_at_once(len(prompts), rows, weights, [of_one, *[of_one[i] for i in forgetful] * copies], mesh)
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
     cache = model.abstract_cache(config, mesh, batch, **of_cache)
@@ -728,7 +729,7 @@ def generate(
 
     try:
         engine.update()
-        # The first step and a decode step now, so that the progress of prefill is not interrupted.
+        # Compiles the first step and a decode step now, so that the progress of prefill is not interrupted.
         engine.prepare(places.choose(), (1 + drafts * places.verifies(), np.arange(batch)))
         progress("prefill", 0, engine.first_tokens)
         while (places.numbers >= 0).any():  # some row has not ended

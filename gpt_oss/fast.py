@@ -86,8 +86,8 @@ def plain_cpu_product(x: Array, w: Array) -> Array:
         if B <= 4 and (pieces := pieces_of(w, 2**19, least=2)) > 1:
             return over_rows(partial(cast_product, x.astype(jnp.float32)), w, pieces)
     if w.shape[1] > C:  # see Format.width
-        # Where w has zeros, x gets its first columns again: a padding with zeros XLA would fuse with the operations
-        # before it, which would take four times as long. Bits are padded, since XLA would pad bfloat16 as float32.
+        # Where w has zeros, x gets its first columns again. XLA would fuse a padding of zeros with the operations
+        # before it, which would take four times as long. It would pad bfloat16 as float32, so bits are padded.
         bits = jax.lax.bitcast_convert_type(x, jnp.uint16)
         bits = jnp.pad(bits, ((0, 0), (0, w.shape[1] - C)), mode="wrap")
         x = jax.lax.bitcast_convert_type(bits, x.dtype)
@@ -200,8 +200,8 @@ PRODUCTS["cpu", Int8] = lambda x, w: int8_cpu_product(x, w.values) * w.scale
 def store_many(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R: int, is_own=None) -> LayerCache:
     """store, where many tokens of a row are written side by side, and one row after another.
 
-    If tokens would go beyond the last slot, the slots written end with it, and those before the tokens' own keep what
-    they have. The tokens beyond are dropped or, in a ring, go to the first slots.
+    Tokens beyond the last slot are dropped or, in a ring, go to the first slots. Then the slots that are written end
+    with the last one, and those before the tokens' own keep what they have.
     """
     S, T = cache[0].shape[2], new[0].shape[2]
     if T <= FEW:
@@ -275,8 +275,8 @@ def tiled_attention(q, cache, starts, places, mask: Mask, T: int, R=1, run=1, *,
 
 
 def cpu_query_key_product(q: Array, k: Array) -> Array:
-    """query_key_product for CPUs. XLA first transposes the right operand: if queries are few, they are that, and not
-    the keys. For one row with 1,024 slots this takes a quarter to a half of the time (a scratch script)."""
+    """query_key_product for CPUs. XLA first transposes the right operand. That should not be the keys, if queries are
+    few. For one row with 1,024 slots this takes a quarter to a half of the time (a scratch script)."""
     if q.shape[2] * q.shape[3] > 64:
         return query_key_product.plain(q, k)
     of_slots = einsum("bksh,bkmh->bksm", k, q.reshape(*q.shape[:2], -1, q.shape[-1]))
