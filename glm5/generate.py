@@ -664,9 +664,9 @@ def generate(
     draft_tokens out of range, and for too large a cache.
 
     A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
-    `max_seq_len` slots (by default what the longest row needs). Programs are compiled for a number of slots: calls with
-    the same `max_seq_len` share them. What a row generates does not depend on the others: sampling uses the seed and
-    the row's number in `prompts`, `Token.row`. `quantize_cache` is None or "int8".
+    `max_seq_len` slots (by default what the longest row needs, rounded up as its cache is). Programs are compiled for a
+    number of slots: calls with the same `max_seq_len` share them. What a row generates does not depend on the others:
+    sampling uses the seed and the row's number in `prompts`, `Token.row`. `quantize_cache` is None or "int8".
 
     With `draft`, a name in DRAFTS, steps verify `draft_tokens` drafts of each row, fewer than FEW. The tokens are the
     same, but for rounding where two are as likely. On CPUs a draft costs nearly as much as a token, so there "lookup"
@@ -696,7 +696,7 @@ def generate(
         raise InputError(f"draft_tokens {draft_tokens} is not from 1 to {FEW - 1}")
     drafts = draft_tokens if draft else 0
     longest, dp = max(map(len, prompts)), mesh.shape["dp"]
-    max_seq_len = max_seq_len or longest + max_new_tokens - 1  # the last token needs no slot
+    max_seq_len = max_seq_len or model.cache_slots(longest + max_new_tokens - 1)  # the last token needs none
     goes_on, kept = kept is not None, {} if kept is None else kept  # whether a later call may go on from this one
     pieces = piece_lengths(max_seq_len if goes_on else longest, config, mesh)  # the calls of a conversation share them
 

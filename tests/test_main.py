@@ -713,24 +713,27 @@ def test_standard_output_that_is_full():
 
 
 def test_compiled_programs_are_kept(tmp_path):
-    """In the user's cache folder, unless a flag says not to, whatever variables say; a second run compiles nothing, and
-    removes what a full disk had cut off."""
+    """In the user's cache folder, unless a flag says not to, whatever variables say; a second run, of a prompt that is
+    somewhat longer, compiles nothing, and removes what a full disk had cut off."""
     environment = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
     environment["XDG_CACHE_HOME"] = str(tmp_path)
     command = [
         sys.executable,
         ROOT / "llama3" / "main.py",
-        "--prompt",
-        "Hello!",
         "--max_new_tokens",
         "2",
         "--tp",
         "1",
         "--dp",
         "8",
+        "--prompt",
     ]
     kept, named = [], {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "named")}
-    for variables, options in ((named, ["--no_compilation_cache"]), ({}, []), ({}, [])):
+    for variables, options in (
+        (named, ["Hello!", "--no_compilation_cache"]),
+        ({}, ["Hello!"]),
+        ({}, ["Hello you!"]),
+    ):
         subprocess.run([*command, *options], env=environment | variables, capture_output=True, check=True)
         kept.append({file.name for file in tmp_path.glob("*/jit_step-*-cache")})  # others are kept if they took long
         if variables != named:
