@@ -627,13 +627,7 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
     remedy = "give the unquantized checkpoint"
     if quantization not in (None, *OURS.values()) and method not in METHODS:
         raise InputError(f"{folder}: quantization {method or quantization!r:.40} is not supported; {remedy}")
-    try:
-        Config.from_dict(raw_config)  # reports what is wrong with config.json before what is wrong with the tensors
-    except InputError as error:
-        kind = raw_config.get("model_type")
-        is_why = f"model_type {kind!r}" in str(error)
-        others = [other for other, types in FOLDERS.items() if is_why and kind in types]
-        raise InputError("; use the folder ".join([str(error), *others])) from error
+    config_of(raw_config, [], False)  # reports what is wrong with config.json before what is wrong with the tensors
     found, absent = stored_tensors(folder)
     for name, tensor in found.items():
         if name.endswith(("_scale", "_scale_inv")) and tensor.kind in ("F8_E4M3", "F8_E8M0", "U8"):
@@ -678,8 +672,14 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
 
 
 def config_of(raw_config: dict, names: Iterable[str], extra_layer: bool) -> Config:
-    """The Config of a config.json and of the checkpoint's tensors."""
-    config = Config.from_dict(raw_config, [re.sub("(weight_packed|qweight)$", "weight", name) for name in names])
+    """The Config of a config.json and of the checkpoint's tensors. Its InputError names the folder of another model."""
+    try:
+        config = Config.from_dict(raw_config, [re.sub("(weight_packed|qweight)$", "weight", name) for name in names])
+    except InputError as error:
+        kind = raw_config.get("model_type")
+        is_why = f"model_type {kind!r}" in str(error)
+        others = [other for other, types in FOLDERS.items() if is_why and kind in types]
+        raise InputError("; use the folder ".join([str(error), *others])) from error
     uses_it = extra_layer and getattr(config, "has_extra_layer", False)
     return dataclasses.replace(config, uses_extra_layer=True) if uses_it else config
 

@@ -4,6 +4,7 @@ import http.server
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -110,11 +111,14 @@ def test_hub_ids(hub):
         (root / "org" / name).mkdir()
         for file in files:
             (root / "org" / name / file).write_text("{}")
+    (root / "org" / "qwen").mkdir()  # of another folder: said before the weights come
+    shutil.copy(sharded / "model.safetensors.index.json", root / "org" / "qwen")
+    (root / "org" / "qwen" / "config.json").write_text('{"model_type": "qwen3"}')
     (root / "org" / "adapter").mkdir()
     (root / "org" / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
 
     ids = ["tiny", "org/sharded", "org/sharded@v2", "org/gated", "org/gguf", "org/bin", "org/adapter", "org/none"]
-    tiny, sharded, v2, gated, gguf, pickled, adapter, none = ask(*ids)
+    tiny, sharded, v2, gated, gguf, pickled, adapter, none, qwen = ask(*ids, "org/qwen")
     files = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
     assert tiny == f"{sorted([*files, 'model.safetensors'])} {len(tensors)}"
     assert (
@@ -127,6 +131,7 @@ def test_hub_ids(hub):
     assert "hf download org/bin --local-dir DIR && python3 -c" in pickled
     assert "a PEFT adapter of 'org/base'; merge" in adapter
     assert "org/none: no such folder, and the hub did not give it" in none
+    assert qwen.endswith("'qwen3' is not supported, only llama, mistral; use the folder qwen3")
     # What is in the cache needs no hub; what is there in part is not downloaded.
     tiny, none = ask("tiny", "org/none", HF_HUB_OFFLINE="1")
     assert tiny.endswith(f" {len(tensors)}") and "not downloaded" in none
