@@ -187,7 +187,7 @@ class Int8Rows(Scaled):
         """What convert writes for a matrix: name, safetensors' dtype and shape of each tensor."""
         return [(name, "I8", shape), (f"{name}_scale", "F32", shape[:-1])]
 
-    rounded = staticmethod(jax.jit(lambda rows: jax.tree.leaves(model.quantize(rows))))  # some rows of each of them
+    rounded = staticmethod(jax.jit(lambda rows: jax.tree.leaves(model.quantize(rows))))  # these rows of each output
 
     @classmethod
     def arrays(cls, held: Int8, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
@@ -206,7 +206,7 @@ class InGroups:
     words: Stored
     scale: Stored
     zero: Stored | None
-    places: np.ndarray | None = None  # the group of each number of a row, where they are not neighbours
+    places: np.ndarray | None = None  # the group of each number of a row, if those of a group are not neighbours
 
     dtype, is_transposed = DTYPES["float32"], False
 
@@ -476,7 +476,7 @@ def shape_of(folder: Path, name: str, words: Stored) -> tuple[int, ...]:
 
 
 def places_of(folder: Path, name: str, g_idx: Stored, columns: int, group: int) -> np.ndarray | None:
-    """The group of each column by a tensor g_idx, None if groups are neighbours."""
+    """The group of each column by a tensor g_idx, None if the columns of each group are neighbours."""
     expect(folder, name, g_idx, ("I32", "I64"), (columns,))
     places = np.array(g_idx.read())
     if (places == np.arange(columns) // group).all() or (places == -1).all():
@@ -536,7 +536,7 @@ def find_checkpoint(path: str, extra_layer: bool = False) -> Path:
     def snapshot(revision, files):
         try:
             return Path(snapshot_download(name, revision=revision, allow_patterns=files))
-        except errors.IncompleteSnapshotError as error:  # without the hub; what is needed is asked below
+        except errors.IncompleteSnapshotError as error:  # without the hub; below we see whether the cache has enough
             say(f"note: {one_line(error)}")
             return Path(error.snapshot_path)
 
@@ -837,9 +837,9 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 def mesh_shape(weights: dict, devices: list, dp: int | None = None, ep: int | None = None, tp: int | None = None):
     """dp, ep and tp for a pytree of Weight on these devices. Those not given are 1, except tp, which takes the
-    remaining devices. On TPUs ep leaves each device whole lanes of an expert's columns. Kernels take them in pieces of
-    model.Format.kernel_columns: ep is the smallest with which the zeros that fill these up are a tenth at most, or else
-    the one with the fewest zeros."""
+    remaining devices. On TPUs ep, if tp is not given either, leaves each device whole lanes of an expert's columns.
+    Kernels take them in pieces of model.Format.kernel_columns: ep is the smallest with which the zeros that fill these
+    up are a tenth at most, or else the one with the fewest zeros."""
     dp = dp or 1
     left = len(devices) // dp
     if not ep and not tp and devices[0].platform == "tpu":
@@ -1190,7 +1190,7 @@ def users_line(error: BaseException) -> str | None:
 
 
 def check_devices() -> None:
-    """Raises InputError if jax has no devices, or not as many of each process."""
+    """Raises InputError if jax finds no devices, or if processes have different numbers of them."""
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would advise against running without torch
-if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # an older name, which jax accepts alone
+if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # an older name; jax refuses both
     os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")  # of a GPU's memory; jax itself would take 0.75
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # or it is ignored
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's exception would wait until a library returns
@@ -191,8 +191,8 @@ def encode(tokenizer, prompts, raw, history=(), template_args=None, remedy="") -
 
 
 def render(tokenizer, messages: list[dict], **options) -> str:
-    """Messages by the chat template. Llama Guard's takes content as a list alone, and leaves out what is text without a
-    word: if the last message changes nothing, all get lists."""
+    """Messages by the chat template. Llama Guard's takes content as a list alone, and silently leaves out one that is
+    text: if the last message changes nothing, all get lists."""
     template = functools.partial(tokenizer.apply_chat_template, tokenize=False, **options)
     text, last = template(messages), messages[-1]
     with contextlib.suppress(Exception):
@@ -233,7 +233,7 @@ def read_stop_tokens(checkpoint: Checkpoint, tokenizer) -> tuple[int, ...]:
     return tuple(dict.fromkeys(stop))
 
 
-# What a token begins: reasoning, the answer, or a name, which a line or <|message|> ends. A `turn` begins a name
+# What a token begins: reasoning, the answer, or a name, which a line end or <|message|> ends. A `turn` begins a name
 # wherever it stands. A row is in use if the chat template has its last token.
 MARKERS = (
     {"<think>": "reasoning", "</think>": "answer"},  # Qwen3, DeepSeek, GLM, Kimi
@@ -373,7 +373,7 @@ class SentencePieceTokenizer(SentencePieceBackend):
 
 @functools.cache
 def say_devices() -> None:
-    """Says what the program runs on, at the first call alone. If there is more in the machine, jax has said why."""
+    """Says what the program runs on, at the first call alone. If jax leaves a device out, it has said why."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         why = ", as JAX_PLATFORMS=cpu says" if jax.config.jax_platforms == "cpu" else ": jax found no GPU or TPU"
