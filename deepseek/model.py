@@ -223,15 +223,13 @@ def weights_of(config: Config) -> dict:
         if Q:
             weights["q_norm"] = float32_vector(f"{attention}.q_a_layernorm.weight", Q)
         if config.index_topk:
-            indexer = f"{attention}.indexer"
-            width = config.index_head_dim
-            queries = Part({f"{indexer}.wq_b": config.index_n_heads * width}, units=config.index_n_heads)
+            indexer, n, width = f"{attention}.indexer", config.index_n_heads, config.index_head_dim
             weights |= {
-                "index_q": by_output(Q, queries),
+                "index_q": by_output(Q, Part({f"{indexer}.wq_b": n * width}, units=n)),
                 "index_key": whole(f"{indexer}.wk.weight", width, D),
                 "index_key_norm": float32_vector(f"{indexer}.k_norm.weight", width),
                 "index_key_norm_bias": float32_vector(f"{indexer}.k_norm.bias", width),
-                "index_weights": whole(f"{indexer}.weights_proj.weight", config.index_n_heads, D),
+                "index_weights": whole(f"{indexer}.weights_proj.weight", n, D),
             }
         if config.attention_bias:
             weights |= {"qkv_a_bias": bias(qkv_a), "o_bias": whole(f"{attention}.o_proj.bias", D)}
@@ -311,19 +309,18 @@ def attention(x: Array, w: dict, cache: IndexedCache, span: Span, config: Config
     compressed, latent, rope_key, _ = jnp.split(qkv_a, [Q, Q + L, Q + L + U], axis=-1)
     latent = rms_norm(latent, w["kv_norm"], eps)
     rope_key = rotate(rope_key[:, :, None].astype(jnp.float32), span.positions, config.rope)[:, :, 0]
-    normed = h
-    if Q:
-        h = rms_norm(compressed, w["q_norm"], eps)
-    q, q_rope = jnp.split(linear(h, w["q"]).reshape(B, T, -1, H + U) * softmax_scale(config), [H], axis=-1)
+    compressed = rms_norm(compressed, w["q_norm"], eps) if Q else h  # without Q, queries are not compressed
+    q, q_rope = jnp.split(linear(compressed, w["q"]).reshape(B, T, -1, H + U) * softmax_scale(config), [H], axis=-1)
     q, q_rope = q.astype(x.dtype), rotate(q_rope, span.positions, config.rope).astype(x.dtype)
-    new, choice, (cache, keys) = LayerCache(latent, rope_key.astype(x.dtype)), None, cache
+    choice, (latents, keys) = None, cache
     if keys is not None:
-        choice, keys = choose_keys(*indexer(normed, h, w, span, config), keys, span, config.index_topk)
-    out, cache = cached_attention(q, q_rope, new, cache, span, w, partial(mask_of_choice, choice))
+        choice, keys = choose_keys(*indexer(h, compressed, w, span, config), keys, span, config.index_topk)
+    new = LayerCache(latent, rope_key.astype(x.dtype))
+    out, latents = cached_attention(q, q_rope, new, latents, span, w, partial(mask_of_choice, choice))
     x = x + summed(linear(out.astype(x.dtype).reshape(B, T, -1), w["o"]), x)
     if config.attention_bias:
         x = x + w["o_bias"]  # after the sum; otherwise it is added X times
-    return x, IndexedCache(cache, keys)
+    return x, IndexedCache(latents, keys)
 
 
 @jax.named_scope("indexer")

@@ -255,9 +255,8 @@ def attention(x: Array, w: dict, cache: LayerCache, span: Span, config: Config):
     compressed, latent, rope_key, _ = jnp.split(qkv_a, [Q, Q + L, Q + L + U], axis=-1)
     latent = rms_norm(latent, w["kv_norm"], eps)
     rope_key = rotate(rope_key[:, :, None].astype(jnp.float32), span.positions, config.rope)[:, :, 0]
-    if Q:
-        h = rms_norm(compressed, w["q_norm"], eps)
-    q, q_rope = jnp.split(linear(h, w["q"]).reshape(B, T, -1, H + U) * (H + U) ** -0.5, [H], axis=-1)
+    compressed = rms_norm(compressed, w["q_norm"], eps) if Q else h  # without Q, queries are not compressed
+    q, q_rope = jnp.split(linear(compressed, w["q"]).reshape(B, T, -1, H + U) * (H + U) ** -0.5, [H], axis=-1)
     q, q_rope = q.astype(x.dtype), rotate(q_rope, span.positions, config.rope).astype(x.dtype)
     new = LayerCache(latent, rope_key.astype(x.dtype))
     out, cache = cached_attention(q, q_rope, new, cache, span, w, lambda i: Mask())

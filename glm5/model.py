@@ -227,14 +227,13 @@ def weights_of(config: Config) -> dict:
             "mlp_norm": float32_vector(f"model.layers.{i}.post_attention_layernorm.weight", D),
         }
         if config.has_indexer(i):
-            indexer, width = f"{attention}.indexer", config.index_head_dim
-            queries = Part({f"{indexer}.wq_b": config.index_n_heads * width}, units=config.index_n_heads)
+            indexer, n, width = f"{attention}.indexer", config.index_n_heads, config.index_head_dim
             weights |= {
-                "index_q": by_output(Q, queries),
+                "index_q": by_output(Q, Part({f"{indexer}.wq_b": n * width}, units=n)),
                 "index_key": whole(f"{indexer}.wk.weight", width, D),
                 "index_key_norm": float32_vector(f"{indexer}.k_norm.weight", width),
                 "index_key_norm_bias": float32_vector(f"{indexer}.k_norm.bias", width),
-                "index_weights": whole(f"{indexer}.weights_proj.weight", config.index_n_heads, D),
+                "index_weights": whole(f"{indexer}.weights_proj.weight", n, D),
             }
         if config.attention_bias:
             weights |= {"qkv_a_bias": bias(qkv_a), "o_bias": whole(f"{attention}.o_proj.bias", D)}
@@ -309,14 +308,14 @@ def attention(x: Array, w: dict, cache: IndexedCache, span: Span, config: Config
     compressed = rms_norm(compressed, w["q_norm"], eps)
     q, q_rope = jnp.split(linear(compressed, w["q"]).reshape(B, T, -1, H + U) * (H + U) ** -0.5, [H], axis=-1)
     q, q_rope = q.astype(x.dtype), rotate(q_rope, span.positions, config.rope).astype(x.dtype)
-    new, (cache, keys) = LayerCache(latent, rope_key.astype(x.dtype)), cache
+    new, (latents, keys) = LayerCache(latent, rope_key.astype(x.dtype)), cache
     if keys is not None:
         choice, keys = choose_keys(*indexer(h, compressed, w, span, config), keys, span, config.index_topk)
-    out, cache = cached_attention(q, q_rope, new, cache, span, w, partial(mask_of_choice, choice))
+    out, latents = cached_attention(q, q_rope, new, latents, span, w, partial(mask_of_choice, choice))
     x = x + summed(linear(out.astype(x.dtype).reshape(B, T, -1), w["o"]), x)
     if config.attention_bias:
         x = x + w["o_bias"]  # after the sum; otherwise it is added X times
-    return x, IndexedCache(cache, keys), choice
+    return x, IndexedCache(latents, keys), choice
 
 
 @jax.named_scope("indexer")
