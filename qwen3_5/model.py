@@ -149,7 +149,7 @@ class Config:
         if kind == "qwen3_next":
             defaults |= {"num_experts": 512, "num_experts_per_tok": 10}
         tied = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}  # of text_config it does not count
-        given = defaults | text | tied | {"model_type": kind, "prefix": None, "packed_experts": None}
+        given = defaults | text | tied | {"model_type": kind, "prefix": None}
         given |= {"has_extra_layer": "mtp.fc.weight" in names, "uses_extra_layer": False}
         given = read_heads(cls, given | ({"intermediate_size": None} if is_mixture else {"num_experts": 0}))
         if not is_mixture and not given.get("intermediate_size"):
@@ -159,15 +159,13 @@ class Config:
         table, usual = "embed_tokens.weight", "model.language_model." if is_nested else "model."
         found = (name.removesuffix(table) for name in names if name.startswith("model.") and name.endswith(table))
         given["prefix"] = next(found, usual)
-        given["packed_experts"] = tuple(
-            sorted(n.removesuffix(".down_proj") for n in names if n.endswith("experts.down_proj"))
-        )
+        packed = (name.removesuffix(".down_proj") for name in names if name.endswith("experts.down_proj"))
+        given["packed_experts"] = tuple(sorted(packed))
         given["rope"] = read_rope(text, "head_dim", given["head_dim"], partial_rotary_factor=0.25)
         result = cls(**given)
-        keys, values = result.linear_num_key_heads, result.linear_num_value_heads
-        if values % keys:
-            what = f"linear_num_key_heads {keys} does not divide linear_num_value_heads {values}"
-            raise InputError(f"config.json: {what}")
+        K, N = result.linear_num_key_heads, result.linear_num_value_heads
+        if N % K:
+            raise InputError(f"config.json: linear_num_key_heads {K} does not divide linear_num_value_heads {N}")
         if is_mixture:
             check_routing(result, result.num_experts)
         layers, interval = result.num_hidden_layers, result.full_attention_interval
@@ -248,17 +246,16 @@ def weights_of(config: Config) -> dict:
 
     def mlp_of(module, columns, experts=0):
         gate, up, down = (Part({f"{module}.{name}": columns}) for name in ("gate_proj", "up_proj", "down_proj"))
-        if experts and (packed := module.removesuffix(".{}")) in config.packed_experts:
-            module, F = packed, columns
-            both = partial(PartOfBlocks, {f"{module}.gate_up_proj": 2 * F}, blocks=1)
-            gate, up = both(within=(0, F)), both(within=(F, 2 * F))
-            down = Part({f"{module}.down_proj": F})
+        if (packed := module.removesuffix(".{}")) in config.packed_experts:
+            both = partial(PartOfBlocks, {f"{packed}.gate_up_proj": 2 * columns}, blocks=1)
+            gate, up = both(within=(0, columns)), both(within=(columns, 2 * columns))
+            down = Part({f"{packed}.down_proj": columns})
         return of_experts(experts, by_output(D, gate, up)), of_experts(experts, by_input(D, down))
 
-    def layer(module, has_attention=True):
+    def layer(module, mask):
         mlp = f"{module}.mlp"
         weights = {"mixer_norm": whole(f"{module}.input_layernorm.weight", D, dtype="float32")}
-        weights |= of_attention(f"{module}.self_attn") if has_attention else of_delta_net(f"{module}.linear_attn")
+        weights |= of_attention(f"{module}.self_attn") if mask is not None else of_delta_net(f"{module}.linear_attn")
         weights["mlp_norm"] = whole(f"{module}.post_attention_layernorm.weight", D, dtype="float32")
         if E:
             weights["router"] = whole(f"{mlp}.gate.weight", E, D)
@@ -278,7 +275,7 @@ def weights_of(config: Config) -> dict:
     }
     if config.uses_extra_layer:
         norms = {"embedding_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden"}
-        weights["extra"] = layer("mtp.layers.0") | {
+        weights["extra"] = layer("mtp.layers.0", Mask()) | {
             **{key: whole(f"mtp.{name}.weight", D, dtype="float32") for key, name in norms.items()},
             "projection": by_output(2 * D, Part({"mtp.fc": D})),
             "norm": whole("mtp.norm.weight", D),
@@ -1423,9 +1420,9 @@ def abstract_cache(
     H, W = config.linear_key_head_dim, config.linear_value_head_dim
     state = jax.ShapeDtypeStruct((batch, X * N, H, W), jnp.float32)
     inputs = jax.ShapeDtypeStruct((batch, X, config.linear_conv_kernel_dim - 1 + drafts, 2 * K * H + N * W), dtype)
-    gates, begin = ((batch, X * N, 2, drafts), jnp.float32), ((batch, X), jnp.int32)
-    of_drafts = [jax.ShapeDtypeStruct(*x) for x in (gates, begin)] if drafts else []
-    states = StateCache(state, inputs, *of_drafts)
+    gates = jax.ShapeDtypeStruct((batch, X * N, 2, drafts), jnp.float32)
+    begin = jax.ShapeDtypeStruct((batch, X), jnp.int32)
+    states = StateCache(state, inputs, gates, begin) if drafts else StateCache(state, inputs)
     shape = batch, X * ceil_div(config.num_key_value_heads, X), slots, width
     side = FORMATS[quantize].declare(shape, of_sides)
     layers = [states if config.mask(i) is None else LayerCache(side, side) for i in range(config.num_hidden_layers)]
