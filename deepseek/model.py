@@ -859,12 +859,10 @@ class PartOfBlocks(Part):
 # Multi-token prediction
 
 
-def draft_by_extra_layer(
-    rows, cache: list[LayerCache], drafts: int, weights: dict, x, span: Span, config: Config, choose
-) -> tuple[Array, list[LayerCache]]:
-    """Puts guesses into `history` of generate.py's Rows, behind the tokens that are known: those of the extra layer,
-    each from the one before it, as `choose` takes them from logits. Returns history and cache, in which the extra layer
-    is the last.
+def draft_by_extra_layer(rows, cache: list, drafts: int, weights: dict, x, span: Span, config: Config, choose):
+    """Writes guesses of the extra layer into `history` of generate.py's Rows, behind the tokens that are known. Each is
+    made from the one before it, and `choose` takes it from the logits. Returns the history, int32, and the cache, in
+    which the extra layer is the last.
 
     It reads what a step has computed, the hidden states x [B, T, D] of the tokens at `span.positions`. What it caches
     of drafts that failed is overwritten before it is read. Sampled guesses are chosen by the key of their row and
@@ -1377,15 +1375,13 @@ def row_groups(B: int, R: int) -> tuple[int, int]:
     return math.gcd(B, R), R // math.gcd(B, R)
 
 
-def as_wide(new: LayerCache, cache: LayerCache) -> LayerCache:
-    """New tokens, or queries for them, [.., L] and [.., U], with zeros, which change no score, as wide as the cache."""
+def as_wide(new, cache) -> list[Array]:
+    """What is to be stored, or queries for it, with zeros, which change no score, as wide as each side of the cache."""
     missing = (side.shape[-1] - x.shape[-1] for x, side in zip(new, cache, strict=True))
-    return LayerCache(*(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n)]) for x, n in zip(new, missing, strict=True)))
+    return [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n)]) for x, n in zip(new, missing, strict=True)]
 
 
-def cached_attention(
-    q, q_rope, new: LayerCache, cache: LayerCache, span: Span, w: dict, mask_of
-) -> tuple[Array, LayerCache]:
+def cached_attention(q, q_rope, new: LayerCache, cache: LayerCache, span: Span, w: dict, mask_of):
     """Causal attention of the tokens of `span`, over positions up to theirs: stores their latents, then attends. q
     [B, T, N, H] and q_rope [B, T, N, U] are scaled already; `new` has the latents [B, T, L] and rotary keys [B, T, U]
     of these tokens, in q's dtype. mask_of(i) is the Mask of their i-th block of slots, of which few tokens have one.
@@ -1484,8 +1480,7 @@ def absorbed_attention(q, q_rope, new: LayerCache, cache: LayerCache, span: Span
     (w_k, k_scale), (w_v, v_scale) = (by_head(w[name], N, q.dtype) for name in ("k_b", "v_b"))
     q = q if k_scale is None else (q * k_scale).astype(q.dtype)
     absorbed = head_product("bnh,nhl->bnl", q.reshape(B * T, N, H), w_k).astype(q.dtype).reshape(B, T, N, -1)
-    queries = jnp.concatenate(as_wide([absorbed, q_rope], cache), axis=-1)
-    queries = queries.reshape(I, B // I, T, N, -1)
+    queries = jnp.concatenate(as_wide([absorbed, q_rope], cache), axis=-1).reshape(I, B // I, T, N, -1)
     if R > 1:
         queries = exchange(queries, R)  # to each device those of its rows
         new, starts = jax.tree.map(partial(own_rows, R=R), (new, starts))
@@ -1525,8 +1520,7 @@ def choose_keys(q: Array, key: Array, weights: Array, side: Format, span: Span, 
     """Stores the indexer's keys [B, T, H] of the tokens of `span`, and chooses for each of them k keys up to its own,
     or all if there are no more. q [B, T, n, H] are the queries of this device's n heads, float32 weights [B, T, N] the
     factors of all N heads. Returns what mask_of_choice takes, and the new `side` of the cache."""
-    width = side.shape[-1]
-    q, key = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]) for x in (q, key))
+    q, key = as_wide((q, key), (side, side))
     choose = choose_for_few if q.shape[1] <= FEW else choose_for_many
     return choose(q, key[:, None], weights, side, span, k)
 
@@ -1714,8 +1708,7 @@ def of_experts(experts: int, weight: Weight) -> Weight:
     """As many such weights, stacked; none: the weight itself. A packed tensor's name has no suffix."""
     if not experts:
         return weight
-    fields = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
-    stacked = ExpertWeight(**fields, experts=experts)
+    stacked = ExpertWeight(**vars(weight), experts=experts)
     return dataclasses.replace(stacked, suffix="") if stacked.is_packed() else stacked
 
 

@@ -1464,8 +1464,7 @@ def of_experts(experts: int, weight: Weight) -> Weight:
     """As many such weights, stacked; none: the weight itself. A packed tensor's name has no suffix."""
     if not experts:
         return weight
-    fields = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
-    stacked = ExpertWeight(**fields, experts=experts)
+    stacked = ExpertWeight(**vars(weight), experts=experts)
     return dataclasses.replace(stacked, suffix="") if stacked.is_packed() else stacked
 
 

@@ -860,12 +860,10 @@ class PartOfBlocks(Part):
 # Multi-token prediction
 
 
-def draft_by_extra_layer(
-    rows, cache: list[LayerCache], drafts: int, weights: dict, x, span: Span, config: Config, choose
-) -> tuple[Array, list[LayerCache]]:
-    """Puts guesses into `history` of generate.py's Rows, behind the tokens that are known: those of the extra layer,
-    each from the one before it, as `choose` takes them from logits. Returns history and cache, in which the extra layer
-    is the last.
+def draft_by_extra_layer(rows, cache: list, drafts: int, weights: dict, x, span: Span, config: Config, choose):
+    """Writes guesses of the extra layer into `history` of generate.py's Rows, behind the tokens that are known. Each is
+    made from the one before it, and `choose` takes it from the logits. Returns the history, int32, and the cache, in
+    which the extra layer is the last.
 
     It reads what a step has computed, the hidden states x [B, T, D] of the tokens at `span.positions`. What it caches
     of drafts that failed is overwritten before it is read. Sampled guesses are chosen by the key of their row and
@@ -1678,8 +1676,7 @@ def of_experts(experts: int, weight: Weight) -> Weight:
     """As many such weights, stacked; none: the weight itself. A packed tensor's name has no suffix."""
     if not experts:
         return weight
-    fields = {field.name: getattr(weight, field.name) for field in dataclasses.fields(weight)}
-    stacked = ExpertWeight(**fields, experts=experts)
+    stacked = ExpertWeight(**vars(weight), experts=experts)
     return dataclasses.replace(stacked, suffix="") if stacked.is_packed() else stacked
 
 
