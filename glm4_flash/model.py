@@ -789,8 +789,8 @@ def draft_by_extra_layer(rows, cache: list, drafts: int, weights: dict, x, span:
     It reads what a step has computed, the hidden states x [B, T, D] of the tokens at `span.positions`. What it caches
     of drafts that failed is overwritten before it is read. Sampled guesses are chosen by the key of their row and
     position, as the tokens themselves will be: the more alike the two distributions, the more often they are the same.
-    Behind a piece of a prompt there is one guess. If a row begins like the one that had its place before, the last slot
-    that they share knows the other's next token: that can spoil a guess, and never a token.
+    Behind a piece of a prompt there is one guess. A row that begins like the one that had its place before keeps the
+    other's slots. The last of them was made with the other's next token: that can spoil a guess, but never a token.
     """
     history, w, T = rows.history, weights["extra"], span.positions.shape[1]
     tokens = jnp.take_along_axis(history, span.positions + 1, axis=1, mode="clip")
@@ -1185,8 +1185,8 @@ CACHE_SHARERS = 32  # more devices exchange so much that a second copy of the ca
 class LayerCache(NamedTuple):
     """What a layer keeps of each token: its latent [B / I, X, S, L], and its key of rotary embedding [B / I, X, S, U].
 
-    The R devices that share a cache divide its rows first, then their tokens. There are I groups of B / I rows, and R /
-    I devices to each, the parts. Device r of R belongs to group r // (R / I) and is part r % (R / I). It holds the
+    The R devices that share a cache divide its rows first, then their tokens. There are I groups of B / I rows, each
+    held by R / I devices, its parts. Device r of R belongs to group r // (R / I) and is part r % (R / I). It holds the
     tokens at positions p with p % (R / I) == part, in slot p // (R / I). With 3 rows on 8 devices I is 1: each device
     has every eighth token of all rows. With 4 rows I is 4: two devices have a row, every second token each.
     """
@@ -1212,7 +1212,7 @@ def abstract_cache(
         def of_slots(n):
             return FORMATS[quantize].declare((batch // I, X, n, padded_width), stored)
 
-        # Whole tiles of the dtype, and of 128 lanes of scales, or a single one of these that is not filled.
+        # Slots fill whole tiles of the dtype, and whole rows of 128 lanes of scales, or a part of a single row.
         unit = max(32 // jax.tree.leaves(of_slots(1))[0].dtype.itemsize, min(128, power_of_two(slots)))
         arrays = of_slots(ceil_div(slots, unit) * unit)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arrays)
@@ -1226,7 +1226,7 @@ def cache_sharers(config: Config, shards: int) -> int:
 
 
 def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> list[int]:
-    """For how many tokens of a row the cache of each layer has room, until one takes the slot of another: none does."""
+    """How many tokens of a row each layer's cache can keep: here math.inf, since nothing is overwritten."""
     return [math.inf] * len(cache)
 
 
@@ -1242,7 +1242,7 @@ def row_groups(B: int, R: int) -> tuple[int, int]:
 
 
 def as_wide(new, cache) -> list[Array]:
-    """What is to be stored, or queries for it, with zeros, which change no score, as wide as each side of the cache."""
+    """New tokens [.., width], or queries for them, as wide as each side of the cache: zeros change no score."""
     missing = (side.shape[-1] - x.shape[-1] for x, side in zip(new, cache, strict=True))
     return [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, n)]) for x, n in zip(new, missing, strict=True)]
 
@@ -1250,7 +1250,7 @@ def as_wide(new, cache) -> list[Array]:
 def cached_attention(q, q_rope, new: LayerCache, cache: LayerCache, span: Span, w: dict, mask_of):
     """Causal attention of the tokens of `span`, over positions up to theirs: stores their latents, then attends. q
     [B, T, N, H] and q_rope [B, T, N, U] are scaled already; `new` has the latents [B, T, L] and rotary keys [B, T, U]
-    of these tokens, in q's dtype. mask_of(i) is the Mask of their i-th block of slots, of which few tokens have one.
+    of these tokens, in q's dtype. mask_of(i) is the Mask of the i-th block of slots; for few tokens there is one.
     Returns the attention output, float32 [B, T, N, W], and the cache."""
     new = LayerCache(*(x[:, None] for x in as_wide(new, cache)))  # one head of keys, K = 1
     if q.shape[1] > FEW:
@@ -1259,8 +1259,8 @@ def cached_attention(q, q_rope, new: LayerCache, cache: LayerCache, span: Span, 
 
 
 class Collector:
-    """How each device gets the tokens of the rows that a piece of prompts is of, from those that share the cache: in
-    blocks of `slots` of a device, `tokens` of a row."""
+    """Collects what the devices that share a cache have of the rows of `span`, in steps of many tokens: in blocks of
+    `slots` slots of a device, which are `tokens` consecutive tokens of a row."""
 
     def __init__(self, span: Span, cache):
         T, S = span.positions.shape[1], cache[0].shape[2]
@@ -1268,10 +1268,10 @@ class Collector:
         self.I, self.parts = I, parts = row_groups(span.batch, span.R)
         self.is_own = places // (span.batch // I) == jax.lax.div(shard_index(span.R), parts)
         self.places = places % (span.batch // I)
-        # A tile of float32 at least, on any number of devices; a kernel takes no fewer than 128 keys.
+        # About T tokens, at least 128, as a kernel for TPUs wants, and at least 8 slots, a tile of float32.
         self.slots = math.gcd(S, max(8, power_of_two(max(T, 128)) // power_of_two(parts)))
         self.tokens, self.blocks = parts * self.slots, S // self.slots
-        self.last = jnp.minimum(jnp.max(span.positions[:, 0]) + T, parts * S) - 1  # position that one of them sees
+        self.last = jnp.minimum(jnp.max(span.positions[:, 0]) + T, parts * S) - 1  # that a token sees
 
     def store(self, cache, new, starts: Array):
         """`cache` with the tokens `new`, [B, 1, T, ..] each."""
@@ -1302,7 +1302,7 @@ def expanded_attention(q, q_rope, new: LayerCache, cache: LayerCache, span: Span
 
     def load(i):  # keys [B, N, tokens, H + U] and values [B, N, tokens, W]
         latent, rope_key = (scaled(collector.block(x, i), q.dtype) for x in cache)
-        k, v = (linear(latent[..., :L], w[b]).reshape(B, tokens, N, -1).astype(q.dtype) for b in ("k_b", "v_b"))
+        k, v = (linear(latent[..., :L], w[x]).reshape(B, tokens, N, -1).astype(q.dtype) for x in ("k_b", "v_b"))
         rope_key = jnp.broadcast_to(rope_key[:, :, None, :U], (*k.shape[:3], U))
         return Plain(jnp.concatenate([k, rope_key], axis=-1).swapaxes(1, 2)), Plain(v.swapaxes(1, 2))
 
@@ -1318,11 +1318,11 @@ def expanded_attention(q, q_rope, new: LayerCache, cache: LayerCache, span: Span
 
 
 def own_rows(x: Array, R: int) -> Array:
-    """Of x [B, ..], which all devices have, this device's rows of the cache."""
+    """Of x [B, ..], the rows whose cache this device holds: [B / I, ..], float32, or int32 if x is."""
     I, parts = row_groups(len(x), R)
     is_own = jnp.arange(I) == jax.lax.div(shard_index(R), parts)
     rows = jnp.where(is_own.reshape(-1, *[1] * x.ndim), x.reshape(I, -1, *x.shape[1:]), 0)
-    # A sum, not a slice, and in float32: XLA for TPUs computes both along with x, and needs no other layout.
+    # A sum in float32, not a slice: XLA for TPUs then computes it along with x, and needs no other layout.
     return jnp.sum(rows, axis=0, dtype=x.dtype if x.dtype == jnp.int32 else jnp.float32)
 
 
@@ -1333,8 +1333,8 @@ def scaled(x: Format, dtype: jnp.dtype) -> Array:
 
 
 def absorbed_attention(q, q_rope, new: LayerCache, cache: LayerCache, span: Span, w: dict, mask: Mask):
-    """cached_attention of few tokens, of all rows, with `new` as `store` takes it. Latents are not expanded (the
-    absorbed form, see the top of the file).
+    """cached_attention of few tokens, of all rows, with `new` as `store` takes it. Latents are not expanded: k_b is
+    absorbed into the queries (see the top of the file).
 
     Each of the R devices that share the cache attends to its rows and tokens with the query heads of all R. They
     exchange the queries before, and afterwards the outputs with the log-sum-exp of their scores, by which the partial
@@ -1406,7 +1406,7 @@ class ExpertWeight(Weight):
 
 
 def of_experts(experts: int, weight: Weight) -> Weight:
-    """As many such weights, stacked; none: the weight itself. A packed tensor's name has no suffix."""
+    """`weight`, that of one expert, stacked for all; with 0 experts as it is. A packed tensor's name has no suffix."""
     if not experts:
         return weight
     stacked = ExpertWeight(**vars(weight), experts=experts)
@@ -1432,7 +1432,7 @@ def experts(x, ids, scores, w_gate_up, w_down, activate, gate_up_bias: Array | N
 @by_machine
 def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
     """What `experts` returns; its arguments are explained there. Each expert that a token chose is multiplied with all
-    tokens, and those that did not choose it count nothing."""
+    tokens, and adds nothing to those that did not choose it."""
     ids = local_ids(ids, E := w_down.shape[0])
     by_expert = scores_by_expert(ids, scores, E)
 
@@ -1461,8 +1461,8 @@ def scores_by_expert(ids: Array, scores: Array, E: int) -> Array:
 def divide_tokens(x: Array) -> Array:
     """This device's share [B T / ep, D] of the residual stream x [B, T, D], so that devices along ep do not all compute
     the same norms and residuals (as in Korthikanti et al. 2022, "sequence parallelism"). In decoding, or if ep does not
-    divide the tokens, it is all of it, [1, B T, D]. Along tp nothing is divided: XLA for TPUs turns a reduce-scatter
-    among many chips into an all-reduce."""
+    divide the tokens, each device has all of it, [1, B T, D]. Along tp nothing is divided: XLA for TPUs turns a
+    reduce-scatter among many chips into an all-reduce."""
     (B, T, D), ep = x.shape, jax.lax.axis_size("ep")
     if ep == 1 or T <= FEW or B * T % ep:
         return x.reshape(1, -1, D)
@@ -1496,7 +1496,7 @@ def check_routing(config: Config, eligible: int) -> None:
 
 @by_machine
 def chosen_experts(scores: Array, choice: Array, config: Config) -> tuple[Array, Array]:
-    """The k experts whose float32 choice [B, E] is highest, and their scores, [B, k] each."""
+    """The k experts whose float32 choice [B, E] is highest, and the weights of their outputs, [B, k] each."""
     ids = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
     return ids, weighed(jnp.take_along_axis(scores, ids, axis=1), config)
 

@@ -730,8 +730,8 @@ def draft_by_extra_layer(rows, cache: list, drafts: int, weights: dict, x, span:
     It reads what a step has computed, the hidden states x [B, T, D] of the tokens at `span.positions`. What it caches
     of drafts that failed is overwritten before it is read. Sampled guesses are chosen by the key of their row and
     position, as the tokens themselves will be: the more alike the two distributions, the more often they are the same.
-    Behind a piece of a prompt there is one guess. If a row begins like the one that had its place before, the last slot
-    that they share knows the other's next token: that can spoil a guess, and never a token.
+    Behind a piece of a prompt there is one guess. A row that begins like the one that had its place before keeps the
+    other's slots. The last of them was made with the other's next token: that can spoil a guess, but never a token.
     """
     history, w, T = rows.history, weights["extra"], span.positions.shape[1]
     tokens = jnp.take_along_axis(history, span.positions + 1, axis=1, mode="clip")
@@ -1339,7 +1339,7 @@ class ExpertWeight(Weight):
 
 
 def of_experts(experts: int, weight: Weight) -> Weight:
-    """As many such weights, stacked; none: the weight itself. A packed tensor's name has no suffix."""
+    """`weight`, that of one expert, stacked for all; with 0 experts as it is. A packed tensor's name has no suffix."""
     if not experts:
         return weight
     stacked = ExpertWeight(**vars(weight), experts=experts)
@@ -1365,7 +1365,7 @@ def experts(x, ids, scores, w_gate_up, w_down, activate, gate_up_bias: Array | N
 @by_machine
 def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
     """What `experts` returns; its arguments are explained there. Each expert that a token chose is multiplied with all
-    tokens, and those that did not choose it count nothing."""
+    tokens, and adds nothing to those that did not choose it."""
     ids = local_ids(ids, E := w_down.shape[0])
     by_expert = scores_by_expert(ids, scores, E)
 
@@ -1394,8 +1394,8 @@ def scores_by_expert(ids: Array, scores: Array, E: int) -> Array:
 def divide_tokens(x: Array) -> Array:
     """This device's share [B T / ep, D] of the residual stream x [B, T, D], so that devices along ep do not all compute
     the same norms and residuals (as in Korthikanti et al. 2022, "sequence parallelism"). In decoding, or if ep does not
-    divide the tokens, it is all of it, [1, B T, D]. Along tp nothing is divided: XLA for TPUs turns a reduce-scatter
-    among many chips into an all-reduce."""
+    divide the tokens, each device has all of it, [1, B T, D]. Along tp nothing is divided: XLA for TPUs turns a
+    reduce-scatter among many chips into an all-reduce."""
     (B, T, D), ep = x.shape, jax.lax.axis_size("ep")
     if ep == 1 or T <= FEW or B * T % ep:
         return x.reshape(1, -1, D)
@@ -1429,7 +1429,7 @@ def check_routing(config: Config, eligible: int) -> None:
 
 @by_machine
 def chosen_experts(scores: Array, choice: Array, config: Config) -> tuple[Array, Array]:
-    """The k experts whose float32 choice [B, E] is highest, and their scores, [B, k] each."""
+    """The k experts whose float32 choice [B, E] is highest, and the weights of their outputs, [B, k] each."""
     ids = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
     return ids, weighed(jnp.take_along_axis(scores, ids, axis=1), config)
 

@@ -1341,7 +1341,7 @@ class ExpertWeight(Weight):
 
 
 def of_experts(experts: int, weight: Weight) -> Weight:
-    """As many such weights, stacked; none: the weight itself. A packed tensor's name has no suffix."""
+    """`weight`, that of one expert, stacked for all; with 0 experts as it is. A packed tensor's name has no suffix."""
     if not experts:
         return weight
     stacked = ExpertWeight(**vars(weight), experts=experts)
@@ -1367,7 +1367,7 @@ def experts(x, ids, scores, w_gate_up, w_down, activate, gate_up_bias: Array | N
 @by_machine
 def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
     """What `experts` returns; its arguments are explained there. Each expert that a token chose is multiplied with all
-    tokens, and those that did not choose it count nothing."""
+    tokens, and adds nothing to those that did not choose it."""
     ids = local_ids(ids, E := w_down.shape[0])
     by_expert = scores_by_expert(ids, scores, E)
 
@@ -1396,8 +1396,8 @@ def scores_by_expert(ids: Array, scores: Array, E: int) -> Array:
 def divide_tokens(x: Array) -> Array:
     """This device's share [B T / ep, D] of the residual stream x [B, T, D], so that devices along ep do not all compute
     the same norms and residuals (as in Korthikanti et al. 2022, "sequence parallelism"). In decoding, or if ep does not
-    divide the tokens, it is all of it, [1, B T, D]. Along tp nothing is divided: XLA for TPUs turns a reduce-scatter
-    among many chips into an all-reduce."""
+    divide the tokens, each device has all of it, [1, B T, D]. Along tp nothing is divided: XLA for TPUs turns a
+    reduce-scatter among many chips into an all-reduce."""
     (B, T, D), ep = x.shape, jax.lax.axis_size("ep")
     if ep == 1 or T <= FEW or B * T % ep:
         return x.reshape(1, -1, D)
@@ -1431,7 +1431,7 @@ def check_routing(config: Config, eligible: int) -> None:
 
 @by_machine
 def chosen_experts(scores: Array, choice: Array, config: Config) -> tuple[Array, Array]:
-    """The k experts whose float32 choice [B, E] is highest, and their scores, [B, k] each."""
+    """The k experts whose float32 choice [B, E] is highest, and the weights of their outputs, [B, k] each."""
     ids = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
     return ids, weighed(jnp.take_along_axis(scores, ids, axis=1), config)
 
