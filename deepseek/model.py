@@ -1,8 +1,8 @@
 """DeepSeek inference in JAX: the whole model in one file.
 
 It covers `DeepseekV3ForCausalLM`, `DeepseekV32ForCausalLM` and `DeepseekV2ForCausalLM` of transformers: DeepSeek V2,
-V2-Lite, V3, V3.1, R1 and V3.2, Moonlight, Kimi K2 to K2.7. Their layer of multi-token prediction is loaded to draft
-tokens alone. The file has two parts. "The model" is what makes this a DeepSeek: its configuration, its weights, its
+V2-Lite, V3, V3.1, R1 and V3.2, Moonlight, Kimi K2 to K2.7. Their layer of multi-token prediction is loaded only to
+draft tokens. The file has two parts. "The model" is what makes this a DeepSeek: its configuration, its weights, its
 layers. "Running it" is the rest: sharding, attention over the cache, int8, and one kernel for TPUs. The latter consists
 of blocks. Each is the same text in every model that has it, so some have options that this model does not set. The file
 needs only jax and numpy. generate.py decodes with it, and fast.py, the appendix, makes it fast on each machine.
@@ -17,10 +17,10 @@ with the block "Choosing keys"; and `predict`, with the block "Multi-token predi
     for tokens in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):  # of generate.py
         ...
 
-Latent attention (DeepSeek-AI 2024, "DeepSeek-V2"). The cache holds two vectors for each token, which all heads share:
-a latent c and a rotary key r. The key of a head is (k_b c, r), and its value is v_b c, where k_b and v_b are the head's
-own matrices. Long pieces compute these keys and values. Few tokens do not: q . (k_b c) = (q k_b) . c, so it multiplies
-the query by k_b, attends to the latents themselves, and multiplies their weighted sum by v_b.
+Latent attention (DeepSeek-AI 2024, "DeepSeek-V2"). The cache holds two vectors for each token, which all heads share: a
+latent c and a rotary key r. The key of a head is (k_b c, r), and its value is v_b c, where k_b and v_b are the head's
+own matrices. For many tokens, attention computes these keys and values. For few, it uses q . (k_b c) = (q k_b) . c: it
+multiplies the query by k_b, attends to the latents themselves, and multiplies their weighted sum by v_b.
 
 Some words of JAX. A pytree is nested dicts, lists and tuples of arrays; jax.tree.map applies a function to each array.
 Arrays never change: code that stores something returns a new array. A donated argument gives its memory to the result.
@@ -32,14 +32,14 @@ along the axes that it names: psum adds their arrays (an all-reduce), all_gather
 concatenates them. axis_index is the place of this device along such axes.
 
 Parallelism. A mesh of devices has three axes. `dp` splits the batch. `ep` splits the experts, and `tp` the intermediate
-dimension of each. Both together split all other matrices but the router: attention by heads, and MLPs by their
-intermediate dimension (Shoeybi et al. 2019, "Megatron-LM"). All device code runs under `jax.shard_map`, and devices
-exchange nothing except in the collectives that the code spells out. A decode step has one `psum` in the embedding and
-two `all_gather`, for the next token and for the results, and as many for each draft of the extra layer; each layer has
-two psums, in `summed`, an all_gather of the outputs of `qkv_a` and, if it chooses keys, one of their scores. In prefill
-the devices along ep divide the tokens of the residual stream (see `divide_tokens`). The cache has no heads to split:
-each device holds some of its rows and some of their tokens. Long pieces collect them in blocks; steps of few tokens
-exchange queries and outputs (see `exchange`).
+dimension of each. Both together split all other matrices but the router and two of the indexer: attention by heads, and
+MLPs by their intermediate dimension (Shoeybi et al. 2019, "Megatron-LM"). All device code runs under `jax.shard_map`,
+and devices exchange nothing except in the collectives that the code spells out. A decode step has one `psum` in the
+embedding and two `all_gather`, for the next token and for the results, and as many for each draft of the extra layer;
+each layer has two psums, in `summed`, an all_gather of the outputs of `qkv_a` and, if it chooses keys, one of their
+scores. In prefill the devices along ep divide the tokens of the residual stream (see `divide_tokens`). The cache has no
+heads to split: each device holds some of its rows and some of their tokens. Steps of many tokens collect them in
+blocks, steps of few tokens exchange queries and outputs (see `exchange`).
 
 Dimension letters, in shapes and einsums. Under shard_map B, N, F, E and V are the sizes on one device.
 
@@ -87,7 +87,7 @@ MODEL_AXES = ("ep", "tp")  # the axes of the mesh whose devices share a layer
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The values of config.json that inference needs, under config.json's own names, and a fact of the checkpoint."""
+    """The values of config.json that inference needs, under config.json's own names, and facts of the checkpoint."""
 
     vocab_size: int
     hidden_size: int
@@ -114,7 +114,7 @@ class Config:
     attention_bias: bool = False
     rope: Rope | None = None  # from_dict sets it
     rope_interleave: bool = True
-    index_topk: int = 0  # tokens to which another one attends, 0: to all
+    index_topk: int = 0  # to how many tokens each one attends at most, 0: to all
     index_n_heads: int = 64
     index_head_dim: int = 128
     prefix: str = ""  # of the names of the checkpoint's tensors
@@ -123,8 +123,8 @@ class Config:
 
     @classmethod
     def from_dict(cls, config: dict, names: Collection[str] = ()) -> Config:
-        """Reads the dict of a config.json, as transformers 4 or 5 writes it. From K2.5 on, Kimi nests the text model's,
-        which is as Kimi K2's. The names of the checkpoint's tensors tell whether it has an extra layer.
+        """Reads the dict of a config.json, as transformers 4 or 5 writes it. From K2.5 on, Kimi nests
+        the text model's, one of K2, in `text_config`. The names of the checkpoint's tensors tell of an extra layer.
 
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
@@ -161,7 +161,7 @@ class Config:
         # No other layer has this tensor.
         extra = f"{given['prefix']}model.layers.{given['num_hidden_layers']}.eh_proj.weight"
         result = cls(**given | {"has_extra_layer": extra in names})
-        if is_v32:  # transformers writes what follows from first_k_dense_replace
+        if is_v32:  # transformers writes there what first_k_dense_replace says
             kinds = [("dense", "sparse")[result.has_experts(i)] for i in range(result.num_hidden_layers)]
             check_supported(mlp_layer_types=(config.get("mlp_layer_types", kinds), (kinds,)))
         check_groups(result, best=1 if is_v2 else 2)
@@ -173,12 +173,12 @@ class Config:
 
     @property
     def index_rope(self) -> Rope:
-        """How the indexer's heads turn: as halves, whatever the others do."""
+        """The rope of the indexer's heads: not interleaved, whatever that of the others is."""
         return dataclasses.replace(self.rope, interleaved=False)
 
     def layer_caches(self, side, tokens: int) -> list[IndexedCache]:
-        """What each layer keeps of each token, with room for so many of a row; side(width) makes a side. Where all
-        tokens can be attended to, there is nothing to choose."""
+        """The cache of each layer, with room for so many tokens of a row; side(width) makes a side. There are
+        no index keys if rows have no more than index_topk tokens: then a token attends to all of them."""
         index_key = side(self.index_head_dim) if 0 < self.index_topk < tokens else None
         cache = IndexedCache(LayerCache(side(self.kv_lora_rank), side(self.qk_rope_head_dim)), index_key)
         return [cache] * (self.num_hidden_layers + self.uses_extra_layer)
@@ -191,8 +191,9 @@ def weights_of(config: Config) -> dict:
     by input, each device computes a partial sum of all outputs, and a psum adds the sums. `qkv_a` is one product for
     what all heads share: the compressed query, the latent and the rope key. `gate_up` is one product too: a device
     holds its gate rows, then its up rows. Experts are split over ep, and each like an MLP over tp. The router, which
-    every device needs, is whole on each. The norms in a layer are float32, in which they are computed. "Declaring
-    weights" explains Part, by_output, by_input, bias and whole; "Experts in plain JAX", of_experts.
+    every device needs, is whole on each, and so are `index_key` and `index_weights`. The norms in a layer are float32,
+    in which they are computed. "Declaring weights" explains Part, by_output, by_input, bias and whole; "Experts in
+    plain JAX", of_experts.
     """
     D, Q, L, U = config.hidden_size, config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
     N, H, W, E = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim, config.n_routed_experts
@@ -325,9 +326,9 @@ def attention(x: Array, w: dict, cache: IndexedCache, span: Span, config: Config
 
 @jax.named_scope("indexer")
 def indexer(h: Array, compressed: Array, w: dict, span: Span, config: Config) -> tuple[Array, Array, Array]:
-    """What choose_keys takes of the tokens of `span`: queries [B, T, N, H] of this device's heads, keys [B, T, H] and
-    float32 weights [B, T, N] of all heads. h [B, T, D] is the layer's normed input, `compressed` [B, T, Q] the normed
-    compressed query. The factors N ** -0.5 and H ** -0.5 of the reference change no order."""
+    """What choose_keys takes of the tokens of `span`: queries [B, T, n, H] of this device's n heads, keys [B, T, H] and
+    float32 weights [B, T, N] of all N heads, which are index_n_heads, H index_head_dim wide. h [B, T, D] is the layer's
+    normed input, `compressed` [B, T, Q] the normed compressed query. The reference has factors that change no order."""
     key = layer_norm(linear(h, w["index_key"]), w["index_key_norm"], w["index_key_norm_bias"], 1e-6)
     q = linear(compressed, w["index_q"]).reshape(*h.shape[:2], -1, config.index_head_dim)
     q, key = (rotate(x, span.positions, config.index_rope).astype(h.dtype) for x in (q, key[:, :, None]))

@@ -1,6 +1,6 @@
 """GLM-4.7-Flash inference in JAX: the whole model in one file.
 
-It covers `Glm4MoeLiteForCausalLM` of transformers. Its layer of multi-token prediction is loaded to draft tokens alone.
+It covers `Glm4MoeLiteForCausalLM` of transformers. Its layer of multi-token prediction is loaded only to draft tokens.
 The file has two parts. "The model" is what makes this a GLM-4.7-Flash: its configuration, its weights, its layers.
 "Running it" is the rest: sharding, attention over the cache, int8, and one kernel for TPUs. The latter consists of
 blocks. Each is the same text in every model that has it, so some have options that this model does not set. The file
@@ -16,10 +16,10 @@ with `mlp`, `route`, `weighed` and `activation`; and `predict`, with the block "
     for tokens in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):  # of generate.py
         ...
 
-Latent attention (DeepSeek-AI 2024, "DeepSeek-V2"). The cache holds two vectors for each token, which all heads share:
-a latent c and a rotary key r. The key of a head is (k_b c, r), and its value is v_b c, where k_b and v_b are the head's
-own matrices. Long pieces compute these keys and values. Few tokens do not: q . (k_b c) = (q k_b) . c, so it multiplies
-the query by k_b, attends to the latents themselves, and multiplies their weighted sum by v_b.
+Latent attention (DeepSeek-AI 2024, "DeepSeek-V2"). The cache holds two vectors for each token, which all heads share: a
+latent c and a rotary key r. The key of a head is (k_b c, r), and its value is v_b c, where k_b and v_b are the head's
+own matrices. For many tokens, attention computes these keys and values. For few, it uses q . (k_b c) = (q k_b) . c: it
+multiplies the query by k_b, attends to the latents themselves, and multiplies their weighted sum by v_b.
 
 Some words of JAX. A pytree is nested dicts, lists and tuples of arrays; jax.tree.map applies a function to each array.
 Arrays never change: code that stores something returns a new array. A donated argument gives its memory to the result.
@@ -37,7 +37,7 @@ exchange nothing except in the collectives that the code spells out. A decode st
 two `all_gather`, for the next token and for the results, and as many for each draft of the extra layer; each layer has
 two psums, in `summed`, and an all_gather of the outputs of `qkv_a`. In prefill the devices along ep divide the tokens
 of the residual stream (see `divide_tokens`). The cache has no heads to split: each device holds some of its rows and
-some of their tokens. Long pieces collect them in blocks; steps of few tokens exchange queries and outputs (see
+some of their tokens. Steps of many tokens collect them in blocks, steps of few tokens exchange queries and outputs (see
 `exchange`).
 
 Dimension letters, in shapes and einsums. Under shard_map B, N, F, E and V are the sizes on one device.
@@ -144,7 +144,7 @@ class Config:
         return layer >= len(self.mlp_layer_types) or self.mlp_layer_types[layer] == "sparse"
 
     def layer_caches(self, side, tokens: int) -> list[LayerCache]:
-        """What each layer keeps of each token, with room for so many of a row; side(width) makes a side."""
+        """The cache of each layer, with room for so many tokens of a row; side(width) makes a side."""
         cache = LayerCache(side(self.kv_lora_rank), side(self.qk_rope_head_dim))
         return [cache] * (self.num_hidden_layers + self.uses_extra_layer)
 

@@ -1,7 +1,7 @@
 """GLM-5 inference in JAX: the whole model in one file.
 
-It covers `GlmMoeDsaForCausalLM` of transformers: GLM-5 to 5.3. Their layer of multi-token prediction is loaded to draft
-tokens alone. The file has two parts. "The model" is what makes this a GLM-5: its configuration, its weights, its
+It covers `GlmMoeDsaForCausalLM` of transformers: GLM-5 to 5.3. Their layer of multi-token prediction is loaded only to
+draft tokens. The file has two parts. "The model" is what makes this a GLM-5: its configuration, its weights, its
 layers. "Running it" is the rest: sharding, attention over the cache, int8, and one kernel for TPUs. The latter consists
 of blocks. Each is the same text in every model that has it, so some have options that this model does not set. The file
 needs only jax and numpy. generate.py decodes with it, and fast.py, the appendix, makes it fast on each machine.
@@ -17,10 +17,10 @@ with `mlp`, `route`, `weighed` and `activation`; and `predict`, with the block "
     for tokens in generate(weights, [[1, 2, 3]], config, mesh, max_new_tokens=16):  # of generate.py
         ...
 
-Latent attention (DeepSeek-AI 2024, "DeepSeek-V2"). The cache holds two vectors for each token, which all heads share:
-a latent c and a rotary key r. The key of a head is (k_b c, r), and its value is v_b c, where k_b and v_b are the head's
-own matrices. Long pieces compute these keys and values. Few tokens do not: q . (k_b c) = (q k_b) . c, so it multiplies
-the query by k_b, attends to the latents themselves, and multiplies their weighted sum by v_b.
+Latent attention (DeepSeek-AI 2024, "DeepSeek-V2"). The cache holds two vectors for each token, which all heads share: a
+latent c and a rotary key r. The key of a head is (k_b c, r), and its value is v_b c, where k_b and v_b are the head's
+own matrices. For many tokens, attention computes these keys and values. For few, it uses q . (k_b c) = (q k_b) . c: it
+multiplies the query by k_b, attends to the latents themselves, and multiplies their weighted sum by v_b.
 
 Some words of JAX. A pytree is nested dicts, lists and tuples of arrays; jax.tree.map applies a function to each array.
 Arrays never change: code that stores something returns a new array. A donated argument gives its memory to the result.
@@ -32,14 +32,14 @@ along the axes that it names: psum adds their arrays (an all-reduce), all_gather
 concatenates them. axis_index is the place of this device along such axes.
 
 Parallelism. A mesh of devices has three axes. `dp` splits the batch. `ep` splits the experts, and `tp` the intermediate
-dimension of each. Both together split all other matrices but the router: attention by heads, and MLPs by their
-intermediate dimension (Shoeybi et al. 2019, "Megatron-LM"). All device code runs under `jax.shard_map`, and devices
-exchange nothing except in the collectives that the code spells out. A decode step has one `psum` in the embedding and
-two `all_gather`, for the next token and for the results, and as many for each draft of the extra layer; each layer has
-two psums, in `summed`, an all_gather of the outputs of `qkv_a` and, if it chooses keys, one of their scores. In prefill
-the devices along ep divide the tokens of the residual stream (see `divide_tokens`). The cache has no heads to split:
-each device holds some of its rows and some of their tokens. Long pieces collect them in blocks; steps of few tokens
-exchange queries and outputs (see `exchange`).
+dimension of each. Both together split all other matrices but the router and two of the indexer: attention by heads, and
+MLPs by their intermediate dimension (Shoeybi et al. 2019, "Megatron-LM"). All device code runs under `jax.shard_map`,
+and devices exchange nothing except in the collectives that the code spells out. A decode step has one `psum` in the
+embedding and two `all_gather`, for the next token and for the results, and as many for each draft of the extra layer;
+each layer has two psums, in `summed`, an all_gather of the outputs of `qkv_a` and, if it chooses keys, one of their
+scores. In prefill the devices along ep divide the tokens of the residual stream (see `divide_tokens`). The cache has no
+heads to split: each device holds some of its rows and some of their tokens. Steps of many tokens collect them in
+blocks, steps of few tokens exchange queries and outputs (see `exchange`).
 
 Dimension letters, in shapes and einsums. Under shard_map B, N, F, E and V are the sizes on one device.
 
@@ -103,7 +103,7 @@ class Config:
     qk_rope_head_dim: int
     v_head_dim: int
     q_lora_rank: int = 2048
-    first_k_dense_replace: int = 3  # so many first layers have no experts, unless mlp_layer_types says it
+    first_k_dense_replace: int = 3  # how many first layers have no experts, if mlp_layer_types is not given
     mlp_layer_types: tuple[str, ...] = ()  # for each layer "dense" or "sparse": with experts
     n_group: int = 1
     topk_group: int = 1
@@ -112,7 +112,7 @@ class Config:
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-    index_topk: int = 2048  # tokens to which another one attends
+    index_topk: int = 2048  # to how many tokens each one attends at most
     index_n_heads: int = 32
     index_head_dim: int = 128
     indexer_types: tuple[str, ...] = ()  # for each layer "full" or "shared": it takes what the last full one chose
@@ -159,12 +159,12 @@ class Config:
 
     @property
     def index_rope(self) -> Rope:
-        """How the indexer's heads turn: as the others do."""
+        """The rope of the indexer's heads: that of the others."""
         return self.rope
 
     def layer_caches(self, side, tokens: int) -> list[IndexedCache]:
-        """What each layer keeps of each token, with room for so many of a row; side(width) makes a side. Where all
-        tokens can be attended to, there is nothing to choose."""
+        """The cache of each layer, with room for so many tokens of a row; side(width) makes a side. There are
+        no index keys if rows have no more than index_topk tokens: then a token attends to all of them."""
         cache = LayerCache(side(self.kv_lora_rank), side(self.qk_rope_head_dim))
         index_key = side(self.index_head_dim) if self.index_topk < tokens else None
         layers = range(self.num_hidden_layers + self.uses_extra_layer)
@@ -197,9 +197,9 @@ def weights_of(config: Config) -> dict:
     by input, each device computes a partial sum of all outputs, and a psum adds the sums. `qkv_a` is one product for
     what all heads share: the compressed query, the latent and the rope key. `gate_up` is one product too: a device
     holds its gate rows, then its up rows. Experts are split over ep, and each like an MLP over tp. The router, which
-    every device needs, is whole on each. "Declaring weights" explains Part, by_output, by_input, bias and whole;
-    "Experts in plain JAX", of_experts. `k_b` and `v_b` expand a latent to each head's key and value. The norms in a
-    layer are float32, in which they are computed.
+    every device needs, is whole on each, and so are `index_key` and `index_weights`. "Declaring weights" explains Part,
+    by_output, by_input, bias and whole; "Experts in plain JAX", of_experts. `k_b` and `v_b` expand a latent to each
+    head's key and value. The norms in a layer are float32, in which they are computed.
     """
     D, Q, L, U = config.hidden_size, config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
     N, H, W, E = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim, config.n_routed_experts
@@ -320,9 +320,9 @@ def attention(x: Array, w: dict, cache: IndexedCache, span: Span, config: Config
 
 @jax.named_scope("indexer")
 def indexer(h: Array, compressed: Array, w: dict, span: Span, config: Config) -> tuple[Array, Array, Array]:
-    """What choose_keys takes of the tokens of `span`: queries [B, T, N, H] of this device's heads, keys [B, T, H] and
-    float32 weights [B, T, N] of all heads. h [B, T, D] is the layer's normed input, `compressed` [B, T, Q] the normed
-    compressed query. The factors N ** -0.5 and H ** -0.5 of the reference change no order."""
+    """What choose_keys takes of the tokens of `span`: queries [B, T, n, H] of this device's n heads, keys [B, T, H] and
+    float32 weights [B, T, N] of all N heads, which are index_n_heads, H index_head_dim wide. h [B, T, D] is the layer's
+    normed input, `compressed` [B, T, Q] the normed compressed query. The reference has factors that change no order."""
     key = layer_norm(linear(h, w["index_key"]), w["index_key_norm"], w["index_key_norm_bias"], 1e-6)
     q = linear(compressed, w["index_q"]).reshape(*h.shape[:2], -1, config.index_head_dim)
     q, key = (rotate(x, span.positions, config.index_rope).astype(h.dtype) for x in (q, key[:, :, None]))

@@ -9,9 +9,9 @@ it, so some have options that this model does not set. The file needs only jax a
 and fast.py, the appendix, makes it fast on each machine.
 
 Differs from qwen3 in: `delta_net`, which stands in the place of attention in three of four layers, and keeps a state
-instead of keys and values; `attention`, whose outputs have a gate, and whose heads turn by a quarter; norms, which
-multiply by 1 + weight; `feed_forward`, whose experts stand beside a shared one; `predict`, an extra layer that drafts;
-config.json, which may be nested.
+instead of keys and values; `attention`, whose outputs have a gate, and whose rope turns a quarter of each head; norms,
+which multiply by 1 + weight; `feed_forward`, whose experts stand beside a shared one; `predict`, an extra layer that
+drafts; config.json, which may be nested.
 
     config = Config.from_dict(json.loads(Path("config.json").read_text()))
     mesh = make_mesh(tp=jax.device_count())
@@ -29,14 +29,14 @@ along the axes that it names: psum adds their arrays (an all-reduce), all_gather
 concatenates them. axis_index is the place of this device along such axes.
 
 Parallelism. A mesh of devices has three axes. `dp` splits the batch. `ep` splits the experts, and `tp` the intermediate
-dimension of each. Both together split all other matrices but the router: attention by heads, MLPs by intermediate_size
-(Shoeybi et al. 2019, "Megatron-LM"), embedding and head by vocab_size. All device code runs under `jax.shard_map`, and
-devices exchange nothing except in the collectives that the code spells out. A decode step has one `psum` in the
-embedding, two in each layer (in `summed`), and two `all_gather`, for the next token and for the results. In prefill the
-devices along ep divide the tokens of the residual stream (see `divide_tokens`). If ep x tp exceeds num_key_value_heads,
-R devices share each kv head, and each caches every R-th token for it. They exchange queries and outputs (see
-`exchange`). The heads of the delta rule are split as those of attention are; where devices share a key head, each has
-some of its value heads.
+dimension of each. Both together split all other matrices but the router and the gate of the shared expert: attention by
+heads, MLPs by intermediate_size (Shoeybi et al. 2019, "Megatron-LM"), embedding and head by vocab_size. All device code
+runs under `jax.shard_map`, and devices exchange nothing except in the collectives that the code spells out. A decode
+step has one `psum` in the embedding, two in each layer (in `summed`), and two `all_gather`, for the next token and for
+the results. In prefill the devices along ep divide the tokens of the residual stream (see `divide_tokens`). If ep x tp
+exceeds num_key_value_heads, R devices share each kv head, and each caches every R-th token for it. They exchange
+queries and outputs (see `exchange`). The heads of the delta rule are split as those of attention are; where devices
+share a key head, each has some of its value heads.
 
 Dimension letters, in shapes and einsums. Under shard_map B, N, K, F, E and V are the sizes on one device.
 
