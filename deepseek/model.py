@@ -123,8 +123,8 @@ class Config:
 
     @classmethod
     def from_dict(cls, config: dict, names: Collection[str] = ()) -> Config:
-        """Reads the dict of a config.json, as transformers 4 or 5 writes it. From K2.5 on, Kimi nests
-        the text model's, one of K2, in `text_config`. The names of the checkpoint's tensors tell of an extra layer.
+        """Reads the dict of a config.json, as transformers 4 or 5 writes it. From K2.5 on, Kimi has the text model's in
+        `text_config`. The names of the checkpoint's tensors tell whether it has an extra layer.
 
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
@@ -161,7 +161,7 @@ class Config:
         # No other layer has this tensor.
         extra = f"{given['prefix']}model.layers.{given['num_hidden_layers']}.eh_proj.weight"
         result = cls(**given | {"has_extra_layer": extra in names})
-        if is_v32:  # transformers writes there what first_k_dense_replace says
+        if is_v32:  # transformers writes mlp_layer_types by first_k_dense_replace
             kinds = [("dense", "sparse")[result.has_experts(i)] for i in range(result.num_hidden_layers)]
             check_supported(mlp_layer_types=(config.get("mlp_layer_types", kinds), (kinds,)))
         check_groups(result, best=1 if is_v2 else 2)
@@ -177,8 +177,8 @@ class Config:
         return dataclasses.replace(self.rope, interleaved=False)
 
     def layer_caches(self, side, tokens: int) -> list[IndexedCache]:
-        """The cache of each layer, with room for so many tokens of a row; side(width) makes a side. There are
-        no index keys if rows have no more than index_topk tokens: then a token attends to all of them."""
+        """The cache of each layer, with room for so many tokens of a row; side(width) makes a side. There are no index
+        keys if rows have no more than index_topk tokens: then a token attends to all of them."""
         index_key = side(self.index_head_dim) if 0 < self.index_topk < tokens else None
         cache = IndexedCache(LayerCache(side(self.kv_lora_rank), side(self.qk_rope_head_dim)), index_key)
         return [cache] * (self.num_hidden_layers + self.uses_extra_layer)
@@ -327,8 +327,9 @@ def attention(x: Array, w: dict, cache: IndexedCache, span: Span, config: Config
 @jax.named_scope("indexer")
 def indexer(h: Array, compressed: Array, w: dict, span: Span, config: Config) -> tuple[Array, Array, Array]:
     """What choose_keys takes of the tokens of `span`: queries [B, T, n, H] of this device's n heads, keys [B, T, H] and
-    float32 weights [B, T, N] of all N heads, which are index_n_heads, H index_head_dim wide. h [B, T, D] is the layer's
-    normed input, `compressed` [B, T, Q] the normed compressed query. The reference has factors that change no order."""
+    float32 weights [B, T, N] of all N heads. N is index_n_heads, and H is index_head_dim. h [B, T, D] is the layer's
+    normed input, `compressed` [B, T, Q] the normed compressed query. The reference multiplies by N ** -0.5 and H **
+    -0.5 too, which changes no order."""
     key = layer_norm(linear(h, w["index_key"]), w["index_key_norm"], w["index_key_norm_bias"], 1e-6)
     q = linear(compressed, w["index_q"]).reshape(*h.shape[:2], -1, config.index_head_dim)
     q, key = (rotate(x, span.positions, config.index_rope).astype(h.dtype) for x in (q, key[:, :, None]))
@@ -1406,7 +1407,7 @@ class Collector:
         # About T tokens, at least 128, as a kernel for TPUs wants, and at least 8 slots, a tile of float32.
         self.slots = math.gcd(S, max(8, power_of_two(max(T, 128)) // power_of_two(parts)))
         self.tokens, self.blocks = parts * self.slots, S // self.slots
-        self.last = jnp.minimum(jnp.max(span.positions[:, 0]) + T, parts * S) - 1  # that a token sees
+        self.last = jnp.minimum(jnp.max(span.positions[:, 0]) + T, parts * S) - 1  # the last position that a token sees
 
     def store(self, cache, new, starts: Array):
         """`cache` with the tokens `new`, [B, 1, T, ..] each."""
@@ -1615,8 +1616,8 @@ def unpacked(bits: Array) -> Array:
 
 @by_machine
 def index_scores(q: Array, weights: Array, keys: Format) -> Array:
-    """Sums over heads of weights [B, T, N] times relu(q [B, T, N, H] . keys [B, S, H]): float32 [B, T, S]. It takes n
-    heads at a time, so that the scores of all heads never exist at once."""
+    """Sums over heads of weights [B, T, N] times relu(q [B, T, N, H] . keys [B, S, H]): float32 [B, T, S]. It takes
+    some heads at a time, so that the scores of all heads never exist at once."""
     (B, T, N, _), S = q.shape, keys.shape[1]
     values, scale = keys.values_and_scale(q.dtype)
     q = q.astype(values.dtype)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would advise against running without torch
-if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # an older name; jax refuses both
+if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # an older name; jax refuses to have both
     os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")  # of a GPU's memory; jax itself would take 0.75
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # or it is ignored
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's exception would wait until a library returns

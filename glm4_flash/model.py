@@ -1271,7 +1271,7 @@ class Collector:
         # About T tokens, at least 128, as a kernel for TPUs wants, and at least 8 slots, a tile of float32.
         self.slots = math.gcd(S, max(8, power_of_two(max(T, 128)) // power_of_two(parts)))
         self.tokens, self.blocks = parts * self.slots, S // self.slots
-        self.last = jnp.minimum(jnp.max(span.positions[:, 0]) + T, parts * S) - 1  # that a token sees
+        self.last = jnp.minimum(jnp.max(span.positions[:, 0]) + T, parts * S) - 1  # the last position that a token sees
 
     def store(self, cache, new, starts: Array):
         """`cache` with the tokens `new`, [B, 1, T, ..] each."""

@@ -163,8 +163,8 @@ class Config:
         return self.rope
 
     def layer_caches(self, side, tokens: int) -> list[IndexedCache]:
-        """The cache of each layer, with room for so many tokens of a row; side(width) makes a side. There are
-        no index keys if rows have no more than index_topk tokens: then a token attends to all of them."""
+        """The cache of each layer, with room for so many tokens of a row; side(width) makes a side. There are no index
+        keys if rows have no more than index_topk tokens: then a token attends to all of them."""
         cache = LayerCache(side(self.kv_lora_rank), side(self.qk_rope_head_dim))
         index_key = side(self.index_head_dim) if self.index_topk < tokens else None
         layers = range(self.num_hidden_layers + self.uses_extra_layer)
@@ -321,8 +321,9 @@ def attention(x: Array, w: dict, cache: IndexedCache, span: Span, config: Config
 @jax.named_scope("indexer")
 def indexer(h: Array, compressed: Array, w: dict, span: Span, config: Config) -> tuple[Array, Array, Array]:
     """What choose_keys takes of the tokens of `span`: queries [B, T, n, H] of this device's n heads, keys [B, T, H] and
-    float32 weights [B, T, N] of all N heads, which are index_n_heads, H index_head_dim wide. h [B, T, D] is the layer's
-    normed input, `compressed` [B, T, Q] the normed compressed query. The reference has factors that change no order."""
+    float32 weights [B, T, N] of all N heads. N is index_n_heads, and H is index_head_dim. h [B, T, D] is the layer's
+    normed input, `compressed` [B, T, Q] the normed compressed query. The reference multiplies by N ** -0.5 and H **
+    -0.5 too, which changes no order."""
     key = layer_norm(linear(h, w["index_key"]), w["index_key_norm"], w["index_key_norm_bias"], 1e-6)
     q = linear(compressed, w["index_q"]).reshape(*h.shape[:2], -1, config.index_head_dim)
     q, key = (rotate(x, span.positions, config.index_rope).astype(h.dtype) for x in (q, key[:, :, None]))
@@ -1342,7 +1343,7 @@ class Collector:
         # About T tokens, at least 128, as a kernel for TPUs wants, and at least 8 slots, a tile of float32.
         self.slots = math.gcd(S, max(8, power_of_two(max(T, 128)) // power_of_two(parts)))
         self.tokens, self.blocks = parts * self.slots, S // self.slots
-        self.last = jnp.minimum(jnp.max(span.positions[:, 0]) + T, parts * S) - 1  # that a token sees
+        self.last = jnp.minimum(jnp.max(span.positions[:, 0]) + T, parts * S) - 1  # the last position that a token sees
 
     def store(self, cache, new, starts: Array):
         """`cache` with the tokens `new`, [B, 1, T, ..] each."""
@@ -1551,8 +1552,8 @@ def unpacked(bits: Array) -> Array:
 
 @by_machine
 def index_scores(q: Array, weights: Array, keys: Format) -> Array:
-    """Sums over heads of weights [B, T, N] times relu(q [B, T, N, H] . keys [B, S, H]): float32 [B, T, S]. It takes n
-    heads at a time, so that the scores of all heads never exist at once."""
+    """Sums over heads of weights [B, T, N] times relu(q [B, T, N, H] . keys [B, S, H]): float32 [B, T, S]. It takes
+    some heads at a time, so that the scores of all heads never exist at once."""
     (B, T, N, _), S = q.shape, keys.shape[1]
     values, scale = keys.values_and_scale(q.dtype)
     q = q.astype(values.dtype)

@@ -187,7 +187,7 @@ class Int8Rows(Scaled):
         """What convert writes for a matrix: name, safetensors' dtype and shape of each tensor."""
         return [(name, "I8", shape), (f"{name}_scale", "F32", shape[:-1])]
 
-    rounded = staticmethod(jax.jit(lambda rows: jax.tree.leaves(model.quantize(rows))))  # these rows of each output
+    rounded = staticmethod(jax.jit(lambda rows: jax.tree.leaves(model.quantize(rows))))  # their values and scales
 
     @classmethod
     def arrays(cls, held: Int8, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
