@@ -393,7 +393,7 @@ class Progress:
         self.check()
         say_devices()
         if stage == "prefill":
-            self.bar = self.bar or progress_bar(total=total, desc="prefill", unit=" tokens", delay=0)
+            self.bar = self.bar or progress_bar(total=total, initial=done, desc="prefill", unit=" tokens", delay=0)
             self.bar.update(done - self.bar.n)
             if done == total:
                 self.bar.close()

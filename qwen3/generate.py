@@ -290,16 +290,13 @@ class Places:
         numbers         its row, -1 if it is free: then it stands still at its limit
         prompt_lengths  how many tokens its prompt has
         received        how many tokens the host has, with the prompt
-        is_changed      whether the devices must still be told what `rows` has
 
     Prompts take `count` of the `batch` places, and those of a device of `dp` stand together. `sparing` steps verify
     drafts only where they pay.
 
-    The methods up to `verifies` decode. Those after it keep rows from reading what a place has already, of an earlier
-    row or an earlier call. They know of each place:
+    The methods up to `verifies` decode. Those after it tell what a place has already, of an earlier row or an earlier
+    call, so that another need not read it: `reused` counts these tokens. They know of each place:
 
-        common          how many tokens of its prompt the row need not read: its cache has them, or will get a copy
-        waits_for       the place from which the row waits for a copy of these, -1 if it does not wait
         pauses          after how many tokens the row pauses, so that its layers that forget are saved
         saved_at        two numbers: after how many tokens they were saved, the second after the preamble; 0 if not
         written         the position behind the last that may have been written: it matters for rings
@@ -334,30 +331,56 @@ class Places:
 
         nothing = zeros(self.max_seq_len + 1), zeros(), zeros(), zeros(), zeros(2)
         history, filled, self.received, self.written, self.saved_at = past.contents() if past else nothing
-        # Each place is free until `admit`: it stands still behind what it has.
+        # Each place is free until `plan`: it stands still behind what it has.
         self.rows = Rows(history, filled, filled + 1, filled + 1, np.zeros((batch, 2), np.uint32))
-        self.numbers, self.waits_for = np.full(batch, -1), np.full(batch, -1)
-        self.is_changed, self.pauses = np.zeros(batch, bool), [[] for _ in range(batch)]
-        self.prompt_lengths, self.common = zeros(), zeros()
+        self.numbers, self.pauses = np.full(batch, -1), [[] for _ in range(batch)]
+        self.prompt_lengths, self.reused = zeros(), 0
         self.waiting = deque(range(len(self.prompts)))  # the numbers of prompts that have had no place
         self.in_flight = deque()  # each Step that was started, but whose results were not received
-        self.admit()
 
-    def admit(self) -> None:
-        """Gives the free places to prompts that wait, in their order: to each the one that shares most with it."""
+    def plan(self) -> tuple[Copies, np.ndarray]:
+        """What to copy before the next step, and bool [batch], which rows change with it: those that paused are saved
+        and go on, and free places get prompts."""
         rows = self.rows
+        paused = (rows.limits <= self.prompt_lengths) & (rows.filled == rows.limits - 1)  # within their prompts
+        of_preamble = rows.filled == self.preamble
+        saves = np.stack([paused & ~of_preamble, paused & of_preamble], axis=1)
+        self.saved_at = np.where(saves, rows.filled[:, None], self.saved_at)
+        is_new, sources, tokens = self.admit()
+        returns = is_new[:, None] & (rows.filled[:, None] == self.saved_at) & (self.saved_at > 0)
+        for p in np.flatnonzero(paused | is_new):
+            rows.limits[p] = self.limit(p)
+        return Copies(saves, returns, sources, tokens), paused | is_new
+
+    def admit(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Gives free places to prompts that wait, in their order: to each the one that shares most with it. A prompt
+        waits on if another row has still to read, or to go back to, what it will take from there; its place stays free.
+        Returns which rows are new, bool [batch], and from which place each gets how many tokens, int32 [batch]."""
+        rows, is_new, waits_on = self.rows, np.zeros(self.batch, bool), []
+        sources, tokens = np.zeros((2, self.batch), np.int32)
         free = np.flatnonzero(self.numbers[: self.count] < 0).tolist()
         while free and self.waiting:
             prompt = self.prompts[number := self.waiting.popleft()]
             agreeing, length = self.agreeing(prompt), len(prompt)
             p = max(free, key=lambda p: self.shared(p, agreeing[p]))
             free.remove(p)
-            rows.filled[p] = self.shared(p, agreeing[p])
-            rows.history[p, :length], rows.seeds[p] = prompt, (number, self.seed)
+            q, n = self.source(p, agreeing)
+            if q != p and (is_new[q] or rows.filled[q] < n):
+                waits_on.append(number)
+                continue
+            if q != p:
+                sources[p], tokens[p] = q, n
+            # What was saved after more tokens is of no use. Where the row returns or begins anew, the piece before may
+            # have been padded up to here.
+            self.saved_at[p] = self.saved_at[q] * (self.saved_at[q] <= (agreeing[p] if q == p else n))
+            self.written[p] = n + self.pieces[0] if q == p and n in self.saved_at[p] else self.written[q]
+            rows.history[p, :length], rows.seeds[p], rows.filled[p] = prompt, (number, self.seed), n
             self.prompt_lengths[p] = self.received[p] = rows.lengths[p] = length
-            self.numbers[p], self.is_changed[p] = number, True
-            self.plan_reuse(p, agreeing)
-            rows.limits[p] = self.limit(p)
+            self.numbers[p], is_new[p] = number, True
+            self.pauses[p] = self.pauses_of(p)
+            self.reused += n
+        self.waiting.extendleft(reversed(waits_on))
+        return is_new, sources, tokens
 
     def limit(self, p: int) -> int:
         """How many tokens the row of a place may have for now: one more than at its next pause, or all."""
@@ -371,7 +394,7 @@ class Places:
     def choose(self) -> tuple[int, np.ndarray]:
         """The next step: its T, and the places [dp b] that it takes, b of each device of dp. A prompt is read in the
         longest pieces of which it fills more than half. A decode step takes all."""
-        left, places = np.where(self.waits_for < 0, self.unread(), 0), np.arange(self.batch, dtype=np.int32)
+        left, places = self.unread(), np.arange(self.batch, dtype=np.int32)
         if not left.any():
             return 1 + self.drafts * self.verifies(), places
         T = next((T for T in self.pieces if 2 * left.max() > T), self.pieces[-1])
@@ -445,28 +468,19 @@ class Places:
             return n in self.saved_at[p]
         return self.written[p] <= self.held or self.written[p] - n <= model.PREFILL_PIECE
 
-    def plan_reuse(self, p: int, agreeing: np.ndarray) -> None:
-        """Decides for a new row from where it gets more tokens, and where it pauses."""
-        filled = self.rows.filled[p]
-        self.saved_at[p] *= self.saved_at[p] <= agreeing[p]  # what was saved after more tokens is of no use
-        if filled in self.saved_at[p]:  # it returns there, or begins anew
-            self.written[p] = filled + self.pieces[0]  # the piece before may have been padded up to here
-        self.waits_for[p], self.common[p] = self.source(p, agreeing)
-        self.pauses[p] = self.pauses_of(p)
-
     def source(self, p: int, agreeing: np.ndarray) -> tuple[int, int]:
-        """The place of another row from which a new one can have the most tokens, and how many. If these are too few to
-        wait for, -1, and how many it has already."""
-        filled, source, most = self.rows.filled, -1, self.rows.filled[p] + FEWEST_COPIED - 1
+        """The place whose tokens a prompt takes if it gets the place p, and how many: p itself or, for at least
+        FEWEST_COPIED more, that of another row, which may still have to read them."""
+        filled, source, own = self.rows.filled, p, self.shared(p, agreeing[p])
+        most = own + FEWEST_COPIED - 1
         is_near = np.arange(self.batch) // self.together == p // self.together
-        is_near[p] = False
         for q in np.flatnonzero(is_near & (self.numbers >= 0) & (agreeing > most)).tolist():
             n = min(agreeing[q], max(self.prompt_lengths[q], self.received[q] - 1))
             ends = [end for end in (*self.pauses[q], *self.saved_at[q]) if end <= n] if self.has_states else [n]
             n = max((end for end in ends if end > filled[q] or self.offers(q, end)), default=0)
             if n > most:
                 source, most = q, n
-        return source, most if source >= 0 else filled[p]
+        return source, own if source == p else most
 
     def pauses_of(self, p: int) -> list[int]:
         """After how many tokens of its prompt a row's layers that forget are saved: the `preamble`, and all but the
@@ -478,40 +492,14 @@ class Places:
             return []
         following = itertools.islice(self.waiting, self.count)
         common = sorted(min(self.agreeing(self.prompts[n], [p])[0], self.prompt_lengths[p] - 1) for n in following)
-        known = self.common[p]  # the next prompts can have as much from where this row has it
+        known = self.rows.filled[p]  # the next prompts can have as much from where this row has it
         best = max([((len(common) - i) * (n - known), n) for i, n in enumerate(common)], default=(0, 0))[1]
         # It would replace what is saved. A few tokens more, in which some agree by chance, do not pay.
         return [best] if best >= known + FEWEST_COPIED else []
 
-    def returns(self) -> np.ndarray:
-        """Whether a new row is to go back to where its layers were saved, bool [batch, 2]."""
-        return self.is_changed[:, None] & (self.rows.filled[:, None] == self.saved_at) & (self.saved_at > 0)
-
-    def plan_copies(self) -> Copies:
-        """The copies to make before the next step. `rows` has what they lead to: rows that got tokens, or paused, go
-        on."""
-        rows, goes_back = self.rows, self.returns().any(axis=1)
-        sources, tokens = np.zeros((2, self.batch), np.int32)
-        paused = (rows.limits <= self.prompt_lengths) & (rows.filled == rows.limits - 1)  # within their prompts
-        of_preamble = rows.filled == self.preamble
-        saves = np.stack([paused & ~of_preamble, paused & of_preamble], axis=1)
-        self.saved_at = np.where(saves, rows.filled[:, None], self.saved_at)
-        for p in np.flatnonzero(self.waits_for >= 0):
-            q, n = self.waits_for[p], self.common[p]
-            if rows.filled[q] >= n and (self.has_states or not goes_back[q]):  # a ring first goes back itself
-                self.waits_for[p] = -1
-                if n > rows.filled[p] and self.offers(q, n):
-                    self.is_changed[p], sources[p], tokens[p], rows.filled[p] = True, q, n, n
-                    self.written[p], self.saved_at[p] = self.written[q], self.saved_at[q] * (self.saved_at[q] <= n)
-        returns = self.returns()
-        self.is_changed |= paused
-        for p in np.flatnonzero(self.is_changed):
-            rows.limits[p] = self.limit(p)
-        return Copies(saves, returns, sources, tokens)
-
     def contents(self) -> tuple[np.ndarray, ...]:
         """What the cache has of each place, for a later call."""
-        filled = np.where(self.returns().any(axis=1), 0, self.rows.filled)
+        filled = self.rows.filled.copy()
         if self.has_states and self.drafts and self.in_flight:  # how many drafts these steps took in is not known
             filled[self.numbers >= 0] = 0
         return self.rows.history, filled, self.received, self.written, self.saved_at
@@ -534,7 +522,7 @@ class Engine:
         stats |= dict.fromkeys(("drafts", "drafts_accepted"), 0)
         self.results, self.clock = deque(), time.perf_counter()
         self.length_sums = np.zeros(places.count)  # tokens in the cache, summed over decoding steps
-        self.first_tokens = int((places.prompt_lengths - places.common).sum())  # of the first prompts
+        self.first_tokens = sum(map(len, places.prompts[: places.count]))  # of the first prompts
         self.rows, self.by_places = None, NamedSharding(options["mesh"], P("dp"))
         self.replace = jax.jit(replace, out_shardings=self.by_places, donate_argnums=0)
 
@@ -578,22 +566,22 @@ class Engine:
             self.length_sums += lengths[: places.count] - 1
         for name, n in counts.items():
             stats[name] += n
-        self.progress("prefill", min(stats["prefill_tokens"], self.first_tokens), self.first_tokens)
+        done = min(places.reused + stats["prefill_tokens"], self.first_tokens)
+        self.progress("prefill", done, self.first_tokens)
         return new
 
     def update(self) -> None:
-        """Copies what the next step needs copied, and tells the devices what has changed of the rows."""
+        """Has the devices copy what Places plans before the next step, and tells them what has changed of the rows."""
         places, cache, self.cache = self.places, self.cache, None
-        copies = places.plan_copies()
+        copies, has_changed = places.plan()
         if any(map(np.any, copies)):
             fixed = {name: self.options[name] for name in ("config", "mesh")}
             arguments = cache, self.saved, self.on_mesh(copies)
             cache, self.saved = self.compiled("copies", places.batch, copy, *arguments, **fixed)(*arguments)
         self.cache = cache
-        if places.is_changed.any():
-            given = self.rows, *self.on_mesh((places.is_changed, places.rows))
+        if has_changed.any():
+            given = self.rows, *self.on_mesh((has_changed, places.rows))
             self.rows = self.compiled("rows", places.batch, self.replace, *given)(*given) if self.rows else given[2]
-            places.is_changed[:] = False
 
     def finish(self) -> None:
         """Waits for steps in flight, since no process may leave while others wait for it in a collective, and counts
@@ -685,7 +673,7 @@ def generate(
     (verified in these) and drafts_accepted; at the end step_bytes, of a mean decode step. The time from one result to
     the next is prefill's if the step of the later one read a prompt, else decoding's. Only compile_s has compilation
     and, on CPUs, the first run of the first programs. `progress(stage, done, total)` is called before a compilation,
-    and with the tokens that were read of the first prompts."""
+    and with how many tokens of the first prompts are in the cache."""
     check_prompts(prompts, config, max_seq_len, max_new_tokens)
     prompts, stop_tokens = [np.int32(prompt) for prompt in prompts], tuple(stop_tokens)
     if not (min(sampling) >= 0 and sampling.top_p <= 1 and 0 <= seed < 2**32):
@@ -731,13 +719,12 @@ def generate(
         engine.update()
         # Compiles the first step and a decode step now, so that the progress of prefill is not interrupted.
         engine.prepare(places.choose(), (1 + drafts * places.verifies(), np.arange(batch)))
-        progress("prefill", 0, engine.first_tokens)
+        progress("prefill", min(places.reused, engine.first_tokens), engine.first_tokens)
         while (places.numbers >= 0).any():  # some row has not ended
             if places.has_more() and len(places.in_flight) <= LOOKAHEAD:
                 engine.start(*places.choose())
             else:
                 yield engine.fetch()
-                places.admit()
             engine.update()
         engine.finish()
     finally:

@@ -108,16 +108,15 @@ def read_with_states(prompts, rows: int) -> int:
     limits = {"max_new_tokens": 2, "max_seq_len": 500, "stop_tokens": (), "held": 0, "opening": 0, "preamble": 0}
     limits["sparing"] = False
     places, read = generate.Places([*map(np.array, prompts)], **sizes, **limits), 0
+    places.plan()
     while (places.numbers >= 0).any():
-        places.plan_copies()
-        places.is_changed[:] = False
         if places.has_more():
             places.start(*places.choose())
             read += places.in_flight[-1].prompt_tokens
         else:
             n = len(places.in_flight[0].places)
             places.receive(places.rows.lengths[places.in_flight[0].places], [[5]] * n, [[0.0]] * n)
-            places.admit()
+        places.plan()
     return read
 
 
@@ -179,7 +178,7 @@ def test_the_first_row_reads_for_all(monkeypatch, name, mesh, rows, common, time
 
     stats = {}
     shared = decoded(rows=rows, stats=stats)
-    monkeypatch.setattr(generate.Places, "source", lambda *_: (-1, 0))
+    monkeypatch.setattr(generate.Places, "source", lambda self, p, agreeing: (p, 0))
     monkeypatch.setattr(generate.Places, "shared", lambda *_: 0)
     apart, atol = decoded(rows=rows), 1e-3 if "quantize_cache" in options else 1e-4  # a number may be rounded up
     assert_equal(shared, apart, atol)
@@ -616,19 +615,20 @@ def test_places(monkeypatch):
             device.rows = None
 
             def update(places=places, device=device, prompts=prompts):
-                """What Engine.update does: how many tokens were copied, to how many places, and how many returned."""
-                before, copies = places.rows.filled.copy(), places.plan_copies()
+                """What Engine.update does: to how many places tokens were copied, and how many returned. A prompt is
+                passed by another only if it waits for a row that begins like it."""
+                copies, has_changed = places.plan()
                 device.copy(copies)
+                is_active, last = places.numbers >= 0, max(places.numbers)
+                for number in [number for number in places.waiting if number < last]:
+                    assert max(places.agreeing(places.prompts[number])[is_active]) >= generate.FEWEST_COPIED
                 for p, k in np.argwhere(copies.saves | copies.returns):
                     assert places.saved_at[p, k] == len(device.saved[p][k]) < len(prompts[places.numbers[p]])
-                device.fill(places.is_changed, places.rows)
-                places.is_changed[:] = False
+                device.fill(has_changed, places.rows)
                 given = copies.tokens > 0
-                back = copies.returns.any(axis=1) & ~given
-                return np.array([(places.rows.filled - before).sum(), given.sum(), back.sum()])
+                return np.array([given.sum(), (copies.returns.any(axis=1) & ~given).sum()])
 
-            begun = max(places.numbers)
-            counts = np.array([places.rows.filled.sum(), 0, 0]) + update()
+            counts = update()
             while (places.numbers >= 0).any():
                 if places.has_more() and len(results) <= generate.LOOKAHEAD:
                     T, taken = places.choose()
@@ -638,14 +638,9 @@ def test_places(monkeypatch):
                 else:
                     for token in places.receive(*results.pop(0)):
                         answers[token.row].append(token)
-                    places.admit()
-                    is_new = places.is_changed
-                    assert set(places.numbers[is_new]) == set(range(begun + 1, begun + 1 + is_new.sum()))  # in order
-                    begun += is_new.sum()
-                    counts[0] += places.rows.filled[is_new].sum()
                 counts += update()
-            shared, copied, returned = shared + counts[0], copied + counts[1], returned + counts[2]
-            copied_states += has_states * counts[1]
+            shared, copied, returned = shared + places.reused, copied + counts[0], returned + counts[1]
+            copied_states += has_states * counts[0]
             for prompt, answer in zip(prompts, answers, strict=True):
                 tokens = [*prompt]
                 while len(tokens) < min(len(prompt) + new, slots + 1):
