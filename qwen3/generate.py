@@ -59,8 +59,8 @@ class Rows(NamedTuple):
                  |------------- `lengths` are known --------------|
 
     `history` int32 [B, the largest limit or more] holds the tokens. `filled` int32 [B] counts those in the cache, and
-    `lengths` int32 [B] those that are known: at least one more. A row stops at `limits` int32 [B] tokens. `seeds`
-    uint32 [B, 2] has the row's number, whatever its place, and the seed.
+    `lengths` int32 [B] those that are known: at least one more. A row ends or pauses at `limits` int32 [B] tokens.
+    `seeds` uint32 [B, 2] has the row's number, whatever its place, and the seed.
 
     For example, a prompt of 5 tokens begins with filled 0 and lengths 5. The step that takes the prompt chooses the
     sixth token: then filled is 5 and lengths 6. A decode step computes that one and chooses the next: 6 and 7.
@@ -88,7 +88,7 @@ def accept(rows: Rows, chosen: Array, stop_tokens: tuple[int, ...], T: int) -> R
     drafts = jnp.take_along_axis(history, lengths[:, None] + jnp.arange(verified), axis=1, mode="clip")
     is_right = (chosen[:, :verified] == drafts) & ~is_stop[:, :verified]
     accepted = jnp.sum(jnp.cumprod(is_right, axis=1), axis=1, dtype=jnp.int32)  # up to the first that is not right
-    # Three bounds: what was computed, what is known now, and the last token, which is never computed.
+    # Three bounds: what was computed, what was known or is accepted, and the last token, which is never computed.
     filled = jnp.minimum(jnp.minimum(filled + T, lengths + accepted), limits - 1)
     has_new = filled >= lengths  # else the row reads its prompt, or stands still
     # Accepted drafts are in `history` already. The token that was chosen after the last of them goes behind them.
@@ -118,7 +118,7 @@ def look_up(rows: Rows, cache: list[LayerCache], drafts: int, *_) -> tuple[Array
     return history, cache
 
 
-# Sources of drafts, called at the end of a step. A model with an extra layer has one more.
+# Sources of drafts, called at the end of a step. A model with an extra layer has one more, which uses all arguments.
 DRAFTS = {"lookup": look_up} | getattr(model, "DRAFTS", {})
 STATIC = "T", "draft", "drafts", "config", "mesh", "sampling", "stop_tokens"
 # XLA for CPUs uses half of a vector register of AVX-512 unless it is told. Other compilers do not look at it.
@@ -208,7 +208,8 @@ class Sampling(NamedTuple):
 
 def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling) -> tuple[Array, Array]:
     """The next tokens int32 [B] and their log-probabilities float32 [B], of the unmodified softmax: the same on all
-    devices that share the rows. Sampling uses no random key twice: each position of each row has its own.
+    devices that share the rows. Each position of each row has a random key of its own, which a draft of an extra layer
+    uses too: so it is guessed as it will be chosen.
 
     Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seeds uint32 [B, 2], the
     number of each row and the seed.
@@ -360,8 +361,9 @@ class Places:
         sources, tokens = np.zeros((2, self.batch), np.int32)
         free = np.flatnonzero(self.numbers[: self.count] < 0).tolist()
         while free and self.waiting:
-            prompt = self.prompts[number := self.waiting.popleft()]
-            agreeing, length = self.agreeing(prompt), len(prompt)
+            number = self.waiting.popleft()
+            prompt, length = self.prompts[number], len(self.prompts[number])
+            agreeing = self.agreeing(prompt)
             p = max(free, key=lambda p: self.shared(p, agreeing[p]))
             free.remove(p)
             q, n = self.source(p, agreeing)
@@ -394,14 +396,14 @@ class Places:
     def choose(self) -> tuple[int, np.ndarray]:
         """The next step: its T, and the places [dp b] that it takes, b of each device of dp. A prompt is read in the
         longest pieces of which it fills more than half. A decode step takes all."""
-        left, places = self.unread(), np.arange(self.batch, dtype=np.int32)
+        places, left = np.arange(self.batch, dtype=np.int32), self.unread()
         if not left.any():
             return 1 + self.drafts * self.verifies(), places
         T = next((T for T in self.pieces if 2 * left.max() > T), self.pieces[-1])
         reads = (left > (T // 2 if self.pieces[-1] < T else 0)).reshape(self.dp, -1)
         most = min(reads.shape[1], max(1, PREFILL_TOKENS // T))
         b = most if 2 * reads.sum(axis=1).max() > most else 1  # no other, so that each T has two programs at most
-        # A device with fewer rows to read takes some twice, or its first place one step further.
+        # A device with fewer rows to read takes some twice. One with none takes its first place, which may be decoding.
         pairs = zip(places.reshape(self.dp, -1), reads, strict=True)
         return T, np.concatenate([np.resize(here[read] if read.any() else here[0], b) for here, read in pairs])
 
@@ -457,13 +459,14 @@ class Places:
 
     def shared(self, p: int, agreeing: int) -> int:
         """How many of the first tokens of a prompt, which agree with those of a place, need not be read there."""
-        n = min(agreeing, self.received[p] - 1, self.rows.filled[p])
+        n = min(agreeing, self.received[p] - 1, self.rows.filled[p])  # a foreseen token may not have come
         stays = n == self.rows.filled[p] if self.has_states else self.offers(p, n)
         return n if n > 0 and stays else max(self.saved_at[p] * (self.saved_at[p] <= agreeing))
 
     def offers(self, p: int, n: int) -> bool:
         """Whether a row can go on after the first n tokens of a place, which has computed them. With states it can if a
-        copy was saved there. In a ring that has wrapped, what it needs is overwritten if too much came after."""
+        copy was saved there. A ring has room for what a token sees and a piece more: if it has wrapped, at most a piece
+        may have been written behind these n."""
         if self.has_states:
             return n in self.saved_at[p]
         return self.written[p] <= self.held or self.written[p] - n <= model.PREFILL_PIECE
@@ -475,7 +478,7 @@ class Places:
         most = own + FEWEST_COPIED - 1
         is_near = np.arange(self.batch) // self.together == p // self.together
         for q in np.flatnonzero(is_near & (self.numbers >= 0) & (agreeing > most)).tolist():
-            n = min(agreeing[q], max(self.prompt_lengths[q], self.received[q] - 1))
+            n = min(agreeing[q], max(self.prompt_lengths[q], self.received[q] - 1))  # what it will have for certain
             ends = [end for end in (*self.pauses[q], *self.saved_at[q]) if end <= n] if self.has_states else [n]
             n = max((end for end in ends if end > filled[q] or self.offers(q, end)), default=0)
             if n > most:
@@ -493,7 +496,8 @@ class Places:
         following = itertools.islice(self.waiting, self.count)
         common = sorted(min(self.agreeing(self.prompts[n], [p])[0], self.prompt_lengths[p] - 1) for n in following)
         known = self.rows.filled[p]  # the next prompts can have as much from where this row has it
-        best = max([((len(common) - i) * (n - known), n) for i, n in enumerate(common)], default=(0, 0))[1]
+        gains = [((len(common) - i) * (n - known), n) for i, n in enumerate(common)]
+        best = max(gains, default=(0, 0))[1]
         # It would replace what is saved. A few tokens more, in which some agree by chance, do not pay.
         return [best] if best >= known + FEWEST_COPIED else []
 
@@ -580,8 +584,9 @@ class Engine:
             cache, self.saved = self.compiled("copies", places.batch, copy, *arguments, **fixed)(*arguments)
         self.cache = cache
         if has_changed.any():
-            given = self.rows, *self.on_mesh((has_changed, places.rows))
-            self.rows = self.compiled("rows", places.batch, self.replace, *given)(*given) if self.rows else given[2]
+            has_changed, new = self.on_mesh((has_changed, places.rows))
+            given = self.rows, has_changed, new
+            self.rows = self.compiled("rows", places.batch, self.replace, *given)(*given) if self.rows else new
 
     def finish(self) -> None:
         """Waits for steps in flight, since no process may leave while others wait for it in a collective, and counts
@@ -646,42 +651,43 @@ def generate(
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Iterator[list[Token]]:
     """Decodes the prompts, `rows` of them at a time (by default as many as memory holds), and yields the new tokens of
-    each step: of one that reads prompts, the first token of each row whose prompt it has read to the end. When a row
-    ends, the next prompt takes its place: it is read in pieces, while the other rows keep their caches. The first
-    `next` raises InputError for what check_prompts refuses, for a draft that is not in DRAFTS, sampling, a seed or
-    draft_tokens out of range, and for too large a cache.
+    each step. A step that reads prompts gives the first token of each row whose prompt it has read to the end; with dp,
+    a row that decodes may get one too. When a row ends, the next prompt takes its place: it is read in pieces, while
+    the other rows keep their caches. The first `next` raises InputError for what check_prompts refuses, for a draft
+    that is not in DRAFTS, sampling, a seed or draft_tokens out of range, and for too large a cache.
 
     A row ends with its first token that is one of `stop_tokens`, after `max_new_tokens`, or when it has filled
-    `max_seq_len` slots (by default what the longest row needs, rounded up as its cache is). Programs are compiled for a
-    number of slots: calls with the same `max_seq_len` share them. What a row generates does not depend on the others:
-    sampling uses the seed and the row's number in `prompts`, `Token.row`. `quantize_cache` is None or "int8".
+    `max_seq_len` slots (by default what the longest row needs, rounded up as its cache is). What it generates does not
+    depend on the others: sampling uses the seed and the row's number in `prompts`, `Token.row`. `quantize_cache` is
+    None or "int8".
 
     With `draft`, a name in DRAFTS, steps verify `draft_tokens` drafts of each row, fewer than FEW. The tokens are the
-    same, but for rounding where two are as likely. On CPUs a draft costs nearly as much as a token, so there "lookup"
-    verifies drafts only while most rows repeat what they have.
+    same, but for rounding where two are as likely. On CPUs three drafts more than double a step's time, so there
+    "lookup" verifies drafts only while most rows repeat what they have.
 
     A prompt that begins like the row before it in its place is read from where they differ. What it shares with another
     row is copied from there, so what all prompts begin with is read once on each device of dp. `kept`, a dict that is
-    empty at first, takes the places to the next call with the same weights, even after a call that was broken off: so a
-    conversation reads only what is new. A state cannot go back, and a ring has forgotten what is far behind. So such
-    layers are saved OPENING tokens before the end of a prompt, and after the first `preamble` tokens, if `preamble` is
-    FEWEST_COPIED or more. The next prompt goes on from there, or from the end of what its place has seen. Without
-    `kept`, states are saved where the next prompts gain the most.
+    empty at first, takes places and programs to the next call with the same weights, even after a call that was broken
+    off. So a conversation reads only what is new, and calls with the same `max_seq_len` compile once. A state cannot go
+    back, and a ring has forgotten what is far behind. So such layers are saved OPENING tokens before the end of a
+    prompt, and after the first `preamble` tokens, if `preamble` is FEWEST_COPIED or more. The next prompt goes on from
+    there, or from the end of what its place has seen. Without `kept`, states are saved where the next prompts gain the
+    most.
 
-    `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s, decode_steps, decode_tokens
-    (all but each row's first), row_steps (places times steps), busy_row_steps (those that gave a token), drafts
+    `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s; of steps that read no prompt
+    decode_steps, decode_tokens, row_steps (places times steps), busy_row_steps (those that gave a token), drafts
     (verified in these) and drafts_accepted; at the end step_bytes, of a mean decode step. The time from one result to
     the next is prefill's if the step of the later one read a prompt, else decoding's. Only compile_s has compilation
     and, on CPUs, the first run of the first programs. `progress(stage, done, total)` is called before a compilation,
     and with how many tokens of the first prompts are in the cache."""
     check_prompts(prompts, config, max_seq_len, max_new_tokens)
-    prompts, stop_tokens = [np.int32(prompt) for prompt in prompts], tuple(stop_tokens)
     if not (min(sampling) >= 0 and sampling.top_p <= 1 and 0 <= seed < 2**32):
         raise InputError(f"{sampling} or seed {seed} is out of range")
     if draft and draft not in DRAFTS:
         raise InputError(f"draft {draft!r} is none of this model's: {', '.join(DRAFTS)}")
     if not 0 < draft_tokens < FEW:
         raise InputError(f"draft_tokens {draft_tokens} is not from 1 to {FEW - 1}")
+    prompts, stop_tokens = [np.int32(prompt) for prompt in prompts], tuple(stop_tokens)
     drafts = draft_tokens if draft else 0
     longest, dp = max(map(len, prompts)), mesh.shape["dp"]
     max_seq_len = max_seq_len or model.cache_slots(longest + max_new_tokens - 1)  # the last token needs none
@@ -689,14 +695,13 @@ def generate(
     pieces = piece_lengths(max_seq_len if goes_on else longest, config, mesh)  # the calls of a conversation share them
 
     # The cache of a single row on each device of dp tells which layers forget, and how many rows memory holds.
-    slots, dtype = max(max_seq_len, pieces[0]), weights["norm"].dtype
+    slots, dtype = max(max_seq_len, pieces[0]), weights["norm"].dtype  # a piece is stored whole, with its padding
     of_cache = dict(max_seq_len=slots, dtype=dtype, quantize=quantize_cache, drafts=drafts)
     of_one = model.abstract_cache(config, mesh, dp, **of_cache)
     held = model.tokens_held(of_one, config, model.model_shards(mesh))  # 0 if it is a state
     # A later call may have to go back in all that forgets. Within this one, states are saved if prompts begin alike.
     some_begin_alike = len({tuple(prompt[:FEWEST_COPIED]) for prompt in prompts}) < len(prompts)
-    least = max_seq_len if goes_on else int(some_begin_alike)  # a layer that holds fewer tokens is saved
-    forgetful = [i for i, n in enumerate(held) if n < least]
+    forgetful = [i for i, n in enumerate(held) if (n < max_seq_len if goes_on else n == 0 and some_begin_alike)]
     preamble = preamble if forgetful and goes_on and preamble >= FEWEST_COPIED else 0
     copies = 2 if preamble else 1  # of each layer that forgets
     count = rows_at_once(len(prompts), rows, weights, [of_one, *[of_one[i] for i in forgetful] * copies], mesh)
@@ -756,7 +761,7 @@ class Copies(NamedTuple):
 
     1. Where `saves`, bool [batch, 2], is true, the layers that forget are copied into their first or second copy.
     2. A place whose `tokens`, int32 [batch], is above 0 gets that many first tokens from the place `sources`, int32
-       [batch], and both its copies. The places get them one after another.
+       [batch], and what was saved of that. The places get them one after another.
     3. Where `returns`, bool [batch, 2], is true, the layers that forget get back what that copy has.
     """
 
@@ -774,7 +779,8 @@ def copy(cache: list, saved: list[dict], copies: Copies, *, config: Config, mesh
     def body(cache, saved, copies):
         saves, returns, sources, tokens = copies
         # R devices share the cache of the places here. It is split by tokens or, in some models, by rows too. Then each
-        # device has `rows` of the places, those for which place // rows is its `part`.
+        # device has `rows` of the places, those for which place // rows is its `part`. (If 4 devices share 4 places and
+        # each has 2, two of them have part 0 and divide its tokens.)
         rows = jax.tree.leaves(cache)[0].shape[0]
         part = model.shard_index(R) // (R * rows // len(sources))
         places = jnp.flatnonzero(tokens, size=len(tokens))  # first those that get tokens
