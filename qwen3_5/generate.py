@@ -354,24 +354,24 @@ class Places:
         return Copies(saves, returns, sources, tokens), paused | is_new
 
     def admit(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Gives free places to prompts that wait, in their order: to each the one that shares most with it. A prompt
-        waits on if another row has still to read, or to go back to, what it will take from there; its place stays free.
-        Returns which rows are new, bool [batch], and from which place each gets how many tokens, int32 [batch]."""
-        rows, is_new, waits_on = self.rows, np.zeros(self.batch, bool), []
+        """Gives free places to prompts that wait, in their order: to each the one that shares most with it. While a
+        prompt waits for what another row has still to read, those behind it wait too. Returns which rows are new, bool
+        [batch], and from which place each gets how many tokens, int32 [batch]."""
+        rows, is_new = self.rows, np.zeros(self.batch, bool)
         sources, tokens = np.zeros((2, self.batch), np.int32)
         free = np.flatnonzero(self.numbers[: self.count] < 0).tolist()
         while free and self.waiting:
-            number = self.waiting.popleft()
-            prompt, length = self.prompts[number], len(self.prompts[number])
-            agreeing = self.agreeing(prompt)
+            number = self.waiting[0]
+            prompt = self.prompts[number]
+            agreeing, length = self.agreeing(prompt), len(prompt)
             p = max(free, key=lambda p: self.shared(p, agreeing[p]))
-            free.remove(p)
-            q, n = self.source(p, agreeing)
-            if q != p and (is_new[q] or rows.filled[q] < n):
-                waits_on.append(number)
-                continue
+            q, n, waits = self.source(p, agreeing, is_new)
+            if waits:
+                break
             if q != p:
                 sources[p], tokens[p] = q, n
+            free.remove(p)
+            self.waiting.popleft()
             # What was saved after more tokens is of no use. Where the row returns or begins anew, the piece before may
             # have been padded up to here.
             self.saved_at[p] = self.saved_at[q] * (self.saved_at[q] <= (agreeing[p] if q == p else n))
@@ -381,7 +381,6 @@ class Places:
             self.numbers[p], is_new[p] = number, True
             self.pauses[p] = self.pauses_of(p)
             self.reused += n
-        self.waiting.extendleft(reversed(waits_on))
         return is_new, sources, tokens
 
     def limit(self, p: int) -> int:
@@ -471,19 +470,21 @@ class Places:
             return n in self.saved_at[p]
         return self.written[p] <= self.held or self.written[p] - n <= model.PREFILL_PIECE
 
-    def source(self, p: int, agreeing: np.ndarray) -> tuple[int, int]:
-        """The place whose tokens a prompt takes if it gets the place p, and how many: p itself or, for at least
-        FEWEST_COPIED more, that of another row, which may still have to read them."""
-        filled, source, own = self.rows.filled, p, self.shared(p, agreeing[p])
-        most = own + FEWEST_COPIED - 1
+    def source(self, p: int, agreeing: np.ndarray, is_new: np.ndarray) -> tuple[int, int, bool]:
+        """From where a prompt gets its first tokens if it takes the place p, how many, and whether it waits for more:
+        p itself, or another row that has at least FEWEST_COPIED more. For as many more it waits until a row has read
+        them, or has gone back to them."""
+        filled, own, there, to_come = self.rows.filled, self.shared(p, agreeing[p]), [], []
         is_near = np.arange(self.batch) // self.together == p // self.together
-        for q in np.flatnonzero(is_near & (self.numbers >= 0) & (agreeing > most)).tolist():
+        for q in np.flatnonzero(is_near & (self.numbers >= 0) & (agreeing >= own + FEWEST_COPIED)).tolist():
             n = min(agreeing[q], max(self.prompt_lengths[q], self.received[q] - 1))  # what it will have for certain
             ends = [end for end in (*self.pauses[q], *self.saved_at[q]) if end <= n] if self.has_states else [n]
             n = max((end for end in ends if end > filled[q] or self.offers(q, end)), default=0)
-            if n > most:
-                source, most = q, n
-        return source, own if source == p else most
+            (to_come if is_new[q] or filled[q] < n else there).append((n, q))
+        n, source = max(there, default=(0, p))
+        if n < own + FEWEST_COPIED:
+            n, source = own, p
+        return source, n, max(to_come, default=(0, p))[0] >= n + FEWEST_COPIED
 
     def pauses_of(self, p: int) -> list[int]:
         """After how many tokens of its prompt a row's layers that forget are saved: the `preamble`, and all but the
