@@ -37,9 +37,9 @@ MLPs by their intermediate dimension (Shoeybi et al. 2019, "Megatron-LM"). All d
 and devices exchange nothing except in the collectives that the code spells out. A decode step has one `psum` in the
 embedding and two `all_gather`, for the next token and for the results, and as many for each draft of the extra layer;
 each layer has two psums, in `summed`, an all_gather of the outputs of `qkv_a` and, if it chooses keys, one of their
-scores. In prefill the devices along ep divide the tokens of the residual stream (see `divide_tokens`). The cache has no
-heads to split: each device holds some of its rows and some of their tokens. Steps of many tokens collect them in
-blocks, steps of few tokens exchange queries and outputs (see `exchange`).
+scores, which a psum adds before if X exceeds R. In prefill the devices along ep divide the tokens of the residual
+stream (see `divide_tokens`). The cache has no heads to split: each device holds some of its rows and some of their
+tokens. Steps of many tokens collect them in blocks, steps of few tokens exchange queries and outputs (see `exchange`).
 
 Dimension letters, in shapes and einsums. Under shard_map B, N, F, E and V are the sizes on one device.
 

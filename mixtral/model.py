@@ -39,6 +39,7 @@ Dimension letters, in shapes and einsums. Under shard_map B, N, K, F, E and V ar
     S  cache slots of a row      K  num_key_value_heads       X  devices that share a layer, ep x tp
     C  any contracted dimension  H  head_dim                  R  devices that share a kv head
     O  any output dimension      W  the width of a value      E  num_local_experts
+    k  num_experts_per_tok
     A, M  queries of a kv head: 1 and all of them if tokens are few; if they are many, query heads and tokens
 
 Dtypes. Weights, residual stream and cache are bfloat16 by default; `weights_of` and `cache_layout` name the exceptions.

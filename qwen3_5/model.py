@@ -32,11 +32,11 @@ Parallelism. A mesh of devices has three axes. `dp` splits the batch. `ep` split
 dimension of each. Both together split all other matrices but the router and the gate of the shared expert: attention by
 heads, MLPs by intermediate_size (Shoeybi et al. 2019, "Megatron-LM"), embedding and head by vocab_size. All device code
 runs under `jax.shard_map`, and devices exchange nothing except in the collectives that the code spells out. A decode
-step has one `psum` in the embedding, two in each layer (in `summed`), and two `all_gather`, for the next token and for
-the results. In prefill the devices along ep divide the tokens of the residual stream (see `divide_tokens`). If ep x tp
-exceeds num_key_value_heads, R devices share each kv head, and each caches every R-th token for it. They exchange
-queries and outputs (see `exchange`). The heads of the delta rule are split as those of attention are; where devices
-share a key head, each has some of its value heads.
+step has one `psum` in the embedding and two `all_gather`, for the next token and for the results, and as many for each
+draft of the extra layer; each layer has two psums (in `summed`). In prefill the devices along ep divide the tokens of
+the residual stream (see `divide_tokens`). If ep x tp exceeds num_key_value_heads, R devices share each kv head, and
+each caches every R-th token for it. They exchange queries and outputs (see `exchange`). The heads of the delta rule are
+split as those of attention are; where devices share a key head, each has some of its value heads.
 
 Dimension letters, in shapes and einsums. Under shard_map B, N, K, F, E and V are the sizes on one device.
 
@@ -45,6 +45,7 @@ Dimension letters, in shapes and einsums. Under shard_map B, N, K, F, E and V ar
     S  cache slots of a row      K  num_key_value_heads       X  devices that share a layer, ep x tp
     C  any contracted dimension  H  head_dim                  R  devices that share a kv head
     O  any output dimension      W  the width of a value      E  num_experts
+    k  num_experts_per_tok
     A, M  queries of a kv head: 1 and all of them if tokens are few; if they are many, query heads and tokens
 
 In a layer with a state, N is linear_num_value_heads, K linear_num_key_heads, H linear_key_head_dim and W
