@@ -27,8 +27,8 @@ FOLDERS = {name: import_folder(name) for name in folders()}
 GOLDEN = json.loads((ROOT / "tests" / "golden_tokens.json").read_text())
 FORMATS = {"bf16": None, "int8": "int8"}
 ON_CPU = jax.default_backend() == "cpu"
-# On a CPU one of them, since test_releases.py runs all demos there.
-SHOWN = ("llama3",) if ON_CPU else FOLDERS
+# On a CPU one of them, and not in the default run, since test_releases.py runs all demos there.
+SHOWN = [pytest.param("llama3", marks=pytest.mark.slow)] if ON_CPU else FOLDERS
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels
@@ -309,7 +309,6 @@ def assert_near(record_property):
     return near
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("folder", SHOWN)
 def test_demos_in_float32(folder, assert_near):
     """On all devices. On an accelerator, as on its host's CPU too, unless jax was told to leave that out."""
