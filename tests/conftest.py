@@ -77,7 +77,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "optimized: compiles as users do, with all optimizations")
     config.addinivalue_line("markers", "device: runs on an accelerator too: pytest -m device")
     config.addinivalue_line("markers", "slow: not in the default run; pytest -m 'not real' runs all")
-    config.addinivalue_line("markers", "sampled: all but one in four of its cases are slow")
+    config.addinivalue_line("markers", "sampled: all but one in six of its cases are slow")
     if ON_DEVICE:
         config.addinivalue_line("filterwarnings", "default")  # what a later library advises against is no failure there
         config.option.dist, config.option.maxschedchunk = "load", 1  # each process takes the next test
@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         item.case = seen[item.function]
         seen[item.function] += 1
-        if item.get_closest_marker("sampled") and item.case % 4:
+        if item.get_closest_marker("sampled") and item.case % 6:
             item.add_marker("slow")
     if ON_DEVICE:
         items.sort(key=lambda item: item.case)

@@ -626,9 +626,33 @@ OTHER_MESHES = {  # meshes that replace (2, 2, 2): tp beyond the kv heads or div
 }
 
 
-@pytest.mark.sampled
+BY_DEFAULT = {  # the others are slow: at least one of each folder, on meshes of all kinds
+    "llama 3.2, tied": (8, 1, 1),
+    "glm": (1, 1, 7),
+    "llama 4, chunks alone": (1, 1, 8),
+    "moonlight": (1, 2, 3),
+    "glm 5, two heads": (1, 1, 8),
+    "glm 4.7 flash, other layers, groups": (1, 2, 2),
+    "glm 4.5 air, groups, no biases, all turned, weights as they are, large eps": (1, 4, 2),
+    "qwen3 moe": (1, 8, 1),
+    "qwen3 next": (2, 1, 2),
+    "mixtral": (2, 2, 2),
+    "gpt-oss, tied, no biases of attention, small limit, one kv head": (1, 4, 2),
+    "gemma 2": (2, 2, 2),
+    "gemma 4 e2b": (1, 1, 8),
+    "gemma 4 26b": (1, 8, 1),
+    "gpt-2, five heads, narrow mlp, large eps": (1, 3, 1),
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "mesh"), [(name, mesh) for name in CASES for mesh in OTHER_MESHES.get(name, [(2, 2, 2)])], ids=str
+    ("name", "mesh"),
+    [
+        pytest.param(name, mesh, marks=[pytest.mark.slow] * (BY_DEFAULT.get(name) != mesh))
+        for name in CASES
+        for mesh in OTHER_MESHES.get(name, [(2, 2, 2)])
+    ],
+    ids=str,
 )
 def test_unequal_prompts_in_one_batch(checkpoints, name, mesh):
     modules, path, reference = checkpoints(name)

@@ -153,14 +153,15 @@ def test_groups_of_prompts_that_share_more_than_all_do():
     assert read_with_states(prompts, 12) == 200 + 4 * 150 + 12 * 10
 
 
+# By default full caches, rings and states run: the first, the seventh, the thirteenth.
 SHARED = [  # the folder; mesh; rows; tokens that all share; how often they are read; options
     ("llama3", (1, 1, 1), 8, 300, 1, {"quantize_cache": "int8"}),
     ("llama3", (2, 1, 4), 8, 300, 2, {"temperature": 2.0}),  # two devices share a head
     ("llama3", (1, 1, 1), 3, 170, 1, {"draft": "lookup"}),
-    ("gemma", (1, 1, 2), 4, 400, 1, {}),  # rings of 256 slots
     ("gemma4", (1, 1, 4), 8, 330, 1, {"quantize_cache": "int8"}),  # layers with other numbers of heads
     ("gpt_oss", (1, 2, 1), 5, 290, 1, {"temperature": 1.0}),
     ("llama4", (1, 1, 8), 8, 300, 1, {}),  # chunks
+    ("gemma", (1, 1, 2), 4, 400, 1, {}),  # rings of 256 slots
     ("deepseek", (1, 1, 4), 8, 300, 4, {"draft": "mtp"}),  # each of four devices has two rows
     ("deepseek", (1, 1, 8), 4, 300, 4, {"quantize_cache": "int8"}),  # pairs of devices have one row each
     ("glm4_flash", (2, 1, 2), 6, 300, 2, {}),  # and three rows: devices share their tokens
