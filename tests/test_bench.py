@@ -6,7 +6,7 @@ import sys
 
 import jax
 import pytest
-from helpers import ROOT, environment_of_users
+from helpers import ROOT, environment_of_users, run_here
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bench
@@ -20,10 +20,15 @@ CONFIG = {
 }  # fmt: skip
 
 
-def run(tmp_path, *arguments):
+def flags(tmp_path):
+    """For a small model."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    command = [*BENCH, "llama3", "--config", tmp_path / "config.json", "--steps", "8", "--rounds", "1", "--json"]
-    finished = subprocess.run([*command, *arguments], capture_output=True, text=True, env=ENVIRONMENT)
+    return ["llama3", "--config", tmp_path / "config.json", "--steps", "8", "--rounds", "1", "--json"]
+
+
+def run(tmp_path, *arguments):
+    command = [*BENCH, *flags(tmp_path), *arguments]
+    finished = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout)
 
@@ -46,9 +51,12 @@ def test_counts_and_both_sides(tmp_path):
     assert "--vs transformers" in report["command"] and report["versions"]["transformers"]
 
 
-def test_a_batch_decodes_at_once(tmp_path):
+def test_a_batch_decodes_at_once(tmp_path, monkeypatch, capsys):
     """Also one of more rows than generate takes by itself."""
-    (row,) = run(tmp_path, "--layers", "1", "--batch", "257", "--prompt_len", "4")["results"]
+    monkeypatch.setattr(bench, "roofs", lambda mesh: {})  # test_counts_and_both_sides has them
+    monkeypatch.setattr(jax, "devices", lambda *_, found=jax.devices(): found[:1])
+    assert run_here(bench, *flags(tmp_path), "--layers", "1", "--batch", "257", "--prompt_len", "4") == 0
+    (row,) = json.loads(capsys.readouterr().out)["results"]
     assert row["decode_tokens_per_s"] == pytest.approx(257 * row["decode_steps_per_s"])
 
 
@@ -95,15 +103,16 @@ ENTRY %main (a: f32[8]) -> f32[8] {
             ["deepseek", "--config", "deepseek/demo/config.json", "--vs", "transformers", "--draft", "mtp"],
             "no extra layer",
         ),
-        (["llama3", "--config", "llama-3.1-8b", "--tp", "3"], "needs 3 devices"),
+        (["llama3", "--config", "llama-3.1-8b", "--tp", "9"], "needs 9 devices"),
         (["llama3", "--config", "llama-3.1-8b", "--save", "nowhere/"], "'nowhere/' is no name"),
         (["llama3", "--config", "llama-3.1-8b", "--batch", "0"], "argument --batch: '0' is not a positive number"),
     ],
 )
-def test_errors(arguments, words):
-    environment = environment_of_users(JAX_NUM_CPU_DEVICES="1")
-    finished = subprocess.run([*BENCH, *arguments], capture_output=True, text=True, env=environment)
-    assert finished.returncode == 2 and finished.stderr.startswith("error: ") and words in finished.stderr
+def test_errors(arguments, words, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert run_here(bench, *arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and words in line
 
 
 @pytest.mark.slow

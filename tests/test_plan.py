@@ -1,5 +1,6 @@
 """benchmarks/plan.py: its figures against numbers counted by hand, and its errors."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,18 +10,28 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import ROOT, environment_of_users, import_folder, interpret_kernels
+from helpers import ROOT, environment_of_users, import_folder, interpret_kernels, run_here
 from jax.sharding import PartitionSpec as P
 
 PLAN = [sys.executable, ROOT / "benchmarks" / "plan.py"]
 ENVIRONMENT = environment_of_users()
 
 
+@pytest.fixture
+def plan(monkeypatch):
+    """The program as a module. It sets the environment of its process, which here is a copy."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    return importlib.import_module("plan")
+
+
 def test_8b_on_two_by_four_chips():
     command = [*PLAN, "llama3", "--config", "llama-3.1-8b", "--target", "v5e:2x4", "--batch", "4", "--json"]
+    command += ["--layers", "8"]
     report = json.loads(subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=True).stdout)
-    parameters, embedding, norms = 8_030_261_248, 128256 * 4096, 64 * 4096  # of the released model
-    cache = 2 * 32 * 8 * 128 * 2048 * 4 * 2
+    embedding, norms = 128256 * 4096, 16 * 4096
+    parameters = 8_030_261_248 - 24 * 218_112_000  # of the released model, and of each layer that is left out
+    cache = 2 * 8 * 8 * 128 * 2048 * 4 * 2
     # Everything is split over the eight chips but the norms, which every chip holds: those of layers in float32.
     others = parameters - norms - 4096
     assert report["weights_bytes"] == 2 * (others // 8 + 4096) + 4 * norms
@@ -29,9 +40,9 @@ def test_8b_on_two_by_four_chips():
     read = 2 * (parameters - embedding + norms) + cache
     assert report["floor_ms"] == pytest.approx(read / 8 / 819e9 * 1e3, rel=1e-6)
     assert report["floor_ms"] <= report["core_ms"] < report["estimated_ms"] < 1.3 * report["floor_ms"]
-    assert report["collectives"] == {"all-reduce": 65, "all-gather": 1} and report["copy_bytes"] == 0
-    # 65 all-reduces of 4 rows in bfloat16 (padded to 8 on the chip or not), and the token's all-gather.
-    seconds = 66e-6 + 65 * 2 * 7 / 8 * 4 * 4096 * 2 / 200e9
+    assert report["collectives"] == {"all-reduce": 17, "all-gather": 1} and report["copy_bytes"] == 0
+    # 17 all-reduces of 4 rows in bfloat16 (padded to 8 on the chip or not), and the token's all-gather.
+    seconds = 18e-6 + 17 * 2 * 7 / 8 * 4 * 4096 * 2 / 200e9
     assert report["collective_ms"] == pytest.approx(seconds * 1e3, rel=0.1)
 
 
@@ -53,18 +64,14 @@ def test_8b_on_two_by_four_chips():
         ),
     ],
 )
-def test_errors(arguments, words):
-    finished = subprocess.run([*PLAN, *arguments], capture_output=True, text=True, env=ENVIRONMENT)
-    assert finished.returncode == 2 and words in finished.stderr.splitlines()[-1]
-    assert finished.stderr.splitlines()[-1].startswith("error: ")
+def test_errors(plan, capsys, arguments, words):
+    assert run_here(plan, *arguments) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: ") and words in line
 
 
-def test_prompts_as_a_table(monkeypatch):
+def test_prompts_as_a_table(plan):
     """Rows that differ in the prompt alone are told apart, and a step is not counted as one of decoding."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # plan sets that of its process
-    import plan
-
     row = {"target": "v5e:1x1", "mesh": {"dp": 1, "ep": 1, "tp": 1}, "batch": 2, "max_seq_len": 2048, "fits": True}
     row |= dict.fromkeys(("hbm_bytes", "core_ms", "collective_ms", "serial_ms", "floor_ms"), 1.0)
     rows = [row | {"prefill": n, "estimated_ms": 4.0, "published_ms": None} for n in (256, 512)]
@@ -157,12 +164,8 @@ def test_devices_along_ep_divide_the_tokens_of_a_piece():
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_loops_run_as_often_as_counted(monkeypatch, rows):
+def test_loops_run_as_often_as_counted(plan, monkeypatch, rows):
     """Over rows, and over blocks of latents, whose tokens, or rows, two devices share: by the real loops."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # plan sets that of its process
-    import plan
-
     model, count, T = import_folder("deepseek").model, Counter(), 64
 
     def counted(first, last, body, state, loop=jax.lax.fori_loop):
