@@ -229,10 +229,11 @@ def test_the_packages_own_tokens(of_case, name):
     ("name", "text"),
     [
         ("kimi k2", "[BOS]<|im_user|>user[UNK] hi<|im_end|>\n<|im_assistant|>"),
-        ("qwen 3", "<|im_start|>user\nhi<|im_end|>\n"),
+        # Read as Qwen3.5's and Llama 3's are.
+        pytest.param("qwen 3", "<|im_start|>user\nhi<|im_end|>\n", marks=pytest.mark.slow),
         ("qwen 3.5", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>"),
         ("llama 3", "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"),
-        ("llama 4", "<|header_start|>user<|header_end|>\n\nhi<|eot|>"),
+        pytest.param("llama 4", "<|header_start|>user<|header_end|>\n\nhi<|eot|>", marks=pytest.mark.slow),
     ],
 )
 def test_special_tokens_of_tiktoken(of_case, name, text):
@@ -240,7 +241,7 @@ def test_special_tokens_of_tiktoken(of_case, name, text):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", ["kimi k2", "openllama"])
+@pytest.mark.parametrize("name", ["openllama", "kimi k2"])
 def test_the_whole_program(main, tmp_path, name):  # noqa: F811
     """A tiny checkpoint with the real vocabulary: ids of the prompt, and text of random ids as one and as it comes."""
     case = case_of(name)
