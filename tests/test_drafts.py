@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, extra_layer_tensors, import_folder, qwen_extra_layer_tensors, random_extra_layer, save_random
+from helpers import (
+    ROOT,
+    extra_layer_tensors,
+    import_folder,
+    qwen_extra_layer_tensors,
+    random_extra_layer,
+    read_in_pieces,
+    save_random,
+)
 from jax.sharding import PartitionSpec as P
 from safetensors.torch import load_file, save_file
 from test_main import assert_refused, json_rows, main  # noqa: F401 (a fixture)
@@ -70,15 +78,16 @@ def test_drafts_change_no_token(monkeypatch, name, mesh, rows, temperature, draf
     longest row is the last of the cache."""
     folder, config, mesh, weights = demo(name, mesh)
     model, generate, prompts = folder.model, folder.generate, random_prompts([*LENGTHS[:6], 217])
-    monkeypatch.setattr(generate, "SHORT_PIECES", (model.PREFILL_PIECE,))  # one program reads all prompts
-    options = {"max_new_tokens": 40, "max_seq_len": 256, "seed": 5}
+    monkeypatch.setattr(generate, "SHORT_PIECES", (model.PREFILL_PIECE,))  # one program reads all prompts,
+    monkeypatch.setattr(generate, "PREFILL_TOKENS", 1)  # a row at a time
+    options = {"max_new_tokens": 40, "max_seq_len": 256, "seed": 5, "rows": rows}
     prompts = [prompt[:216] for prompt in prompts] + [[5, 6, 7] * 20, [9] * 30]
     options["sampling"] = generate.Sampling(temperature, top_k=50, top_p=0.95)
     wanted = collected(generate.generate(weights, prompts, config, mesh, **options), len(prompts))
     options["stop_tokens"] = tuple({row[n].id for row, n in zip(wanted, (30, 35), strict=False)})
     wanted = stopped(wanted, options["stop_tokens"])
     monkeypatch.setattr(generate, "REPEATING", 0)  # always drafts
-    options |= {"draft": "lookup", "draft_tokens": drafts, "rows": rows, "stats": (stats := {})}
+    options |= {"draft": "lookup", "draft_tokens": drafts, "stats": (stats := {})}
     assert_equal(collected(generate.generate(weights, prompts, config, mesh, **options), len(prompts)), wanted)
     assert 0 < stats["drafts_accepted"] < stats["drafts"] <= drafts * stats["busy_row_steps"]
     assert stats["decode_tokens"] == stats["busy_row_steps"] + stats["drafts_accepted"]
@@ -109,10 +118,10 @@ def test_a_ring_knows_how_far_drafts_wrote(monkeypatch):
     assert_equal(collected(generate.generate(weights, [other], config, mesh, max_new_tokens=8, **options), 1), fresh)
 
 
-def save_with_extra_layer(path, case):
+def save_with_extra_layer(path, case, **options):
     """A random checkpoint with the layer of multi-token prediction, as releases have it: its folder of modules, the
     reference class, and the reference of the layer."""
-    folder, model_class, config = case()
+    folder, model_class, config = case(**options)
     config.num_mtp_layers, config.mtp_mlp_layer_types = 1, ["sparse"]
     if case is qwen_35_moe:
         config.mtp_layer_types = ["full_attention"]
@@ -200,10 +209,11 @@ def test_the_extra_layer_guesses_as_the_reference(tmp_path, case, mesh):
 )
 def test_guesses_of_the_extra_layer_change_no_token(tmp_path, monkeypatch, case, mesh, temperature, drafts, quantize):
     """Refilled rows, and a checkpoint that convert.py wrote, in int8 too."""
-    folder, *_ = save_with_extra_layer(tmp_path / "source", case)
+    folder, *_ = save_with_extra_layer(tmp_path / "source", case, num_hidden_layers=1)
     folder.convert.convert(tmp_path / "source", tmp_path / "output", "float32", quantize)
     model, generate, prompts = folder.model, folder.generate, random_prompts(LENGTHS[:6])
-    monkeypatch.setattr(generate, "SHORT_PIECES", (model.PREFILL_PIECE,))  # one program reads all prompts
+    read_in_pieces(monkeypatch, folder, 64)
+    monkeypatch.setattr(generate, "PREFILL_TOKENS", 64)  # one row at a time, since several take another program
     options = {"max_new_tokens": 12, "sampling": generate.Sampling(temperature), "seed": 5}
     found = []
     for uses in (False, True):
