@@ -157,12 +157,13 @@ def test_one_prompt_of_many_lines(main, monkeypatch, tmp_path):
     """From a file, through a pipe and on the command line, with a megabyte of it refused like any long prompt."""
     text = "What is the capital\r\nof France?\n\n\tAnd é?"
     (tmp_path / "prompt").write_bytes(f"\ufeff{text}\n".encode())
-    (wanted,), _ = json_rows(main("--prompt", text, "--output", "json")[1])
-    (row,), _ = json_rows(main("--prompt_file", tmp_path / "prompt", "--output", "json")[1])
+    flags = ["--output", "json", "--max_new_tokens", "4"]
+    (wanted,), _ = json_rows(main(*flags, "--prompt", text)[1])
+    (row,), _ = json_rows(main(*flags, "--prompt_file", tmp_path / "prompt")[1])
     assert row == wanted and row["prompt"] == text
-    command = [sys.executable, DEMO.parent / "main.py", "--output", "json", "--prompt"]
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "LC_ALL": "C"}
-    found = subprocess.run([*command, "-"], input=f"{text}\n".encode(), env=environment, capture_output=True)
+    command = [sys.executable, DEMO.parent / "main.py", *flags, "--prompt", "-"]
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "LC_ALL": "C"}
+    found = subprocess.run(command, input=f"{text}\n".encode(), env=environment, capture_output=True)
     assert json.loads(found.stdout.splitlines()[0]) == wanted, found.stderr
     (tmp_path / "prompt").write_text("word " * 200_000)
     assert_refused(main("--prompt_file", tmp_path / "prompt"), "prompt 1 has 600010 tokens")
@@ -706,8 +707,9 @@ def test_streamed_text_is_the_decoded_text(main, tmp_path):
 
 def test_standard_output_that_is_full():
     with open("/dev/full", "w") as full:
-        command = [sys.executable, ROOT / "llama3" / "main.py", "--prompt", "Hello!", "--tp", "1", "--dp", "8"]
-        finished = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        command = [sys.executable, ROOT / "llama3" / "main.py", "--prompt", "Hello!", "--max_new_tokens", "1"]
+        environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
+        finished = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
     assert finished.returncode == 2
     assert finished.stderr.splitlines()[-1].startswith("error: standard output cannot be written")
 
@@ -716,18 +718,8 @@ def test_compiled_programs_are_kept(tmp_path):
     """In the user's cache folder, unless a flag says not to, whatever variables say; a second run, of a prompt that is
     somewhat longer, compiles nothing, and removes what a full disk had cut off."""
     environment = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
-    environment["XDG_CACHE_HOME"] = str(tmp_path)
-    command = [
-        sys.executable,
-        ROOT / "llama3" / "main.py",
-        "--max_new_tokens",
-        "2",
-        "--tp",
-        "1",
-        "--dp",
-        "8",
-        "--prompt",
-    ]
+    environment |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_NUM_CPU_DEVICES": "1"}
+    command = [sys.executable, ROOT / "llama3" / "main.py", "--max_new_tokens", "2", "--prompt"]
     kept, named = [], {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "named")}
     for variables, options in (
         (named, ["Hello!", "--no_compilation_cache"]),

@@ -1,5 +1,7 @@
 """Sampling against its definition in numpy, in float64."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,15 +69,15 @@ def test_drawn_frequencies(mesh):
 
 def test_seed_and_mesh():
     """The same seed draws the same on every mesh, another seed does not; top_k 1 is greedy."""
-    generate = llama3.generate
-    prompts = [[507, 291, 261], [507, 300]]
+    prompts, known = [[507, 291, 261], [507, 300]], json.loads((ROOT / "tests" / "golden_tokens.json").read_text())
 
-    def ids(mesh=(1, 1, 1), seed=0, sampling=None):
-        options = {"max_new_tokens": 24, "seed": seed, "sampling": sampling or generate.Sampling(2.0)}
+    def ids(prompts, mesh=(1, 1, 1), seed=0, sampling=(2.0,)):
+        options = {"max_new_tokens": 24, "seed": seed, "sampling": llama3.generate.Sampling(*sampling)}
         return [[token.id for token in row] for row in decode(llama3, DEMO, prompts, mesh, **options)]
 
-    assert ids() == ids((2, 1, 4)) != ids(seed=1)
-    assert ids(sampling=generate.Sampling(1.0, top_k=1)) == ids(sampling=generate.Sampling())
+    assert ids(prompts) == ids(prompts, (2, 1, 4)) != ids(prompts, seed=1)
+    greedy = known["llama3"][0]
+    assert ids([greedy["prompt_tokens"]], sampling=(1.0, 1))[0][: len(greedy["tokens"])] == greedy["tokens"][:24]
 
 
 @pytest.mark.parametrize(
