@@ -88,10 +88,11 @@ def test_more_prompts_than_rows(monkeypatch, name, mesh, rows, temperature):
         assert stats["decode_tokens"] == wanted
 
 
-def test_what_prompts_share_is_read_once():
+def test_what_prompts_share_is_read_once(monkeypatch):
     """The first prompt reads it, and those after it only what differs. The last one is all shared."""
     folder, config, mesh, weights = demo("llama3", (1, 1, 1))
     generate, beginning = folder.generate, random_prompts([140])[0]
+    read_in_pieces(monkeypatch, folder, 32)
     prompts = [beginning + end for end in random_prompts([7, 9, 20, 3, 5], seed=1)] + [beginning]
     options, stats = {"max_new_tokens": 8, "max_seq_len": 170}, {}
     apart = [collected(generate.generate(weights, [each], config, mesh, **options), 1)[0] for each in prompts]
