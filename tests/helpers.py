@@ -238,16 +238,18 @@ def assert_matches(reference, prompts, rows, atol: float = 1e-3) -> None:
 
 
 def run_here(module, *arguments: str) -> int:
-    """Runs main() of a benchmark in this process: its exit status. Of what it imports nothing stays, since the modules
-    of all folders have the same names."""
+    """Runs main() of a benchmark in this process: its exit status. The modules of a folder do not stay: those of all
+    folders have the same names."""
     path = [*sys.path]
-    with mock.patch.dict(sys.modules), mock.patch.object(sys, "argv", [module.__file__, *map(str, arguments)]):
+    with mock.patch.object(sys, "argv", [module.__file__, *map(str, arguments)]):
         try:
             module.run(module.main)
         except SystemExit as stop:
             return stop.code
         finally:
             sys.path[:] = path
+            for name in MODULES:
+                sys.modules.pop(name, None)
     return 0
 
 
