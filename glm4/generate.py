@@ -296,7 +296,7 @@ class Places:
     drafts only where they pay.
 
     The methods up to `verifies` decode. Those after it tell what a place has already, of an earlier row or an earlier
-    call, so that another need not read it: `reused` counts these tokens. They know of each place:
+    call, so that another need not read it. `reused` counts such tokens of the first prompts. They know of each place:
 
         pauses          after how many tokens the row pauses, so that its layers that forget are saved
         saved_at        two numbers: after how many tokens they were saved, the second after the preamble; 0 if not
@@ -355,8 +355,8 @@ class Places:
 
     def admit(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Gives free places to prompts that wait, in their order: to each the one that shares most with it. While a
-        prompt waits for what another row has still to read, those behind it wait too. Returns which rows are new, bool
-        [batch], and from which place each gets how many tokens, int32 [batch]."""
+        prompt waits, wherever it may stand, for what another row has still to read, those behind it wait too. Returns
+        which rows are new, bool [batch], and from which place each gets how many tokens, int32 [batch]."""
         rows, is_new = self.rows, np.zeros(self.batch, bool)
         sources, tokens = np.zeros((2, self.batch), np.int32)
         free = np.flatnonzero(self.numbers[: self.count] < 0).tolist()
@@ -364,10 +364,13 @@ class Places:
             number = self.waiting[0]
             prompt = self.prompts[number]
             agreeing, length = self.agreeing(prompt), len(prompt)
-            p = max(free, key=lambda p: self.shared(p, agreeing[p]))
-            q, n, waits = self.source(p, agreeing, is_new)
-            if waits:
+            best = {}  # of each group of neighbours, the place that shares most
+            for p in sorted(free, key=lambda p: self.shared(p, agreeing[p]), reverse=True):
+                best.setdefault(p // self.together, p)
+            found = [(p, *source) for p in best.values() if (source := self.source(p, agreeing, is_new))]
+            if not found:
                 break
+            p, q, n = found[0]
             if q != p:
                 sources[p], tokens[p] = q, n
             free.remove(p)
@@ -380,7 +383,7 @@ class Places:
             self.prompt_lengths[p] = self.received[p] = rows.lengths[p] = length
             self.numbers[p], is_new[p] = number, True
             self.pauses[p] = self.pauses_of(p)
-            self.reused += n
+            self.reused += int(n) * (number < self.count)
         return is_new, sources, tokens
 
     def limit(self, p: int) -> int:
@@ -470,10 +473,10 @@ class Places:
             return n in self.saved_at[p]
         return self.written[p] <= self.held or self.written[p] - n <= model.PREFILL_PIECE
 
-    def source(self, p: int, agreeing: np.ndarray, is_new: np.ndarray) -> tuple[int, int, bool]:
-        """From where a prompt gets its first tokens if it takes the place p, how many, and whether it waits for more:
-        p itself, or another row that has at least FEWEST_COPIED more. For as many more it waits until a row has read
-        them, or has gone back to them."""
+    def source(self, p: int, agreeing: np.ndarray, is_new: np.ndarray) -> tuple[int, int] | None:
+        """From where a prompt gets its first tokens if it takes the place p, and how many: p itself, or another row for
+        at least FEWEST_COPIED more. None if it waits, as it does for as many more, until a row has read them or has
+        gone back to them."""
         filled, own, there, to_come = self.rows.filled, self.shared(p, agreeing[p]), [], []
         is_near = np.arange(self.batch) // self.together == p // self.together
         for q in np.flatnonzero(is_near & (self.numbers >= 0) & (agreeing >= own + FEWEST_COPIED)).tolist():
@@ -484,7 +487,7 @@ class Places:
         n, source = max(there, default=(0, p))
         if n < own + FEWEST_COPIED:
             n, source = own, p
-        return source, n, max(to_come, default=(0, p))[0] >= n + FEWEST_COPIED
+        return None if max(to_come, default=(0, p))[0] >= n + FEWEST_COPIED else (source, n)
 
     def pauses_of(self, p: int) -> list[int]:
         """After how many tokens of its prompt a row's layers that forget are saved: the `preamble`, and all but the
@@ -571,8 +574,8 @@ class Engine:
             self.length_sums += lengths[: places.count] - 1
         for name, n in counts.items():
             stats[name] += n
-        done = min(places.reused + stats["prefill_tokens"], self.first_tokens)
-        self.progress("prefill", done, self.first_tokens)
+        total = self.first_tokens - places.reused
+        self.progress("prefill", min(stats["prefill_tokens"], total), total)
         return new
 
     def update(self) -> None:
@@ -680,7 +683,7 @@ def generate(
     (verified in these) and drafts_accepted; at the end step_bytes, of a mean decode step. The time from one result to
     the next is prefill's if the step of the later one read a prompt, else decoding's. Only compile_s has compilation
     and, on CPUs, the first run of the first programs. `progress(stage, done, total)` is called before a compilation,
-    and with how many tokens of the first prompts are in the cache."""
+    and with how many tokens of the first prompts were read. `total` falls when rows get what they share."""
     check_prompts(prompts, config, max_seq_len, max_new_tokens)
     if not (min(sampling) >= 0 and sampling.top_p <= 1 and 0 <= seed < 2**32):
         raise InputError(f"{sampling} or seed {seed} is out of range")
@@ -725,7 +728,7 @@ def generate(
         engine.update()
         # Compiles the first step and a decode step now, so that the progress of prefill is not interrupted.
         engine.prepare(places.choose(), (1 + drafts * places.verifies(), np.arange(batch)))
-        progress("prefill", min(places.reused, engine.first_tokens), engine.first_tokens)
+        progress("prefill", 0, engine.first_tokens - places.reused)
         while (places.numbers >= 0).any():  # some row has not ended
             if places.has_more() and len(places.in_flight) <= LOOKAHEAD:
                 engine.start(*places.choose())

@@ -393,7 +393,8 @@ class Progress:
         self.check()
         say_devices()
         if stage == "prefill":
-            self.bar = self.bar or progress_bar(total=total, initial=done, desc="prefill", unit=" tokens", delay=0)
+            self.bar = self.bar or progress_bar(total=total, desc="prefill", unit=" tokens", delay=0)
+            self.bar.total = total  # it falls when rows get what they share
             self.bar.update(done - self.bar.n)
             if done == total:
                 self.bar.close()

@@ -102,10 +102,11 @@ def test_what_prompts_share_is_read_once(monkeypatch):
     assert stats["row_steps"] == stats["decode_tokens"] == 6 * 7  # no place waits: each first token is prefill's
 
 
-def places_of(prompts, rows: int, held: float):
+def places_of(prompts, rows: int, held: float, dp: int = 1):
     """generate.Places, `rows` of them, whose caches have room for `held` tokens of a row; 0 if they are states."""
     generate = import_folder("llama3").generate
-    sizes = {"count": rows, "batch": rows, "dp": 1, "pieces": [512, 64, 16], "drafts": 0, "seed": 0, "together": rows}
+    sizes = {"count": rows, "batch": rows, "dp": dp, "together": rows // dp, "pieces": [512, 64, 16]}
+    sizes |= {"drafts": 0, "seed": 0}
     limits = {"max_new_tokens": 2, "max_seq_len": 500, "stop_tokens": (), "held": held, "opening": 0, "preamble": 0}
     return generate.Places([*map(np.array, prompts)], **sizes, **limits, sparing=False)
 
@@ -120,6 +121,17 @@ def test_a_word_in_common_lets_no_prompt_wait():
         assert (places.numbers >= 0).sum() == wanted
         places.start(*places.choose())
     assert copies.tokens.tolist() == [0] + [400] * 2 + [402] + [400] * 2 + [402] + [400] * 2
+
+
+def test_each_device_reads_what_prompts_share_at_once():
+    """None waits for what another device reads, from which it could copy nothing."""
+    (beginning,), ends = random_prompts([400]), random_prompts([10] * 8, seed=1)
+    places = places_of([beginning + end for end in ends], 8, held=1024, dp=4)
+    for wanted in (4, 8):
+        copies, _ = places.plan()
+        assert (places.numbers >= 0).sum() == wanted
+        places.start(*places.choose())
+    assert copies.tokens.tolist() == [0, 400] * 4
 
 
 def read_with_states(prompts, rows: int) -> int:
@@ -196,7 +208,7 @@ def test_the_first_row_reads_for_all(monkeypatch, name, mesh, rows, common, time
 
     stats = {}
     shared = decoded(rows=rows, stats=stats)
-    monkeypatch.setattr(generate.Places, "source", lambda self, p, *_: (p, 0, False))
+    monkeypatch.setattr(generate.Places, "source", lambda self, p, *_: (p, 0))
     monkeypatch.setattr(generate.Places, "shared", lambda *_: 0)
     apart, atol = decoded(rows=rows), 1e-3 if "quantize_cache" in options else 1e-4  # a number may be rounded up
     assert_equal(shared, apart, atol)
@@ -633,7 +645,7 @@ def test_places(monkeypatch):
             device.rows = None
 
             def update(places=places, device=device, prompts=prompts):
-                """What Engine.update does: to how many places tokens were copied, and how many returned."""
+                """What Engine.update does: how many tokens new rows had, how many got copies, and how many returned."""
                 waiting, before = [*places.waiting], set(places.numbers)
                 copies, has_changed = places.plan()
                 device.copy(copies)
@@ -642,8 +654,8 @@ def test_places(monkeypatch):
                 for p, k in np.argwhere(copies.saves | copies.returns):
                     assert places.saved_at[p, k] == len(device.saved[p][k]) < len(prompts[places.numbers[p]])
                 device.fill(has_changed, places.rows)
-                given = copies.tokens > 0
-                return np.array([given.sum(), (copies.returns.any(axis=1) & ~given).sum()])
+                given, had = copies.tokens > 0, places.rows.filled[np.isin(places.numbers, new)].sum()
+                return np.array([had, given.sum(), (copies.returns.any(axis=1) & ~given).sum()])
 
             counts = update()
             while (places.numbers >= 0).any():
@@ -656,8 +668,8 @@ def test_places(monkeypatch):
                     for token in places.receive(*results.pop(0)):
                         answers[token.row].append(token)
                 counts += update()
-            shared, copied, returned = shared + places.reused, copied + counts[0], returned + counts[1]
-            copied_states += has_states * counts[0]
+            shared, copied, returned = shared + counts[0], copied + counts[1], returned + counts[2]
+            copied_states += has_states * counts[1]
             for prompt, answer in zip(prompts, answers, strict=True):
                 tokens = [*prompt]
                 while len(tokens) < min(len(prompt) + new, slots + 1):
