@@ -48,9 +48,9 @@ from model import InputError
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 try:
-    from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, SentencePieceBackend
-except Exception as error:  # it imports torch where that is installed, and a broken one can raise anything
-    remedy = "pip install -U transformers; if the reason names torch or numpy, install torch anew, or remove it"
+    from transformers import PreTrainedTokenizerFast, SentencePieceBackend
+except Exception as error:  # a package that it needs can raise anything
+    remedy = "pip install -U transformers, or what the reason names"
     sys.exit(f"error: transformers 5.23 or newer cannot be imported ({one_line(error)}): {remedy}")
 
 DEMO = Path(__file__).resolve().parent / "demo"
@@ -276,7 +276,10 @@ def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast | Sentence
     try:
         if name == "tokenizer.json":
             tokenizer = json_tokenizer(folder)
-        elif name == "merges.txt":  # transformers' checks of the whole config.json refuse releases that model.py reads
+        elif name == "merges.txt":
+            from transformers import AutoConfig, AutoTokenizer  # here, since they import torch where that is installed
+
+            # transformers' checks of the whole config.json would refuse releases that model.py reads.
             config = AutoConfig.for_model(model_type, tokenizer_class=checkpoint.raw_config.get("tokenizer_class"))
             options = {"mistral_format": False, "trust_remote_code": False}
             tokenizer = AutoTokenizer.from_pretrained(folder, config=config, **options)

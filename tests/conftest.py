@@ -23,9 +23,8 @@ ON_DEVICE = os.environ.setdefault("TESTS_MARKED", command_line.parse_known_args(
 NOT_BEGUN = "not begun: the minutes were over"
 BEGIN = float(os.environ.setdefault("TESTS_BEGAN", str(time.time())))
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # it has the environment of the process that started it
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent / "without_torch")  # of the programs that tests start
-else:  # what one of the workers compiles is kept for all, and not in the user's folder
+if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has the environment of the process that started it
+    # What one of the workers compiles is kept for all, and not in the user's folder.
     compiled = tempfile.TemporaryDirectory()
     os.environ.update(
         JAX_NUM_CPU_DEVICES="8",

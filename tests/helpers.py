@@ -253,9 +253,9 @@ def run_here(module, *arguments: str) -> int:
     return 0
 
 
-def environment_of_users(torch: bool = False, **changes: str) -> dict[str, str]:
+def environment_of_users(**changes: str) -> dict[str, str]:
     """The environment for a program as its users run it: as many devices as there are, all optimizations, nothing of
-    the tests'. `torch` says whether transformers finds it."""
-    dropped = ["JAX_NUM_CPU_DEVICES", "JAX_DISABLE_MOST_OPTIMIZATIONS", "OMP_NUM_THREADS", *["PYTHONPATH"] * torch]
+    the tests'."""
+    dropped = ["JAX_NUM_CPU_DEVICES", "JAX_DISABLE_MOST_OPTIMIZATIONS", "OMP_NUM_THREADS"]
     dropped += ["PYTEST_XDIST_WORKER", "TESTS_MARKED", "TESTS_BEGAN"]
     return {name: value for name, value in os.environ.items() if name not in dropped} | changes

@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import bench
 
 BENCH = [sys.executable, ROOT / "benchmarks" / "bench.py"]
-ENVIRONMENT = environment_of_users(torch=True, JAX_NUM_CPU_DEVICES="1", OMP_NUM_THREADS="1")
+ENVIRONMENT = environment_of_users(JAX_NUM_CPU_DEVICES="1", OMP_NUM_THREADS="1")
 D, L, N, K, H, F, V = 64, 3, 4, 2, 16, 96, 512
 CONFIG = {
     "model_type": "llama", "hidden_size": D, "num_hidden_layers": L, "num_attention_heads": N, "num_key_value_heads": K,

@@ -22,7 +22,7 @@ TINY = {
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
     """main() on a tiny model in the place of the CPU's: status, standard output and error, and the file of results."""
-    for name in set(os.environ) - set(environment_of_users(torch=True)):
+    for name in set(os.environ) - set(environment_of_users()):
         monkeypatch.delenv(name)
     (tmp_path / "tiny.json").write_text(json.dumps(TINY))
 
@@ -127,7 +127,7 @@ def test_minutes_of_the_tests_on_devices():
         "-v",
         "tests/test_device.py",
     ]
-    environment = environment_of_users(torch=True)
+    environment = environment_of_users()
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     names = re.findall(r"::(\w+).*SKIPPED", ran.stdout)
     kinds, left_out = set(names), re.search(r"(\d+) tests were not begun: the minutes were over", ran.stdout)

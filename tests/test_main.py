@@ -608,11 +608,18 @@ def test_as_other_programs_want_python_and_jax(tmp_path):
     assert "CPU cores: jax found no GPU or TPU" in finished.stderr
 
 
-@pytest.mark.parametrize(
-    "text", ["", "raise OSError('libcurand.so.10: no\\nsuch file')", "raise ValueError('numpy.dtype')"]
-)
+def test_a_broken_torch(tmp_path):
+    """It is not imported: an intact one would take seconds."""
+    (tmp_path / "torch.py").write_text("raise OSError('libcurand.so.10: no such file')")
+    command = [sys.executable, ROOT / "llama3" / "main.py", "--prompt", "What is 3 plus 4?"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "JAX_NUM_CPU_DEVICES": "1"}
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (finished.returncode, finished.stdout) == (0, "3 plus 4 is 7.\n"), finished.stderr
+
+
+@pytest.mark.parametrize("text", ["", "raise OSError('libcurand.so.10: no\\nsuch file')"])
 def test_a_transformers_that_is_too_old(tmp_path, text):
-    """Or that finds a broken torch."""
+    """Or that cannot be imported."""
     (tmp_path / "transformers.py").write_text(text)
     command = [sys.executable, ROOT / "llama3" / "main.py"]
     finished = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)

@@ -588,7 +588,7 @@ def test_pickled_weights_and_the_command_that_the_refusal_names(main, tmp_path):
     status, _, err = main(*arguments)
     assert status == 2 and "pickled weights are never read" in err
     command = re.search(r"python3 -c .*(?= saves them)", err)[0].replace("python3", sys.executable)
-    subprocess.run(command, shell=True, check=True, capture_output=True, env=environment_of_users(torch=True))
+    subprocess.run(command, shell=True, check=True, capture_output=True, env=environment_of_users())
     assert {str(tensor.dtype) for tensor in load_file(tmp_path / "model.safetensors").values()} == {"float16"}
     status, out, err = main(*arguments)
     assert status == 0, err
