@@ -198,8 +198,8 @@ class Int8Rows(Scaled):
 
 @dataclasses.dataclass(frozen=True)
 class InGroups:
-    """A matrix [.., O, C] of 4-bit codes, less a zero and times a scale for each group of a row's numbers. Forms have
-    `codes`, uint8, of some rows and columns, and `zeros` and `scales` of some rows and groups."""
+    """A matrix [.., O, C] of codes of 4 or 8 bits, less a zero and times a scale for each group of a row's numbers.
+    Forms have `codes`, uint8, of some rows and columns, and `zeros` and `scales` of some rows and groups."""
 
     shape: tuple[int, ...]
     group: int
@@ -207,12 +207,13 @@ class InGroups:
     scale: Stored
     zero: Stored | None
     places: np.ndarray | None = None  # the group of each number of a row, if those of a group are not neighbours
+    bits: int = 4
 
     dtype, is_transposed = DTYPES["float32"], False
 
     @property
     def format(self) -> type[Plain]:  # or Int4Groups
-        if self.places is not None or not fast:  # "act-order"
+        if self.places is not None or self.bits == 8 or not fast:  # "act-order"; model.py has no 8 bits in groups
             return Plain
         dtype = "bfloat16" if self.scale.kind == "BF16" else "float32"
         return fast.Int4Groups(self.group, self.zero is not None, dtype)
@@ -221,7 +222,7 @@ class InGroups:
         return self.scale.read(*index)
 
     def read(self, *index: slice | int) -> np.ndarray:
-        zeros = 8 if self.zero is None else self.of_groups("zeros", 1, *index)
+        zeros = 2 ** (self.bits - 1) if self.zero is None else self.of_groups("zeros", 1, *index)
         return (self.codes(*index) - np.float32(zeros)) * self.of_groups("scales", 1, *index).astype(np.float32)
 
     @staticmethod
@@ -244,14 +245,15 @@ class InGroups:
         return getattr(self, field)(*rows)[..., places[columns]]
 
 
-def codes_of(words, wanted: slice, size: int, order=slice(None)) -> np.ndarray:
-    """Codes of 4 bits, those `wanted` of `size`: uint8 [.., codes]. `words` reads some of the int32 words
-    [.., size / 8] that hold 8 codes each, from the lowest bits on, or in an `order` of their own."""
-    start, stop, _ = wanted.indices(size)
-    words = np.ascontiguousarray(words(slice(start // 8, -(-stop // 8))))
-    pairs = words.view(np.uint8)
-    codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*words.shape, 8)[..., order]
-    return codes.reshape(*words.shape[:-1], -1)[..., start % 8 : stop - start // 8 * 8]
+def codes_of(words, wanted: slice, size: int, bits: int, order=slice(None)) -> np.ndarray:
+    """Codes of 4 or 8 `bits`, those `wanted` of `size`: uint8 [.., codes]. `words` reads some of the int32 words
+    [.., size / n] that hold n codes each, from the lowest bits on, or in an `order` of their own."""
+    (start, stop, _), n = wanted.indices(size), 32 // bits
+    words = np.ascontiguousarray(words(slice(start // n, -(-stop // n))))
+    codes = words.view(np.uint8)
+    if bits == 4:
+        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*words.shape, n)[..., order]
+    return codes.reshape(*words.shape[:-1], -1)[..., start % n : stop - start // n * n]
 
 
 def parts_of(found: dict, *endings: str) -> Iterator[tuple[str, list[Stored | None]]]:
@@ -262,35 +264,36 @@ def parts_of(found: dict, *endings: str) -> Iterator[tuple[str, list[Stored | No
 
 
 class PackQuantized(InGroups):
-    """As compressed-tensors' "pack-quantized" and convert store it: `x_packed` int32 [.., O, C / 8], with the first of
-    8 codes in the lowest bits, `x_scale` [.., O, C / group], `x_shape`, and `x_zero_point` int32 [O / 8, C / group]."""
+    """As compressed-tensors' "pack-quantized" and convert store it: `x_packed` int32 [.., O, C / n], with the first of
+    n codes in the lowest bits, `x_scale` [.., O, C / group], `x_shape`, and `x_zero_point` int32 [O / n, C / group]."""
 
     @classmethod
     def collect(cls, folder: Path, found: dict, quantization: dict) -> None:
         endings = "_packed", "_shape", "_scale", "_zero_point", "_g_idx"
         for name, (words, shape, scale, zero, g_idx) in parts_of(found, *endings):
-            sizes, has_zeros = settings_of(folder, quantization)
-            *rows, eighth = shape_of(folder, f"{name}_packed", words)
+            *rows, length = shape_of(folder, f"{name}_packed", words)
             if shape is not None:
                 expect(folder, f"{name}_shape", shape, ("I64", "I32"), (len(words.shape),))
-            columns = eighth * 8 if shape is None else int(shape.read()[-1])
+            columns = length * 8 if shape is None else int(shape.read()[-1])
+            n = 4 if length == -(-columns // 4) else 8  # codes in a word
+            sizes, has_zeros = settings_of(folder, quantization, 32 // n)
             sizes = [columns if size == -1 else size for size in sizes]  # of several, the one that fits the scales
             fits = (size for size in sizes if scale is not None and scale.shape[-1:] == (-(-columns // size),))
             group = next(fits, sizes[0])
             groups = -(-columns // group)
-            expect(folder, f"{name}_packed", words, ("I32",), (*rows, -(-columns // 8)))
+            expect(folder, f"{name}_packed", words, ("I32",), (*rows, -(-columns // n)))
             expect(folder, f"{name}_scale", scale, FLOATS, (*rows, groups))
             if has_zeros:
-                expect(folder, f"{name}_zero_point", zero, ("I32",), (-(-rows[0] // 8), groups))
+                expect(folder, f"{name}_zero_point", zero, ("I32",), (-(-rows[0] // n), groups))
             places = g_idx and places_of(folder, f"{name}_g_idx", g_idx, columns, group)
-            found[name] = cls((*rows, columns), group, words, scale, zero if has_zeros else None, places)
+            found[name] = cls((*rows, columns), group, words, scale, zero if has_zeros else None, places, 32 // n)
 
     def codes(self, *index):
         *rows, columns = (*index, *[slice(None)] * (len(self.shape) - len(index)))
-        return codes_of(lambda words: self.words.read(*rows, words), columns, self.shape[-1])
+        return codes_of(lambda words: self.words.read(*rows, words), columns, self.shape[-1], self.bits)
 
     def zeros(self, rows=slice(None), groups=slice(None)):
-        return codes_of(lambda words: self.zero.read(words, groups).T, rows, self.shape[0]).T
+        return codes_of(lambda words: self.zero.read(words, groups).T, rows, self.shape[0], self.bits).T
 
     @staticmethod
     def outputs(name: str, shape: tuple[int, ...]) -> list[tuple]:
@@ -336,7 +339,7 @@ class Awq(InGroups):
     0 2 4 6 1 3 5 7 from the lowest bits on, `qzeros` [C / group, O / 8] likewise, and `scales` [C / group, O]."""
 
     method, versions, order = "awq", {"version": ("gemm", "GEMM")}, np.argsort((0, 2, 4, 6, 1, 3, 5, 7))
-    of_word = 1, 8  # inputs and outputs
+    has_8_bits, packed_axis = False, 1  # a word has the codes of several inputs (0) or outputs (1)
 
     @classmethod
     def collect(cls, folder: Path, found: dict, quantization: dict) -> None:
@@ -346,20 +349,23 @@ class Awq(InGroups):
             if (version := quantization.get(key)) not in (None, *known):
                 what = f"{key} {version!r:.40} is not supported, only {' and '.join(known)}"
                 raise InputError(f"{folder}: quantization {cls.method} of {what}")
-        size = settings_of(folder, quantization)[0][0]
+        bits = 8 if quantization.get("bits") == 8 and cls.has_8_bits else 4
+        (size, *_), _ = settings_of(folder, quantization, bits)
         for name, (words, zero, scale, g_idx) in parts_of(found, ".qweight", ".qzeros", ".scales", ".g_idx"):
-            sizes = shape_of(folder, f"{name}.qweight", words)[:2]
-            columns, rows = (n * words for n, words in zip(cls.of_word, sizes, strict=True))
+            sizes, n = shape_of(folder, f"{name}.qweight", words)[:2], 32 // bits
+            columns, rows = (n * size if axis == cls.packed_axis else size for axis, size in enumerate(sizes))
             group = columns if size == -1 else size
             expect(folder, f"{name}.qweight", words, ("I32",), sizes)
-            expect(folder, f"{name}.qzeros", zero, ("I32",), (-(-columns // group), -(-rows // 8)))
+            expect(folder, f"{name}.qzeros", zero, ("I32",), (-(-columns // group), -(-rows // n)))
             expect(folder, f"{name}.scales", scale, FLOATS, (-(-columns // group), rows))
             places = g_idx and places_of(folder, f"{name}.g_idx", g_idx, columns, group)
-            found[f"{name}.weight"] = cls((rows, columns), group, words, scale, zero, places)
+            found[f"{name}.weight"] = cls((rows, columns), group, words, scale, zero, places, bits)
 
     def by_output(self, words: Stored, rows: slice, columns, more: int = 0) -> np.ndarray:
-        """Some outputs of words [n, O / 8], to which `more` is added: uint8 [rows, columns]."""
-        return codes_of(lambda some: words.read(columns, some) + np.int32(more), rows, self.shape[0], self.order).T
+        """Some outputs of words [.., O / n], to which `more` is added: uint8 [rows, columns]."""
+        return codes_of(
+            lambda some: words.read(columns, some) + np.int32(more), rows, self.shape[0], self.bits, self.order
+        ).T
 
     def codes(self, rows=slice(None), columns=slice(None)):
         return self.by_output(self.words, rows, columns)
@@ -373,15 +379,15 @@ class Awq(InGroups):
 
 @dataclasses.dataclass(frozen=True)
 class Gptq(Awq):
-    """As GPTQ stores it: `qweight` int32 [C / 8, O], whose word has the codes of 8 inputs from the lowest bits on,
-    `qzeros` [C / group, O / 8], `scales` [C / group, O], `g_idx` [C], the group of each input. Version 1 stores zeros
+    """As GPTQ stores it: `qweight` int32 [C / n, O], whose word has the codes of n inputs from the lowest bits on,
+    `qzeros` [C / group, O / n], `scales` [C / group, O], `g_idx` [C], the group of each input. Version 1 stores zeros
     less one: `less` is taken from each, or `words_less` from a whole word, where a zero of 0 borrows from the next."""
 
     less: int = 0
     words_less: int = 0
 
     method, versions, order = "gptq", {"checkpoint_format": ("gptq", "gptq_v2")}, slice(None)
-    of_word = 8, 1
+    has_8_bits, packed_axis = True, 0
 
     @classmethod
     def collect(cls, folder: Path, found: dict, quantization: dict) -> None:
@@ -393,18 +399,19 @@ class Gptq(Awq):
         unsettled = []
         for name, tensor in [(name, tensor) for name, tensor in found.items() if type(tensor) is cls]:
             first = set(tensor.zeros(groups=slice(0, 1)).flat) if quantization.get("sym") else set()
-            if first != {8}:  # a symmetric zero is 8, whatever checkpoint_format says
-                less = int(quantization.get("checkpoint_format") != "gptq_v2" or first == {7})
+            half = 2 ** (tensor.bits - 1)
+            if first != {half}:  # a symmetric zero is that, whatever checkpoint_format says
+                less = int(quantization.get("checkpoint_format") != "gptq_v2" or first == {half - 1})
                 found[name] = dataclasses.replace(tensor, less=less)
-                unsettled += [name] * (less and first != {7})  # a zero of 7 borrows from none
+                unsettled += [name] * (less and first != {half - 1} and tensor.bits == 4)  # 8 bits have no zero of 0
         if is_less_by_words([found[name] for name in unsettled], quantization.get("meta")):
             found |= {name: dataclasses.replace(found[name], less=0, words_less=0x11111111) for name in unsettled}
 
     def codes(self, rows=slice(None), columns=slice(None)):
-        return codes_of(lambda words: self.words.read(words, rows).T, columns, self.shape[1])
+        return codes_of(lambda words: self.words.read(words, rows).T, columns, self.shape[1], self.bits)
 
     def zeros(self, rows=slice(None), groups=slice(None)):
-        return self.by_output(self.zero, rows, groups, self.words_less) + np.uint8(self.less) & 15
+        return self.by_output(self.zero, rows, groups, self.words_less) + np.uint8(self.less) & 2**self.bits - 1
 
 
 def is_less_by_words(tensors: list[Gptq], meta: object) -> bool:
@@ -446,14 +453,14 @@ def groups_of(quantization: dict) -> list[dict]:
     return [group["weights"] for group in groups if isinstance(group, dict) and isinstance(group.get("weights"), dict)]
 
 
-def settings_of(folder: Path, quantization: dict) -> tuple[list[int], bool]:
-    """What config.json says about 4 bits: the sizes of groups, -1 for whole rows, and whether they have zeros."""
+def settings_of(folder: Path, quantization: dict, width: int) -> tuple[list[int], bool]:
+    """What config.json says about so many bits: the sizes of groups, -1 for whole rows, and whether they have zeros."""
     groups = groups_of(quantization)
     bits = [next((group[name] for name in ("num_bits", "bits", "w_bit") if name in group), 4) for group in groups]
-    if 4 not in bits:
-        what = f"weights of {bits[0]!r:.40} bits are not supported, only of 4" if bits else "nothing about weights"
+    if width not in bits:
+        what = f"weights of {bits[0]!r:.40} bits are not supported" if bits else "nothing about weights"
         raise InputError(f"{folder}: quantization_config: {what}")
-    groups = [group for group, n in zip(groups, bits, strict=True) if n == 4]  # others may be in FP8
+    groups = [group for group, n in zip(groups, bits, strict=True) if n == width]  # others may be in FP8
     sizes = [group.get("group_size", group.get("q_group_size")) or -1 for group in groups]  # null: whole rows
     if not all(type(size) is int and (size == -1 or 16 <= size < 2**31) for size in sizes):
         raise InputError(f"{folder}: group_size {sizes[0]!r:.40} is neither -1 nor 16 or more")

@@ -24,7 +24,7 @@ from test_four_bits import (
     dense_parameter,
     gptq,
     gptq_2,
-    nibbles_first,
+    lowest_first,
     pack_quantized,
     save_in_4_bits,
 )
@@ -92,11 +92,11 @@ def save_gptq(folder, family, store, is_quantized, seed, **settings):
 
 
 def by_zero(zero):
-    return nibbles_first((zero - 1) % 16)
+    return lowest_first((zero - 1) % 16)
 
 
 def by_word(zero):
-    return nibbles_first(zero) - np.int32(0x11111111)
+    return lowest_first(zero) - np.int32(0x11111111)
 
 
 @pytest.mark.parametrize("store", [by_zero, by_word])

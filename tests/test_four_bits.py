@@ -44,19 +44,19 @@ fast = fast_of(model)
 # Released forms
 
 
-def nibbles_first(codes):
-    """Codes [.., 8 n] as int32 [.., n], the first in the lowest bits, with zeros for what is missing."""
-    codes = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % 8)]).astype(np.uint32)
-    words = codes.reshape(*codes.shape[:-1], -1, 8) << (4 * np.arange(8, dtype=np.uint32))
+def lowest_first(codes, bits=4):
+    """Codes [.., n x 32 / bits] as int32 [.., n], the first in the lowest bits, with zeros for what is missing."""
+    codes = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % (32 // bits))]).astype(np.uint32)
+    words = codes.reshape(*codes.shape[:-1], -1, 32 // bits) << np.arange(0, 32, bits, dtype=np.uint32)
     return np.bitwise_or.reduce(words, axis=-1).view(np.int32)
 
 
-def pack_quantized(name, codes, zero, scale, g_idx):
-    """compressed-tensors: codes and zeros are signed numbers plus 8."""
+def pack_quantized(name, codes, zero, scale, g_idx, bits=4):
+    """compressed-tensors: codes and zeros are signed numbers plus 8, or plus 128."""
     module = name.removesuffix(".weight")
-    packed = {"weight_packed": nibbles_first(codes), "weight_shape": np.array(codes.shape), "weight_scale": scale}
+    packed = {"weight_packed": lowest_first(codes, bits), "weight_shape": np.array(codes.shape), "weight_scale": scale}
     if zero is not None:
-        packed["weight_zero_point"] = np.ascontiguousarray(nibbles_first(zero.T).T)
+        packed["weight_zero_point"] = np.ascontiguousarray(lowest_first(zero.T, bits).T)
     if (np.diff(g_idx) < 0).any():
         packed["weight_g_idx"] = g_idx
     return {f"{module}.{key}": array for key, array in packed.items()}
@@ -67,19 +67,19 @@ def awq(name, codes, zero, scale, g_idx):
 
     def words(x):  # [n, O]
         order = np.arange(x.shape[1]).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].ravel()
-        return nibbles_first(x[:, order])
+        return lowest_first(x[:, order])
 
     zero = np.full(scale.shape, 8) if zero is None else zero
     packed = {"qweight": words(codes.T), "qzeros": words(zero.T), "scales": scale.T.astype(np.float16)}
     return {f"{name.removesuffix('.weight')}.{key}": array for key, array in packed.items()}
 
 
-def gptq(name, codes, zero, scale, g_idx, less=1):
+def gptq(name, codes, zero, scale, g_idx, bits=4, less=1):
     """AutoGPTQ: zeros less one, and a bias of zeros where there is none."""
-    module, zero = name.removesuffix(".weight"), np.full(scale.shape, 8) if zero is None else zero
+    module, zero = name.removesuffix(".weight"), np.full(scale.shape, 2 ** (bits - 1)) if zero is None else zero
     packed = {
-        "qweight": np.ascontiguousarray(nibbles_first(codes).T),
-        "qzeros": nibbles_first(zero.T - less),
+        "qweight": np.ascontiguousarray(lowest_first(codes, bits).T),
+        "qzeros": lowest_first(zero.T - less, bits),
         "scales": scale.T.astype(np.float16),
         "g_idx": g_idx,
         "bias": np.zeros(len(codes), np.float16),
@@ -92,32 +92,34 @@ def gptq_2(*arguments):
     return {name: array for name, array in packed.items() if not name.endswith(".bias")}
 
 
-def config_of(form, group, has_zeros):
+def config_of(form, group, has_zeros, bits=4):
     if form is pack_quantized:
-        weights = {"num_bits": 4, "group_size": group, "symmetric": not has_zeros, "strategy": "group"}
+        weights = {"num_bits": bits, "group_size": group, "symmetric": not has_zeros}
+        weights["strategy"] = "group" if group else "channel"
         groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
         return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
     if form is awq:
         return {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
     more = {"checkpoint_format": "gptq_v2"} if form is gptq_2 else {}
-    return {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": not has_zeros} | more
+    return {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": not has_zeros} | more
 
 
-def save_in_4_bits(folder, reference, form, group, has_zeros, pattern, ordered=True):
-    """Saves a random model whose matrices with names like `pattern` are in 4 bits. Returns the model of their numbers.
-    Groups of an input that is not `ordered` are no neighbours."""
+def save_in_4_bits(folder, reference, form, group, has_zeros, pattern, ordered=True, bits=4):
+    """Saves a random model whose matrices with names like `pattern` are in 4 `bits`, or 8. Returns the model of their
+    numbers. A `group` of None is a whole row. Groups of an input that is not `ordered` are no neighbours."""
     random = np.random.default_rng(0)
     reference = save_random(folder, *reference)
     tensors, parameters = experts_apart(load_file(folder / "model.safetensors")), dict(reference.named_parameters())
     for name in [name for name in tensors if re.search(pattern, name)]:
         weight = tensors.pop(name).float()
-        (O, C), groups = weight.shape, -(-weight.shape[1] // group)
-        places = (np.arange(C) if ordered else random.permutation(C)) // group
-        scale = (weight.std().item() / 3 * random.uniform(0.5, 1.5, (O, groups))).astype(np.float16)
-        zero = random.integers(4, 12, (O, groups)) if has_zeros else None
-        codes = random.integers(0, 16, (O, C))
-        numbers = (codes - (8 if zero is None else zero[:, places])) * scale[:, places].astype(np.float64)
-        packed = form(name, codes, zero, scale, places.astype(np.int32))
+        (O, C), half = weight.shape, 2 ** (bits - 1)
+        size = group or C
+        places = (np.arange(C) if ordered else random.permutation(C)) // size
+        scale = (weight.std().item() / 3 * 8 / half * random.uniform(0.5, 1.5, (O, -(-C // size)))).astype(np.float16)
+        zero = random.integers(half // 2, half * 3 // 2, scale.shape) if has_zeros else None
+        codes = random.integers(0, 2 * half, (O, C))
+        numbers = (codes - (half if zero is None else zero[:, places])) * scale[:, places].astype(np.float64)
+        packed = form(name, codes, zero, scale, places.astype(np.int32), **{"bits": bits} if bits != 4 else {})
         for key, array in packed.items():
             array = torch.from_numpy(
                 array if array.dtype.kind == "f" else array.astype(np.int64 if "shape" in key else np.int32)
@@ -128,7 +130,8 @@ def save_in_4_bits(folder, reference, form, group, has_zeros, pattern, ordered=T
             target.copy_(torch.from_numpy(numbers).to(target.dtype))
     save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": config_of(form, group, has_zeros)}))
+    config["quantization_config"] = config_of(form, group, has_zeros, bits)
+    (folder / "config.json").write_text(json.dumps(config))
     return reference
 
 
@@ -219,6 +222,23 @@ def test_released_forms(tmp_path, name):
     reference = save_in_4_bits(tmp_path, reference, form, group, has_zeros, pattern)
     prompts = random_prompts(23)
     assert_matches(reference, prompts, decode(folder, tmp_path, prompts, mesh, max_new_tokens=6))
+
+
+@pytest.mark.parametrize(
+    ("folder", "family", "form", "group", "has_zeros", "ordered", "mesh"),
+    [
+        (llama3, llama, pack_quantized, None, False, True, (1, 1, 2)),
+        (qwen3, qwen_2, pack_quantized, 32, True, True, (2, 1, 2)),
+        (qwen3, qwen_2, gptq, 32, False, True, (1, 1, 2)),
+        (llama3, llama, gptq, 64, True, False, (1, 1, 1)),
+    ],
+)
+def test_8_bits_in_words(tmp_path, folder, family, form, group, has_zeros, ordered, mesh):
+    """W8A16 of compressed-tensors, and GPTQ-Int8."""
+    _, *reference = family()
+    reference = save_in_4_bits(tmp_path, reference, form, group, has_zeros, LINEAR, ordered, bits=8)
+    prompts = random_prompts(23)
+    assert_matches(reference, prompts, decode(folder, tmp_path, prompts, mesh, max_new_tokens=3))
 
 
 def test_an_embedding_in_4_bits(tmp_path):
