@@ -564,15 +564,15 @@ def accepted(history: list, filled: int, lengths: int, limits: int, chosen: list
 
 
 class Device:
-    """A batch whose next token is a sum of those before it, a cache of the tokens themselves, and states, which are the
-    tokens that they have taken in."""
+    """A batch whose next token is a sum of those before it, a cache of the tokens themselves, of which each sees the
+    last `window`, and states, which are the tokens that they have taken in."""
 
     VOCABULARY, STOPS = 40, (0, 1)
 
-    def __init__(self, generate, chance, drafts, has_states, shape):
+    def __init__(self, generate, chance, drafts, has_states, window, shape):
         self.generate, self.chance, self.drafts, self.has_states = generate, chance, drafts, has_states
-        self.rows, self.cache = None, np.full(shape, -1)
-        self.states, self.saved = [[] for _ in self.cache], [[[], []] for _ in self.cache]
+        self.rows, self.window, self.cache = None, window, np.full(shape, -1)
+        self.states, self.saved = [[] for _ in self.cache], [[([], None)] * 2 for _ in self.cache]
 
     def next(self, tokens):
         return (sum(tokens) * 7 + len(tokens)) % self.VOCABULARY
@@ -586,12 +586,13 @@ class Device:
         """What generate.copy does."""
         keeps, returns, sources, tokens = copies
         for p, k in np.argwhere(keeps):
-            self.saved[p][k] = self.states[p]
+            self.saved[p][k] = self.states[p], self.cache[p].copy()
         for p in np.flatnonzero(tokens):
             self.cache[p, : tokens[p]] = self.cache[sources[p], : tokens[p]]
-            self.saved[p] = [*self.saved[sources[p]]] if returns[p].any() else self.saved[p]
+            self.saved[p] = [*self.saved[sources[p]]]
         for p, k in np.argwhere(returns):
-            self.states[p] = self.saved[p][k]
+            self.states[p], ring = self.saved[p][k]
+            self.cache[p] = self.cache[p] if self.has_states else ring
 
     def step(self, T, places):
         """What generate.step does and returns."""
@@ -601,12 +602,15 @@ class Device:
             row, first = history[p].tolist(), filled[p]
             if self.has_states:
                 assert first == 0 or self.states[p] == row[:first]
-            self.cache[p, first : first + T] = row[first : first + T]
             ends = range(lengths[p], lengths[p] + (T if T <= self.generate.FEW else 1))
             chosen = [self.next(row[:n]) for n in ends]
             numbers = int(first), int(lengths[p]), int(limits[p])
             history[p], filled[p], lengths[p], limits[p] = accepted(row, *numbers, chosen, self.STOPS, T)
-            assert (self.cache[p, : filled[p]] == history[p, : filled[p]]).all()
+            # Each token is stored with its position, what is not known as -1. All that the new ones see must be there.
+            new, seen = np.arange(first, first + T), np.arange(max(0, first + 1 - self.window), filled[p])
+            codes, slots = history[p] + self.VOCABULARY * np.arange(len(row)), self.cache.shape[1]
+            self.cache[p, new % slots] = np.where(new < filled[p], codes[np.minimum(new, len(row) - 1)], -1)
+            assert first == filled[p] or (self.cache[p, seen % slots] == codes[seen]).all()
             self.states[p] = history[p, : filled[p]].tolist()
             for i in range(self.drafts):  # most of them right
                 if (n := lengths[p] + i) < history.shape[1]:
@@ -620,14 +624,17 @@ def test_places(monkeypatch):
     the device does not have; what is shared is read once, and conversations go back to where states are kept."""
     generate, random_lists = import_folder("llama3").generate, np.random.default_rng(0)
     monkeypatch.setattr(generate, "FEWEST_COPIED", 5)
+    monkeypatch.setattr(generate.model, "PREFILL_PIECE", 32)
     read = shared = copied = copied_states = returned = 0
     for _ in range(150):
         chance = np.random.default_rng(random_lists.integers(2**32))
         dp, drafts, new = int(chance.integers(1, 3)), int(chance.integers(4)), int(chance.integers(1, 12))
         batch, slots = dp * int(chance.integers(1, 5)), int(chance.integers(70, 90))
         count = int(chance.integers(batch - dp + 1, batch + 1))
-        has_states, equal = chance.random() < 0.5, chance.choice([0, 0, 0.7])
-        device, past, beginning = Device(generate, chance, drafts, has_states, (batch, slots + 1)), None, []
+        kind, equal = chance.choice(["full", "ring", "states"]), chance.choice([0, 0, 0.7])
+        has_states, window = kind == "states", int(chance.choice([4, 12, 20, 30])) if kind == "ring" else slots
+        held = min(slots, window + 32) if kind == "ring" else slots + 32
+        device, past, beginning = Device(generate, chance, drafts, has_states, window, (batch, held)), None, []
         for _ in range(3):  # turns of a conversation
             prompts = [
                 (beginning if chance.random() < 0.7 else []) + chance.integers(2, 40, chance.integers(1, 40)).tolist()
@@ -636,9 +643,9 @@ def test_places(monkeypatch):
             prompts = [(prompts[0] if chance.random() < equal else prompt)[:slots] for prompt in prompts]
             sizes = {"count": count, "batch": batch, "dp": dp, "pieces": [32, 16], "drafts": drafts, "seed": 0}
             limits = {"max_new_tokens": new, "max_seq_len": slots, "stop_tokens": device.STOPS, "sparing": True}
-            kinds = {"held": 0 if has_states else 1024, "past": past}
+            kinds = {"held": {"full": np.inf, "ring": held, "states": 0}[kind], "past": past}
             kinds["together"] = chance.choice([n for n in (1, 2, 3, 4) if batch // dp % n == 0])
-            kinds["opening"] = int(chance.choice([0, 4, 8])) if has_states else 0
+            kinds["opening"] = int(chance.choice([0, 4, 8])) if kinds["held"] < slots else 0
             kinds["preamble"] = int(chance.choice([0, 1, 7, 20])) if kinds["opening"] else 0
             places, answers, results = generate.Places(prompts, **sizes, **limits, **kinds), [[] for _ in prompts], []
             places.verifies = lambda chance=chance: chance.random() < 0.7
@@ -652,7 +659,7 @@ def test_places(monkeypatch):
                 new = sorted(set(places.numbers) - before)
                 assert waiting == [*new, *places.waiting]  # in order
                 for p, k in np.argwhere(copies.saves | copies.returns):
-                    assert places.saved_at[p, k] == len(device.saved[p][k]) < len(prompts[places.numbers[p]])
+                    assert places.saved_at[p, k] == len(device.saved[p][k][0]) < len(prompts[places.numbers[p]])
                 device.fill(has_changed, places.rows)
                 given, had = copies.tokens > 0, places.rows.filled[np.isin(places.numbers, new)].sum()
                 return np.array([had, given.sum(), (copies.returns.any(axis=1) & ~given).sum()])
