@@ -370,7 +370,7 @@ class Places:
             found = [(p, *source) for p in best.values() if (source := self.source(p, agreeing, is_new))]
             if not found:
                 break
-            p, q, n = found[0]
+            p, q, n = max(found, key=lambda each: each[2])
             if q != p:
                 sources[p], tokens[p] = q, n
             free.remove(p)

@@ -134,6 +134,17 @@ def test_each_device_reads_what_prompts_share_at_once():
     assert copies.tokens.tolist() == [0, 400] * 4
 
 
+def test_a_prompt_begins_on_the_device_that_has_read_its_beginning():
+    """Though a place is free on the first device too."""
+    beginning, *ends = random_prompts([400, 10, 10])
+    first, second = (beginning + end for end in ends)
+    places = places_of([*random_prompts([20, 20], seed=1), first, [7] * 20, second], 4, held=1024, dp=2)
+    places.plan()
+    places.start(*places.choose())
+    places.numbers[[0, 3]] = -1  # their rows have ended
+    assert places.plan()[0].tokens.tolist() == [0, 0, 0, 400]
+
+
 def read_with_states(prompts, rows: int) -> int:
     """How many tokens of prompts a model with states reads, `rows` at a time."""
     places, read = places_of(prompts, rows, 0), 0
