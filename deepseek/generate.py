@@ -417,6 +417,8 @@ class Places:
         ahead = (1 + self.drafts) * len(self.in_flight) * (rows.filled >= self.prompt_lengths)
         most = np.minimum(rows.filled + ahead, rows.limits - 1)
         self.written[places] = np.maximum(self.written, most + T)[places]
+        # A place that stands still before what was saved (see `contents`) overwrites other layers up to there.
+        self.saved_at[places] *= (self.saved_at <= rows.filled[:, None])[places]
         rows.filled[places] = np.minimum(rows.filled + T, np.minimum(rows.lengths, rows.limits - 1))[places]
         rows.lengths[places] = np.maximum(rows.lengths, rows.filled + 1)[places]
         self.in_flight.append(Step(prompt_tokens, places, self.numbers[places]))

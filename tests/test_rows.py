@@ -177,6 +177,18 @@ def test_groups_of_prompts_that_share_more_than_all_do():
     assert read_with_states(prompts, 12) == 200 + 4 * 150 + 12 * 10
 
 
+def test_a_free_place_that_a_step_overwrites_loses_what_was_saved():
+    """After a call with drafts was broken off, a place may stand still at its beginning. What a state returns to needs
+    the tokens that other layers have from there on."""
+    places = places_of(random_prompts([16]), 2, held=0)
+    places.saved_at[1] = 10, 5
+    places.plan()
+    places.start(*places.choose())  # a piece of the other row
+    assert places.saved_at[1].tolist() == [10, 5]
+    places.start(*places.choose())
+    assert places.saved_at[1].tolist() == [0, 0]
+
+
 # By default full caches, rings and states run: the first, the seventh, the thirteenth.
 SHARED = [  # the folder; mesh; rows; tokens that all share; how often they are read; options
     ("llama3", (1, 1, 1), 8, 300, 1, {"quantize_cache": "int8"}),
