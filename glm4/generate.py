@@ -469,11 +469,12 @@ class Places:
 
     def offers(self, p: int, n: int) -> bool:
         """Whether a row can go on after the first n tokens of a place, which has computed them. With states it can if a
-        copy was saved there. A ring has room for what a token sees and a piece more: if it has wrapped, at most a piece
-        may have been written behind these n."""
+        copy was saved there. If a ring has wrapped, at most a piece may have been written behind these n: it has room
+        for what a token sees and a piece more, but for one that holds all `max_seq_len` tokens of a row."""
         if self.has_states:
             return n in self.saved_at[p]
-        return self.written[p] <= self.held or self.written[p] - n <= model.PREFILL_PIECE
+        is_near = self.held < self.max_seq_len and self.written[p] - n <= model.PREFILL_PIECE
+        return is_near or self.written[p] <= self.held
 
     def source(self, p: int, agreeing: np.ndarray, is_new: np.ndarray) -> tuple[int, int] | None:
         """From where a prompt gets its first tokens if it takes the place p, and how many: p itself, or another row for

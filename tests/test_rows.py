@@ -189,6 +189,20 @@ def test_a_free_place_that_a_step_overwrites_loses_what_was_saved():
     assert places.saved_at[1].tolist() == [0, 0]
 
 
+def test_a_ring_that_holds_a_whole_row(monkeypatch):
+    """What is written behind its last slot, padding and a row that stands still there, lands in the first ones: a row
+    cannot go on after few tokens."""
+    folder, config, mesh, weights = demo("gemma", (1, 1, 1))
+    monkeypatch.setattr(folder.generate, "SHORT_PIECES", (folder.model.PREFILL_PIECE,))
+    first, other = random_prompts([250, 30], seed=1)
+    options, kept, rows = {"max_seq_len": 256, "max_new_tokens": 12}, {}, []
+    assert config.sliding_window == 32 and folder.model.PREFILL_PIECE > 256
+    for prompts in ([first, other], [first[:10] + other, other[:5]]):
+        rows = collected(folder.generate.generate(weights, prompts, config, mesh, kept=kept, **options), 2)
+    alone = collected(folder.generate.generate(weights, [first[:10] + other], config, mesh, **options), 1)
+    assert_equal(rows[:1], alone)
+
+
 # By default full caches, rings and states run: the first, the seventh, the thirteenth.
 SHARED = [  # the folder; mesh; rows; tokens that all share; how often they are read; options
     ("llama3", (1, 1, 1), 8, 300, 1, {"quantize_cache": "int8"}),
