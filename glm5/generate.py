@@ -256,6 +256,7 @@ SHORT_PIECES = 64, 16  # for what is left of a prompt, or new in a conversation;
 REPEATING = 0.75  # on CPUs "lookup" drafts if this share of the rows ends in four tokens that it had before
 BLOCK = 512  # slots copied at once
 FEWEST_COPIED = 128  # tokens: fewer are read in less time than a program that copies them is compiled in (a guess)
+PASSED = 16  # prompts that wait for a copy, and that others may pass: to ask again and again takes the host long
 OPENING = 8  # tokens at the end of a prompt, by which a template begins the answer: the next turn may lack them
 WARM_UP_BYTES = 2**38  # of weights, times tokens: on two cores such a step should take some 0.6 s (a guess)
 LOOKAHEAD = 2  # steps started beyond the one whose tokens the host reads
@@ -354,14 +355,16 @@ class Places:
         return Copies(saves, returns, sources, tokens), paused | is_new
 
     def admit(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Gives free places to prompts that wait, in their order: to each the one that shares most with it. While a
-        prompt waits, wherever it may stand, for what another row has still to read, those behind it wait too. Returns
-        which rows are new, bool [batch], and from which place each gets how many tokens, int32 [batch]."""
+        """Gives free places to prompts that wait, in their order: to each the one from which it gets most. A prompt
+        waits on if it gains more by what another row has still to read. Others may pass up to PASSED such prompts, for
+        each of which a place stays free. Returns which rows are new, bool [batch], and from which place each gets how
+        many tokens, int32 [batch]."""
         rows, is_new = self.rows, np.zeros(self.batch, bool)
         sources, tokens = np.zeros((2, self.batch), np.int32)
         free = np.flatnonzero(self.numbers[: self.count] < 0).tolist()
-        while free and self.waiting:
-            number = self.waiting[0]
+        passed = 0
+        while passed < min(len(free), len(self.waiting), PASSED + 1):
+            number = self.waiting[passed]
             prompt = self.prompts[number]
             agreeing, length = self.agreeing(prompt), len(prompt)
             best = {}  # of each group of neighbours, the place that shares most
@@ -369,12 +372,13 @@ class Places:
                 best.setdefault(p // self.together, p)
             found = [(p, *source) for p in best.values() if (source := self.source(p, agreeing, is_new))]
             if not found:
-                break
+                passed += 1
+                continue
             p, q, n = max(found, key=lambda each: each[2])
             if q != p:
                 sources[p], tokens[p] = q, n
             free.remove(p)
-            self.waiting.popleft()
+            del self.waiting[passed]
             # What was saved after more tokens is of no use. Where the row returns or begins anew, the piece before may
             # have been padded up to here.
             self.saved_at[p] = self.saved_at[q] * (self.saved_at[q] <= (agreeing[p] if q == p else n))
