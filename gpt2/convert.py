@@ -24,6 +24,7 @@ import os
 import re
 import shlex
 import sys
+import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -1225,6 +1226,8 @@ def run(main) -> None:
         if not line and not is_joined:
             raise
         print(f"error: {line}" if line else traceback.format_exc(), file=sys.stderr, flush=True)
+        with contextlib.suppress(Exception):  # as soon as process 0 is gone, jax aborts those that say the same
+            time.sleep(2 * (is_joined and jax.process_index() == 0))
         (os._exit if is_joined else sys.exit)(2 if line else 1)  # jax's own exit waits for the other processes
 
 
