@@ -355,10 +355,10 @@ class Places:
         return Copies(saves, returns, sources, tokens), paused | is_new
 
     def admit(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Gives free places to prompts that wait, in their order: to each the one from which it gets most. A prompt
-        waits on if it gains more by what another row has still to read. Others may pass up to PASSED such prompts, for
-        each of which a place stays free. Returns which rows are new, bool [batch], and from which place each gets how
-        many tokens, int32 [batch]."""
+        """Gives free places to prompts that wait, in their order: to each the one where it has to read the least. A
+        prompt waits on if it gains by what another row has still to read. Others may pass up to PASSED such prompts,
+        for each of which a place stays free. Returns which rows are new, bool [batch], and from which place each gets
+        how many tokens, int32 [batch]."""
         rows, is_new = self.rows, np.zeros(self.batch, bool)
         sources, tokens = np.zeros((2, self.batch), np.int32)
         free = np.flatnonzero(self.numbers[: self.count] < 0).tolist()
@@ -477,8 +477,8 @@ class Places:
         for what a token sees and a piece more, but for one that holds all `max_seq_len` tokens of a row."""
         if self.has_states:
             return n in self.saved_at[p]
-        is_near = self.held < self.max_seq_len and self.written[p] - n <= model.PREFILL_PIECE
-        return is_near or self.written[p] <= self.held
+        has_room = self.held < self.max_seq_len and self.written[p] - n <= model.PREFILL_PIECE
+        return has_room or self.written[p] <= self.held
 
     def source(self, p: int, agreeing: np.ndarray, is_new: np.ndarray) -> tuple[int, int] | None:
         """From where a prompt gets its first tokens if it takes the place p, and how many: p itself, or another row for
@@ -772,7 +772,7 @@ class Copies(NamedTuple):
 
     1. Where `saves`, bool [batch, 2], is true, the layers that forget are copied into their first or second copy.
     2. A place whose `tokens`, int32 [batch], is above 0 gets that many first tokens from the place `sources`, int32
-       [batch], and what was saved of that. The places get them one after another.
+       [batch], and what was saved there. The places get them one after another.
     3. Where `returns`, bool [batch, 2], is true, the layers that forget get back what that copy has.
     """
 

@@ -354,7 +354,7 @@ class Awq(InGroups):
         (size, *_), _ = settings_of(folder, quantization, bits)
         for name, (words, zero, scale, g_idx) in parts_of(found, ".qweight", ".qzeros", ".scales", ".g_idx"):
             sizes, n = shape_of(folder, f"{name}.qweight", words)[:2], 32 // bits
-            columns, rows = (n * size if axis == cls.packed_axis else size for axis, size in enumerate(sizes))
+            columns, rows = (n * words if axis == cls.packed_axis else words for axis, words in enumerate(sizes))
             group = columns if size == -1 else size
             expect(folder, f"{name}.qweight", words, ("I32",), sizes)
             expect(folder, f"{name}.qzeros", zero, ("I32",), (-(-columns // group), -(-rows // n)))
@@ -404,7 +404,7 @@ class Gptq(Awq):
             if first != {half}:  # a symmetric zero is that, whatever checkpoint_format says
                 less = int(quantization.get("checkpoint_format") != "gptq_v2" or first == {half - 1})
                 found[name] = dataclasses.replace(tensor, less=less)
-                unsettled += [name] * (less and first != {half - 1} and tensor.bits == 4)  # 8 bits have no zero of 0
+                unsettled += [name] * (less and first != {half - 1} and tensor.bits == 4)  # 8 bits hardly have a 0
         if is_less_by_words([found[name] for name in unsettled], quantization.get("meta")):
             found |= {name: dataclasses.replace(found[name], less=0, words_less=0x11111111) for name in unsettled}
 
@@ -1226,8 +1226,9 @@ def run(main) -> None:
         if not line and not is_joined:
             raise
         print(f"error: {line}" if line else traceback.format_exc(), file=sys.stderr, flush=True)
-        with contextlib.suppress(Exception):  # as soon as process 0 is gone, jax aborts those that say the same
-            time.sleep(2 * (is_joined and jax.process_index() == 0))
+        with contextlib.suppress(RuntimeError, AssertionError):  # jax found no devices
+            if is_joined and jax.process_index() == 0:
+                time.sleep(2)  # as soon as process 0 is gone, jax aborts the others, who may have to say the same
         (os._exit if is_joined else sys.exit)(2 if line else 1)  # jax's own exit waits for the other processes
 
 
