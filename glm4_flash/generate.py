@@ -11,8 +11,10 @@ them.
 
 A row is a prompt with its answer. A place is an index into the batch, which one row after another takes. A piece is
 the part of a prompt that one step takes. A draft is a guessed token: it stands behind the last known one until a step
-verifies it. A layer forgets if its cache does not keep all tokens: it is a ring or a state. Such a layer cannot go back
-to an earlier token. So where this row or another may go on later, a row pauses before a step, and the layer is saved.
+verifies it.
+
+What has been read once is not read again: `Reuse` finds it for Places, and `copy` copies it between two steps. Both
+stand behind `generate`, which can be read without them.
 
 The file is the same in every folder. model.py explains the letters of shapes.
 """
@@ -59,8 +61,9 @@ class Rows(NamedTuple):
                  |------------- `lengths` are known --------------|
 
     `history` int32 [B, the largest limit or more] holds the tokens. `filled` int32 [B] counts those in the cache, and
-    `lengths` int32 [B] those that are known: at least one more. A row ends or pauses at `limits` int32 [B] tokens.
-    `seeds` uint32 [B, 2] has the row's number, whatever its place, and the seed.
+    `lengths` int32 [B] those that are known: always more. A row stands still if it would need more than `limits` int32
+    [B] tokens, for good or until its limit is raised. `seeds` uint32 [B, 2] has the row's number, whatever its place,
+    and the seed.
 
     For example, a prompt of 5 tokens begins with filled 0 and lengths 5. The step that takes the prompt chooses the
     sixth token: then filled is 5 and lengths 6. A decode step computes that one and chooses the next: 6 and 7.
@@ -146,10 +149,10 @@ def step(
     behind it in `history`. The step chooses a token after each of these T, and `accept` decides which drafts were right
     (Leviathan et al. 2023, "speculative decoding"; greedy or sampled, the tokens are those of steps with T = 1).
 
-    With a longer T, a multiple of the devices that share a row's cache, it takes a piece of prompts. It chooses one
-    token, after the last known one, and verifies nothing. It takes the rows at `places`, or all (None). `places` int32
-    [dp b] lists b places for each device of dp, which counts its own from 0. With fewer rows to read, a device computes
-    some twice.
+    With a longer T, a multiple of the number of devices that share a row's cache, it takes a piece of prompts. It
+    chooses one token, after the last known one, and verifies nothing. It takes the rows at `places`, or all (None).
+    `places` int32 [dp b] lists b places for each device of dp, which counts its own from 0. With fewer rows to read, a
+    device computes some twice, with equal results.
 
     At the end `draft`, a name in DRAFTS, puts `drafts` drafts behind what is known, for the next step.
 
@@ -208,8 +211,8 @@ class Sampling(NamedTuple):
 
 def next_token(logits: Array, positions: Array, seeds: Array, sampling: Sampling) -> tuple[Array, Array]:
     """The next tokens int32 [B] and their log-probabilities float32 [B], of the unmodified softmax: the same on all
-    devices that share the rows. Each position of each row has a random key of its own, which a draft of an extra layer
-    uses too: so it is guessed as it will be chosen.
+    devices that share the rows. Each position of each row has a random key of its own. An extra layer that drafts uses
+    the same one, so that it guesses as the step will choose.
 
     Args: logits [B, V], this device's part; positions int32 [B], of the tokens that gave them; seeds uint32 [B, 2], the
     number of each row and the seed.
@@ -252,16 +255,8 @@ def keep_probable(logits: Array, top_k: int, top_p: float) -> Array:
 # The host's view of a batch
 
 PREFILL_TOKENS = 4096  # of one piece, over all rows of a device: bounds the memory of prefill
-SHORT_PIECES = 64, 16  # for what is left of a prompt, or new in a conversation; the shortest only on CPUs
 REPEATING = 0.75  # on CPUs "lookup" drafts if this share of the rows ends in four tokens that it had before
-BLOCK = 512  # slots copied at once
-FEWEST_COPIED = 128  # tokens: fewer are read in less time than a program that copies them is compiled in (a guess)
-PASSED = 16  # prompts that wait for a copy, and that others may pass: to ask again and again takes the host long
-OPENING = 8  # tokens at the end of a prompt, by which a template begins the answer: the next turn may lack them
-WARM_UP_BYTES = 2**38  # of weights, times tokens: on two cores such a step should take some 0.6 s (a guess)
-LOOKAHEAD = 2  # steps started beyond the one whose tokens the host reads
-BATCH = 256  # rows of a device: beyond 240 (TPU v5e) or 295 (H100) to multiply a matrix takes longer than to read it
-MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
+PASSED = 16  # prompts that wait for a copy, and that others may pass: each is asked before every step, which takes long
 
 
 class Token(NamedTuple):
@@ -296,16 +291,10 @@ class Places:
     Prompts take `count` of the `batch` places, and those of a device of `dp` stand together. `sparing` steps verify
     drafts only where they pay.
 
-    The methods up to `verifies` decode. Those after it tell what a place has already, of an earlier row or an earlier
-    call, so that another need not read it. `reused` counts such tokens of the first prompts. They know of each place:
-
-        pauses          after how many tokens the row pauses, so that its layers that forget are saved
-        saved_at        two numbers: after how many tokens they were saved, the second after the preamble; 0 if not
-        written         the position behind the last that may have been written: it matters for rings
-
-    The caches of `together` neighbours are on the same devices, and can be copied. Each layer has room for `held`
-    tokens of a row, 0 if one has states. `opening` and `preamble` say where rows pause for later calls. `past`, the
-    places of an earlier call, has the same batch and slots; its cache is still there.
+    `reuse` knows what places have read already. So a prompt may begin with tokens that it need not read: `reused`
+    counts those of the first `count` prompts. A row may have to pause within its prompt, while something is copied: so
+    long its limit is lower. `past`, the places of an earlier call, has the same batch and slots, and its cache is still
+    there.
     """
 
     prompts: list[np.ndarray]
@@ -319,89 +308,64 @@ class Places:
     max_new_tokens: int
     max_seq_len: int
     stop_tokens: tuple[int, ...]
-    together: int
-    held: float
-    opening: int
-    preamble: int
+    forgetting: dataclasses.InitVar[Forgetting]
+    together: dataclasses.InitVar[int]
     past: dataclasses.InitVar[Places | None] = None
 
-    def __post_init__(self, past):
-        batch, self.has_states = self.batch, self.held == 0
-
-        def zeros(*shape):
-            return np.zeros((batch, *shape), np.int32)
-
-        nothing = zeros(self.max_seq_len + 1), zeros(), zeros(), zeros(), zeros(2)
-        history, filled, self.received, self.written, self.saved_at = past.contents() if past else nothing
+    def __post_init__(self, forgetting, together, past):
+        self.prompt_lengths, self.received, filled = np.zeros((3, self.batch), np.int32)
+        history = np.zeros((self.batch, self.max_seq_len + 1), np.int32)
+        if past:
+            history, filled, self.received = past.rows.history, past.reuse.kept(), past.received
         # Each place is free until `plan`: it stands still behind what it has.
-        self.rows = Rows(history, filled, filled + 1, filled + 1, np.zeros((batch, 2), np.uint32))
-        self.numbers, self.pauses = np.full(batch, -1), [[] for _ in range(batch)]
-        self.prompt_lengths, self.reused = zeros(), 0
+        self.rows = Rows(history, filled, filled + 1, filled + 1, np.zeros((self.batch, 2), np.uint32))
+        self.numbers, self.reused = np.full(self.batch, -1), 0
         self.waiting = deque(range(len(self.prompts)))  # the numbers of prompts that have had no place
         self.in_flight = deque()  # each Step that was started, but whose results were not received
+        self.reuse = Reuse(self, forgetting, together, past and past.reuse)
 
     def plan(self) -> tuple[Copies, np.ndarray]:
-        """What to copy before the next step, and bool [batch], which rows change with it: those that paused are saved
-        and go on, and free places get prompts."""
+        """Lets paused rows go on, and gives free places to prompts. Returns what to copy before the next step, and bool
+        [batch], which rows have changed."""
         rows = self.rows
         paused = (rows.limits <= self.prompt_lengths) & (rows.filled == rows.limits - 1)  # within their prompts
-        of_preamble = rows.filled == self.preamble
-        saves = np.stack([paused & ~of_preamble, paused & of_preamble], axis=1)
-        self.saved_at = np.where(saves, rows.filled[:, None], self.saved_at)
-        is_new, sources, tokens = self.admit()
-        returns = is_new[:, None] & (rows.filled[:, None] == self.saved_at) & (self.saved_at > 0)
-        for p in np.flatnonzero(paused | is_new):
-            rows.limits[p] = self.limit(p)
-        return Copies(saves, returns, sources, tokens), paused | is_new
+        copies = self.reuse.save(paused)
+        has_changed = self.admit(copies) | paused
+        for p in np.flatnonzero(has_changed):
+            whole = min(self.prompt_lengths[p] + self.max_new_tokens, self.max_seq_len + 1)
+            rows.limits[p] = min([n + 1 for n in self.reuse.pauses[p] if n > rows.filled[p]], default=whole)
+        return copies, has_changed
 
-    def admit(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Gives free places to prompts that wait, in their order: to each the one where it has to read the least. A
-        prompt waits on if it gains by what another row has still to read. Others may pass up to PASSED such prompts,
-        for each of which a place stays free. Returns which rows are new, bool [batch], and from which place each gets
-        how many tokens, int32 [batch]."""
-        rows, is_new = self.rows, np.zeros(self.batch, bool)
-        sources, tokens = np.zeros((2, self.batch), np.int32)
+    def admit(self, copies: Copies) -> np.ndarray:
+        """Gives free places to prompts that wait, in their order, and adds to `copies` what they get. Others may pass
+        up to PASSED prompts that have something to wait for; a place stays free for each of these. Returns which rows
+        are new, bool [batch]."""
+        rows, is_new, passed = self.rows, np.zeros(self.batch, bool), 0
         free = np.flatnonzero(self.numbers[: self.count] < 0).tolist()
-        passed = 0
         while passed < min(len(free), len(self.waiting), PASSED + 1):
             number = self.waiting[passed]
             prompt = self.prompts[number]
-            agreeing, length = self.agreeing(prompt), len(prompt)
-            best = {}  # of each group of neighbours, the place that shares most
-            for p in sorted(free, key=lambda p: self.shared(p, agreeing[p]), reverse=True):
-                best.setdefault(p // self.together, p)
-            found = [(p, *source) for p in best.values() if (source := self.source(p, agreeing, is_new))]
-            if not found:
+            found = self.reuse.find(prompt, free, is_new)
+            if found is None:  # it waits on
                 passed += 1
                 continue
-            p, q, n = max(found, key=lambda each: each[2])
-            if q != p:
-                sources[p], tokens[p] = q, n
+            p, source, n = found
             free.remove(p)
             del self.waiting[passed]
-            # What was saved after more tokens is of no use. Where the row returns or begins anew, the piece before may
-            # have been padded up to here.
-            self.saved_at[p] = self.saved_at[q] * (self.saved_at[q] <= (agreeing[p] if q == p else n))
-            self.written[p] = n + self.pieces[0] if q == p and n in self.saved_at[p] else self.written[q]
-            rows.history[p, :length], rows.seeds[p], rows.filled[p] = prompt, (number, self.seed), n
-            self.prompt_lengths[p] = self.received[p] = rows.lengths[p] = length
+            rows.history[p, : len(prompt)], rows.seeds[p], rows.filled[p] = prompt, (number, self.seed), n
+            self.prompt_lengths[p] = self.received[p] = rows.lengths[p] = len(prompt)
             self.numbers[p], is_new[p] = number, True
-            self.pauses[p] = self.pauses_of(p)
+            self.reuse.take(p, source, n, copies)
             self.reused += int(n) * (number < self.count)
-        return is_new, sources, tokens
-
-    def limit(self, p: int) -> int:
-        """How many tokens the row of a place may have for now: one more than at its next pause, or all."""
-        whole = min(self.prompt_lengths[p] + self.max_new_tokens, self.max_seq_len + 1)
-        return min([n + 1 for n in self.pauses[p] if n > self.rows.filled[p]], default=whole)
+        return is_new
 
     def unread(self) -> np.ndarray:
         """How many tokens of its prompt no step has taken, for each place, up to where it pauses."""
         return np.maximum(np.minimum(self.prompt_lengths, self.rows.limits - 1) - self.rows.filled, 0)
 
     def choose(self) -> tuple[int, np.ndarray]:
-        """The next step: its T, and the places [dp b] that it takes, b of each device of dp. A prompt is read in the
-        longest pieces of which it fills more than half. A decode step takes all."""
+        """The next step: its T, and the places [dp b] that it takes, b of each device of dp. A decode step takes all.
+        Otherwise T is the longest piece of which the longest rest of a prompt fills more than half."""
         places, left = np.arange(self.batch, dtype=np.int32), self.unread()
         if not left.any():
             return 1 + self.drafts * self.verifies(), places
@@ -417,12 +381,7 @@ class Places:
         """Foresees what a step will do to the places that `choose` gave."""
         rows = self.rows
         prompt_tokens = int(np.minimum(self.unread(), T)[np.unique(places)].sum())
-        # The devices may be ahead of `rows` by as many tokens as the steps in flight compute.
-        ahead = (1 + self.drafts) * len(self.in_flight) * (rows.filled >= self.prompt_lengths)
-        most = np.minimum(rows.filled + ahead, rows.limits - 1)
-        self.written[places] = np.maximum(self.written, most + T)[places]
-        # A place that stands still before what was saved (see `contents`) overwrites other layers up to there.
-        self.saved_at[places] *= (self.saved_at <= rows.filled[:, None])[places]
+        self.reuse.note_writes(places, T)
         rows.filled[places] = np.minimum(rows.filled + T, np.minimum(rows.lengths, rows.limits - 1))[places]
         rows.lengths[places] = np.maximum(rows.lengths, rows.filled + 1)[places]
         self.in_flight.append(Step(prompt_tokens, places, self.numbers[places]))
@@ -445,7 +404,7 @@ class Places:
         return new
 
     def has_more(self) -> bool:
-        """Whether another step would give a row a token, as far as the host knows."""
+        """Whether another step would bring a row further, as far as the host knows."""
         return bool((self.rows.filled < self.rows.limits - 1).any())
 
     def verifies(self) -> bool:
@@ -459,69 +418,12 @@ class Places:
 
         return not self.sparing or np.mean([repeats(p) for p in np.flatnonzero(self.numbers >= 0)]) >= REPEATING
 
-    def agreeing(self, prompt: np.ndarray, places=slice(None)) -> np.ndarray:
-        """How many tokens at the beginning of a prompt, but for its last one, are those in the histories of places."""
-        differ = self.rows.history[places, : len(prompt)] != prompt
-        differ[:, -1] = True
-        return np.argmax(differ, axis=1)
-
-    def shared(self, p: int, agreeing: int) -> int:
-        """How many of the first tokens of a prompt, which agree with those of a place, need not be read there."""
-        n = min(agreeing, self.received[p] - 1, self.rows.filled[p])  # a foreseen token may not have come
-        stays = n == self.rows.filled[p] if self.has_states else self.offers(p, n)
-        return n if n > 0 and stays else max(self.saved_at[p] * (self.saved_at[p] <= agreeing))
-
-    def offers(self, p: int, n: int) -> bool:
-        """Whether a row can go on after the first n tokens of a place, which has computed them. With states it can if a
-        copy was saved there. If a ring has wrapped, at most a piece may have been written behind these n: it has room
-        for what a token sees and a piece more, but for one that holds all `max_seq_len` tokens of a row."""
-        if self.has_states:
-            return n in self.saved_at[p]
-        has_room = self.held < self.max_seq_len and self.written[p] - n <= model.PREFILL_PIECE
-        return has_room or self.written[p] <= self.held
-
-    def source(self, p: int, agreeing: np.ndarray, is_new: np.ndarray) -> tuple[int, int] | None:
-        """From where a prompt gets its first tokens if it takes the place p, and how many: p itself, or another row for
-        at least FEWEST_COPIED more. None if it waits, as it does for as many more, until a row has read them or has
-        gone back to them."""
-        filled, own, there, to_come = self.rows.filled, self.shared(p, agreeing[p]), [], []
-        is_near = np.arange(self.batch) // self.together == p // self.together
-        for q in np.flatnonzero(is_near & (self.numbers >= 0) & (agreeing >= own + FEWEST_COPIED)).tolist():
-            n = min(agreeing[q], max(self.prompt_lengths[q], self.received[q] - 1))  # what it will have for certain
-            ends = [end for end in (*self.pauses[q], *self.saved_at[q]) if end <= n] if self.has_states else [n]
-            n = max((end for end in ends if end > filled[q] or self.offers(q, end)), default=0)
-            (to_come if is_new[q] or filled[q] < n else there).append((n, q))
-        n, source = max(there, default=(0, p))
-        if n < own + FEWEST_COPIED:
-            n, source = own, p
-        return None if max(to_come, default=(0, p))[0] >= n + FEWEST_COPIED else (source, n)
-
-    def pauses_of(self, p: int) -> list[int]:
-        """After how many tokens of its prompt a row's layers that forget are saved: the `preamble`, and all but the
-        `opening`. If no later call may follow, states are saved where the next prompts gain the most tokens: those that
-        share the first n, times what each need not read."""
-        if self.opening:
-            return [n for n in (self.preamble, self.prompt_lengths[p] - self.opening) if n < self.prompt_lengths[p]]
-        if not self.has_states:
-            return []
-        following = itertools.islice(self.waiting, self.count)
-        common = sorted(min(self.agreeing(self.prompts[n], [p])[0], self.prompt_lengths[p] - 1) for n in following)
-        known = self.rows.filled[p]  # the next prompts can have as much from where this row has it
-        gains = [((len(common) - i) * (n - known), n) for i, n in enumerate(common)]
-        best = max(gains, default=(0, 0))[1]
-        # It would replace what is saved. A few tokens more, in which some agree by chance, do not pay.
-        return [best] if best >= known + FEWEST_COPIED else []
-
-    def contents(self) -> tuple[np.ndarray, ...]:
-        """What the cache has of each place, for a later call."""
-        filled = self.rows.filled.copy()
-        if self.has_states and self.drafts and self.in_flight:  # how many drafts these steps took in is not known
-            filled[self.numbers >= 0] = 0
-        return self.rows.history, filled, self.received, self.written, self.saved_at
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Running the steps
+
+LOOKAHEAD = 2  # steps started beyond the one whose tokens the host reads
+WARM_UP_BYTES = 2**38  # of weights, times tokens: on two cores such a step should take some 0.6 s (a guess)
 
 
 class Engine:
@@ -568,36 +470,36 @@ class Engine:
 
     def fetch(self) -> list[Token]:
         """The new tokens of the oldest step in flight: waits for its results."""
-        places, stats = self.places, self.stats
+        stats, count = self.stats, self.places.count
         lengths, chosen, logprobs = map(np.asarray, self.results.popleft())
-        prompt_tokens = places.in_flight[0].prompt_tokens
+        prompt_tokens = self.places.in_flight[0].prompt_tokens
         self.tick("prefill_s" if prompt_tokens else "decode_s")
-        new = places.receive(lengths, chosen.tolist(), logprobs.tolist())
+        new = self.places.receive(lengths, chosen.tolist(), logprobs.tolist())
         counts = {"prefill_tokens": prompt_tokens}
         if not prompt_tokens:
             busy = len({token.row for token in new})
-            counts = {"decode_steps": 1, "decode_tokens": len(new), "row_steps": places.count, "busy_row_steps": busy}
+            counts = {"decode_steps": 1, "decode_tokens": len(new), "row_steps": count, "busy_row_steps": busy}
             counts |= {"drafts": busy * (chosen.shape[1] - 1), "drafts_accepted": len(new) - busy}
-            self.length_sums += lengths[: places.count] - 1
+            self.length_sums += lengths[:count] - 1
         for name, n in counts.items():
             stats[name] += n
-        total = self.first_tokens - places.reused
+        total = self.first_tokens - self.places.reused
         self.progress("prefill", min(stats["prefill_tokens"], total), total)
         return new
 
     def update(self) -> None:
         """Has the devices copy what Places plans before the next step, and tells them what has changed of the rows."""
-        places, cache, self.cache = self.places, self.cache, None
-        copies, has_changed = places.plan()
+        cache, self.cache = self.cache, None  # before the plan: one that is broken off leaves no cache
+        copies, has_changed = self.places.plan()
         if any(map(np.any, copies)):
             fixed = {name: self.options[name] for name in ("config", "mesh")}
             arguments = cache, self.saved, self.on_mesh(copies)
-            cache, self.saved = self.compiled("copies", places.batch, copy, *arguments, **fixed)(*arguments)
+            cache, self.saved = self.compiled("copies", self.places.batch, copy, *arguments, **fixed)(*arguments)
         self.cache = cache
         if has_changed.any():
-            has_changed, new = self.on_mesh((has_changed, places.rows))
+            has_changed, new = self.on_mesh((has_changed, self.places.rows))
             given = self.rows, has_changed, new
-            self.rows = self.compiled("rows", places.batch, self.replace, *given)(*given) if self.rows else new
+            self.rows = self.compiled("rows", self.places.batch, self.replace, *given)(*given) if self.rows else new
 
     def finish(self) -> None:
         """Waits for steps in flight, since no process may leave while others wait for it in a collective, and counts
@@ -679,18 +581,16 @@ def generate(
     A prompt that begins like the row before it in its place is read from where they differ. What it shares with another
     row is copied from there, so what all prompts begin with is read once on each device of dp. `kept`, a dict that is
     empty at first, takes places and programs to the next call with the same weights, even after a call that was broken
-    off. So a conversation reads only what is new, and calls with the same `max_seq_len` compile once. A state cannot go
-    back, and a ring has forgotten what is far behind. So such layers are saved OPENING tokens before the end of a
-    prompt, and after the first `preamble` tokens, if `preamble` is FEWEST_COPIED or more. The next prompt goes on from
-    there, or from the end of what its place has seen. Without `kept`, states are saved where the next prompts gain the
-    most.
+    off. So a conversation reads only what is new, and calls with the same `max_seq_len` compile once. Where the model's
+    cache forgets (see Forgetting), the next prompt goes on from where its place has come to; or it goes back to shortly
+    before the end of the last prompt, or to the end of the first `preamble` tokens, if these are FEWEST_COPIED or more.
 
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s; of steps that read no prompt
     decode_steps, decode_tokens, row_steps (places times steps), busy_row_steps (those that gave a token), drafts
     (verified in these) and drafts_accepted; at the end step_bytes, of a mean decode step. The time from one result to
     the next is prefill's if the step of the later one read a prompt, else decoding's. Only compile_s has compilation
     and, on CPUs, the first run of the first programs. `progress(stage, done, total)` is called before a compilation,
-    and with how many tokens of the first prompts were read. `total` falls when rows get what they share."""
+    and with how many tokens of the first prompts were read. `total` falls by what need not be read."""
     check_prompts(prompts, config, max_seq_len, max_new_tokens)
     if not (min(sampling) >= 0 and sampling.top_p <= 1 and 0 <= seed < 2**32):
         raise InputError(f"{sampling} or seed {seed} is out of range")
@@ -709,23 +609,16 @@ def generate(
     slots, dtype = max(max_seq_len, pieces[0]), weights["norm"].dtype  # a piece is stored whole, with its padding
     of_cache = dict(max_seq_len=slots, dtype=dtype, quantize=quantize_cache, drafts=drafts)
     of_one = model.abstract_cache(config, mesh, dp, **of_cache)
-    held = model.tokens_held(of_one, config, model.model_shards(mesh))  # 0 if it is a state
-    # A later call may have to go back in all that forgets. Within this one, states are saved if prompts begin alike.
-    some_begin_alike = len({tuple(prompt[:FEWEST_COPIED]) for prompt in prompts}) < len(prompts)
-    forgetful = [i for i, n in enumerate(held) if (n < max_seq_len if goes_on else n == 0 and some_begin_alike)]
-    preamble = preamble if forgetful and goes_on and preamble >= FEWEST_COPIED else 0
-    copies = 2 if preamble else 1  # of each layer that forgets
-    count = rows_at_once(len(prompts), rows, weights, [of_one, *[of_one[i] for i in forgetful] * copies], mesh)
+    forgets = what_forgets(of_one, prompts, max_seq_len, goes_on, preamble, config, mesh)
+    count = rows_at_once(len(prompts), rows, weights, [of_one, forgets.saved(of_one)], mesh)
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
     cache = model.abstract_cache(config, mesh, batch, **of_cache)
-    shapes = cache, [{i: cache[i] for i in forgetful}] * copies
-    caches, past, programs = take_up(kept, shapes, max_seq_len)
+    caches, past, programs = take_up(kept, (cache, forgets.saved(cache)), max_seq_len)
 
     together = jax.tree.leaves(cache)[0].shape[0] // dp  # in some models devices of a dp divide the places too
     sparing = draft == "lookup" and mesh.devices.flat[0].platform == "cpu"
     decoding = dict(drafts=drafts, sparing=sparing, seed=seed, max_new_tokens=max_new_tokens, max_seq_len=max_seq_len)
-    opening = OPENING if forgetful and goes_on else 0
-    reuse = dict(together=together, held=min(held), opening=opening, preamble=preamble, past=past)
+    reuse = dict(forgetting=forgets, together=together, past=past)
     places = Places(prompts, count, batch, dp, pieces, **decoding, stop_tokens=stop_tokens, **reuse)
     options = dict(config=config, mesh=mesh, draft=draft, drafts=drafts, sampling=sampling, stop_tokens=stop_tokens)
     stats = {} if stats is None else stats
@@ -759,7 +652,156 @@ def take_up(kept: dict, shapes: tuple, max_seq_len: int) -> tuple[tuple, Places 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is copied between two steps
+# What is known is not read again
+
+FEWEST_COPIED = 128  # tokens: fewer are read in less time than a program that copies them is compiled in (a guess)
+OPENING = 8  # tokens at the end of a prompt, by which a template begins the answer: the next turn may lack them
+BLOCK = 512  # slots copied at once
+
+
+class Forgetting(NamedTuple):
+    """How the cache of a model forgets. A ring overwrites its oldest tokens, and a state sums all of them up: a layer
+    with either cannot go back to an earlier token. So where another row may go on later, a row pauses before a step,
+    and these `layers` are saved, by their index: `opening` tokens before the end of its prompt, and after the first
+    `preamble` tokens, where these are above 0. Each layer has room for `held` tokens of a row, 0 if one has states.
+    """
+
+    layers: list[int]
+    held: float
+    opening: int
+    preamble: int
+
+    def saved(self, cache: list) -> list[dict]:
+        """One or two copies of the layers that forget, from a cache or its shapes."""
+        return [{i: cache[i] for i in self.layers}] * (2 if self.preamble else 1)
+
+
+def what_forgets(of_one: list, prompts, max_seq_len: int, goes_on: bool, preamble: int, config, mesh) -> Forgetting:
+    """The Forgetting of a call of generate, from the shapes of a cache. If it `goes_on`, a later call may have to go
+    back in all that forgets. Otherwise states alone are saved, if prompts begin alike."""
+    held = model.tokens_held(of_one, config, model.model_shards(mesh))
+    some_begin_alike = len({tuple(prompt[:FEWEST_COPIED]) for prompt in prompts}) < len(prompts)
+    layers = [i for i, n in enumerate(held) if (n < max_seq_len if goes_on else n == 0 and some_begin_alike)]
+    opening = OPENING if layers and goes_on else 0
+    return Forgetting(layers, min(held), opening, preamble if opening and preamble >= FEWEST_COPIED else 0)
+
+
+class Reuse:
+    """What need not be read again, since a place has read it, for an earlier row or in an earlier call. The caches of
+    `together` neighbours are on the same devices, and can be copied to one another. Of each place:
+
+        pauses    after how many tokens the row pauses, so that its layers that forget are saved
+        saved_at  two numbers: after how many tokens they were saved, the second after the preamble; 0 if not
+        written   the position behind the last that may have been written: it matters for rings
+    """
+
+    def __init__(self, places: Places, forgetting: Forgetting, together: int, past: Reuse | None):
+        self.places, self.together, self.has_states = places, together, forgetting.held == 0
+        _, self.held, self.opening, self.preamble = forgetting
+        self.pauses = [[] for _ in range(places.batch)]
+        nothing = np.zeros(places.batch, np.int32), np.zeros((places.batch, 2), np.int32)
+        self.written, self.saved_at = (past.written, past.saved_at) if past else nothing
+
+    def kept(self) -> np.ndarray:
+        """How many tokens of each place a later call finds in the cache."""
+        places, filled = self.places, self.places.rows.filled
+        # If steps with drafts were broken off, it is not known how many drafts the states took in.
+        is_unknown = self.has_states and places.drafts and places.in_flight
+        return np.where(places.numbers >= 0, 0, filled) if is_unknown else filled
+
+    def save(self, paused: np.ndarray) -> Copies:
+        """Has the layers that forget saved of the places that paused, bool [batch]."""
+        filled = self.places.rows.filled
+        of_preamble = filled == self.preamble
+        saves = np.stack([paused & ~of_preamble, paused & of_preamble], axis=1)
+        self.saved_at = np.where(saves, filled[:, None], self.saved_at)
+        return Copies(saves, np.zeros_like(saves), *np.zeros((2, len(filled)), np.int32))
+
+    def find(self, prompt: np.ndarray, free: list[int], is_new: np.ndarray) -> tuple[int, int, int] | None:
+        """The free place where a prompt has to read the least; the place from which it gets its first tokens, which may
+        be the same; and how many. None if it waits, since it gains by what another row has still to read."""
+        agreeing, best = self.agreeing(prompt), {}  # of each group of neighbours, the place that shares most
+        for p in sorted(free, key=lambda p: self.shared(p, agreeing[p]), reverse=True):
+            best.setdefault(p // self.together, p)
+        found = [(p, *source) for p in best.values() if (source := self.source(p, agreeing, is_new))]
+        return max(found, key=lambda each: each[2], default=None)
+
+    def take(self, p: int, q: int, n: int, copies: Copies) -> None:
+        """Has a new row of place p begin with the first n tokens of place q, and adds to `copies` what it needs."""
+        if q != p:
+            copies.sources[p], copies.tokens[p] = q, n
+        self.saved_at[p] = self.saved_at[q] * (self.saved_at[q] <= n)  # what was saved later is of no use
+        copies.returns[p] = (self.saved_at[p] == n) & (n > 0)
+        # Where the row returns or begins anew, the piece before may have been padded up to here.
+        self.written[p] = n + self.places.pieces[0] if q == p and n in self.saved_at[p] else self.written[q]
+        self.pauses[p] = self.pauses_of(p)
+
+    def note_writes(self, taken: np.ndarray, T: int) -> None:
+        """Notes what a step of T tokens of the places `taken` will overwrite; called before `filled` advances."""
+        places, rows = self.places, self.places.rows
+        # The devices may be ahead of `rows` by as many tokens as the steps in flight compute.
+        ahead = (1 + places.drafts) * len(places.in_flight) * (rows.filled >= places.prompt_lengths)
+        most = np.minimum(rows.filled + ahead, rows.limits - 1)
+        self.written[taken] = np.maximum(self.written, most + T)[taken]
+        # A place that stands still before what was saved (see `kept`) overwrites, up to there, what does not forget.
+        self.saved_at[taken] *= (self.saved_at <= rows.filled[:, None])[taken]
+
+    def agreeing(self, prompt: np.ndarray, taken=slice(None)) -> np.ndarray:
+        """How many tokens at the beginning of a prompt, but for its last one, are those in the histories of places."""
+        differ = self.places.rows.history[taken, : len(prompt)] != prompt
+        differ[:, -1] = True
+        return np.argmax(differ, axis=1)
+
+    def shared(self, p: int, agreeing: int) -> int:
+        """How many of the first tokens of a prompt, which agree with those of a place, need not be read there."""
+        filled = self.places.rows.filled[p]
+        n = min(agreeing, self.places.received[p] - 1, filled)  # a foreseen token may not have come
+        stays = n == filled if self.has_states else self.offers(p, n)
+        return n if n > 0 and stays else max(self.saved_at[p] * (self.saved_at[p] <= agreeing))
+
+    def offers(self, p: int, n: int) -> bool:
+        """Whether a row can go on after the first n tokens of a place, which has computed them. With states it can if a
+        copy was saved there. In a ring that has wrapped, at most a piece may have been written behind these n: it has
+        room for what a token sees and a piece more. One that holds all `max_seq_len` tokens of a row may lack that
+        room."""
+        if self.has_states:
+            return n in self.saved_at[p]
+        has_room = self.held < self.places.max_seq_len and self.written[p] - n <= model.PREFILL_PIECE
+        return has_room or self.written[p] <= self.held
+
+    def source(self, p: int, agreeing: np.ndarray, is_new: np.ndarray) -> tuple[int, int] | None:
+        """From where a prompt gets its first tokens if it takes the place p, and how many: p itself, or another row for
+        at least FEWEST_COPIED more. None if it waits, as it does for as many more, until a row has read them or has
+        gone back to them."""
+        places, own, there, to_come = self.places, self.shared(p, agreeing[p]), [], []
+        is_near = np.arange(places.batch) // self.together == p // self.together
+        for q in np.flatnonzero(is_near & (places.numbers >= 0) & (agreeing >= own + FEWEST_COPIED)).tolist():
+            n = min(agreeing[q], max(places.prompt_lengths[q], places.received[q] - 1))  # what it will have for certain
+            ends = [end for end in (*self.pauses[q], *self.saved_at[q]) if end <= n] if self.has_states else [n]
+            filled = places.rows.filled[q]
+            n = max((end for end in ends if end > filled or self.offers(q, end)), default=0)
+            (to_come if is_new[q] or filled < n else there).append((n, q))
+        n, source = max(there, default=(0, p))
+        if n < own + FEWEST_COPIED:
+            n, source = own, p
+        return None if max(to_come, default=(0, p))[0] >= n + FEWEST_COPIED else (source, n)
+
+    def pauses_of(self, p: int) -> list[int]:
+        """After how many tokens of its prompt a row's layers that forget are saved: the `preamble`, and all but the
+        `opening`. If no later call may follow, states are saved where the next prompts gain the most tokens: those that
+        share the first n, times what each need not read."""
+        places, length = self.places, self.places.prompt_lengths[p]
+        if self.opening:
+            return [n for n in (self.preamble, length - self.opening) if n < length]
+        if not self.has_states:
+            return []
+        following = itertools.islice(places.waiting, places.count)
+        common = sorted(min(self.agreeing(places.prompts[n], [p])[0], length - 1) for n in following)
+        known = places.rows.filled[p]  # the next prompts can have as much from where this row has it
+        gains = [((len(common) - i) * (n - known), n) for i, n in enumerate(common)]
+        best = max(gains, default=(0, 0))[1]
+        # It would replace what is saved. A few tokens more, in which some agree by chance, do not pay.
+        return [best] if best >= known + FEWEST_COPIED else []
 
 
 def replace(old, is_new: Array, new):
@@ -829,6 +871,10 @@ def copy(cache: list, saved: list[dict], copies: Copies, *, config: Config, mesh
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What is refused, and what fits
+
+SHORT_PIECES = 64, 16  # for what is left of a prompt, or new in a conversation; the shortest only on CPUs
+BATCH = 256  # rows of a device: beyond 240 (TPU v5e) or 295 (H100) to multiply a matrix takes longer than to read it
+MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is for activations (a guess)
 
 
 def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None, max_new_tokens: int) -> None:

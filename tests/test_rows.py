@@ -107,8 +107,9 @@ def places_of(prompts, rows: int, held: float, dp: int = 1):
     generate = import_folder("llama3").generate
     sizes = {"count": rows, "batch": rows, "dp": dp, "together": rows // dp, "pieces": [512, 64, 16]}
     sizes |= {"drafts": 0, "seed": 0}
-    limits = {"max_new_tokens": 2, "max_seq_len": 500, "stop_tokens": (), "held": held, "opening": 0, "preamble": 0}
-    return generate.Places([*map(np.array, prompts)], **sizes, **limits, sparing=False)
+    limits = {"max_new_tokens": 2, "max_seq_len": 500, "stop_tokens": (), "sparing": False}
+    forgetting = generate.Forgetting([], held, opening=0, preamble=0)
+    return generate.Places([*map(np.array, prompts)], **sizes, **limits, forgetting=forgetting)
 
 
 def test_a_word_in_common_lets_no_prompt_wait():
@@ -181,12 +182,12 @@ def test_a_free_place_that_a_step_overwrites_loses_what_was_saved():
     """After a call with drafts was broken off, a place may stand still at its beginning. What a state returns to needs
     the tokens that other layers have from there on."""
     places = places_of(random_prompts([16]), 2, held=0)
-    places.saved_at[1] = 10, 5
+    places.reuse.saved_at[1] = 10, 5
     places.plan()
     places.start(*places.choose())  # a piece of the other row
-    assert places.saved_at[1].tolist() == [10, 5]
+    assert places.reuse.saved_at[1].tolist() == [10, 5]
     places.start(*places.choose())
-    assert places.saved_at[1].tolist() == [0, 0]
+    assert places.reuse.saved_at[1].tolist() == [0, 0]
 
 
 def test_a_ring_that_holds_a_whole_row(monkeypatch):
@@ -245,8 +246,8 @@ def test_the_first_row_reads_for_all(monkeypatch, name, mesh, rows, common, time
 
     stats = {}
     shared = decoded(rows=rows, stats=stats)
-    monkeypatch.setattr(generate.Places, "source", lambda self, p, *_: (p, 0))
-    monkeypatch.setattr(generate.Places, "shared", lambda *_: 0)
+    monkeypatch.setattr(generate.Reuse, "source", lambda self, p, *_: (p, 0))
+    monkeypatch.setattr(generate.Reuse, "shared", lambda *_: 0)
     apart, atol = decoded(rows=rows), 1e-3 if "quantize_cache" in options else 1e-4  # a number may be rounded up
     assert_equal(shared, apart, atol)
     own = sum(map(len, prompts)) - common * len(prompts)
@@ -680,10 +681,11 @@ def test_places(monkeypatch):
             prompts = [(prompts[0] if chance.random() < equal else prompt)[:slots] for prompt in prompts]
             sizes = {"count": count, "batch": batch, "dp": dp, "pieces": [32, 16], "drafts": drafts, "seed": 0}
             limits = {"max_new_tokens": new, "max_seq_len": slots, "stop_tokens": device.STOPS, "sparing": True}
-            kinds = {"held": {"full": np.inf, "ring": held, "states": 0}[kind], "past": past}
-            kinds["together"] = chance.choice([n for n in (1, 2, 3, 4) if batch // dp % n == 0])
-            kinds["opening"] = int(chance.choice([0, 4, 8])) if kinds["held"] < slots else 0
-            kinds["preamble"] = int(chance.choice([0, 1, 7, 20])) if kinds["opening"] else 0
+            sizes["together"] = chance.choice([n for n in (1, 2, 3, 4) if batch // dp % n == 0])
+            least = {"full": np.inf, "ring": held, "states": 0}[kind]
+            opening = int(chance.choice([0, 4, 8])) if least < slots else 0
+            preamble = int(chance.choice([0, 1, 7, 20])) if opening else 0
+            kinds = {"forgetting": generate.Forgetting([], least, opening, preamble), "past": past}
             places, answers, results = generate.Places(prompts, **sizes, **limits, **kinds), [[] for _ in prompts], []
             places.verifies = lambda chance=chance: chance.random() < 0.7
             device.rows = None
@@ -698,7 +700,7 @@ def test_places(monkeypatch):
                 assert len([number for number in places.waiting if number < max(new, default=0)]) <= generate.PASSED
                 new = [*new]
                 for p, k in np.argwhere(copies.saves | copies.returns):
-                    assert places.saved_at[p, k] == len(device.saved[p][k][0]) < len(prompts[places.numbers[p]])
+                    assert places.reuse.saved_at[p, k] == len(device.saved[p][k][0]) < len(prompts[places.numbers[p]])
                 device.fill(has_changed, places.rows)
                 given, had = copies.tokens > 0, places.rows.filled[np.isin(places.numbers, new)].sum()
                 return np.array([had, given.sum(), (copies.returns.any(axis=1) & ~given).sum()])
