@@ -732,8 +732,8 @@ class Reuse:
             copies.sources[p], copies.tokens[p] = q, n
         self.saved_at[p] = self.saved_at[q] * (self.saved_at[q] <= n)  # what was saved later is of no use
         copies.returns[p] = (self.saved_at[p] == n) & (n > 0)
-        # Where the row returns or begins anew, the piece before may have been padded up to here.
-        self.written[p] = n + self.places.pieces[0] if q == p and n in self.saved_at[p] else self.written[q]
+        # What was saved may have had a piece behind it, of padding or of an earlier row.
+        self.written[p] = n + model.PREFILL_PIECE if n in self.saved_at[p] else self.written[q]
         self.pauses[p] = self.pauses_of(p)
 
     def note_writes(self, taken: np.ndarray, T: int) -> None:

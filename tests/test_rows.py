@@ -204,6 +204,22 @@ def test_a_ring_that_holds_a_whole_row(monkeypatch):
     assert_equal(rows[:1], alone)
 
 
+def test_a_ring_that_was_saved_with_what_is_behind_it(monkeypatch):
+    """A ring that is saved may hold tokens of an earlier row, up to PREFILL_PIECE behind it. Where a row returns to it,
+    they are there again: the next row cannot go back as far as if padding alone were behind."""
+    folder, config, mesh, weights = demo("gemma", (1, 1, 1))
+    monkeypatch.setattr(folder.model, "PREFILL_PIECE", 224)  # with a window of 32, rings have 256 slots
+    monkeypatch.setattr(folder.generate, "SHORT_PIECES", (16,))
+    first, *ends = random_prompts([460, 20, 20, 20], seed=1)
+    goes_back = first[:260] + ends[0]
+    prompts = [first, goes_back, goes_back[:-8] + ends[1], first[:210] + ends[2]]
+    options, kept = {"max_seq_len": 480, "max_new_tokens": 12}, {}
+    for prompt in prompts:
+        steps = folder.generate.generate(weights, [prompt], config, mesh, kept=kept, **options)
+        alone = folder.generate.generate(weights, [prompt], config, mesh, **options)
+        assert_equal(collected(steps, 1), collected(alone, 1))
+
+
 # By default full caches, rings and states run: the first, the seventh, the thirteenth.
 SHARED = [  # the folder; mesh; rows; tokens that all share; how often they are read; options
     ("llama3", (1, 1, 1), 8, 300, 1, {"quantize_cache": "int8"}),
