@@ -91,11 +91,11 @@ def accept(rows: Rows, chosen: Array, stop_tokens: tuple[int, ...], T: int) -> R
     drafts = jnp.take_along_axis(history, lengths[:, None] + jnp.arange(verified), axis=1, mode="clip")
     is_right = (chosen[:, :verified] == drafts) & ~is_stop[:, :verified]
     accepted = jnp.sum(jnp.cumprod(is_right, axis=1), axis=1, dtype=jnp.int32)  # up to the first that is not right
-    # Three bounds: what was computed, what was known or is accepted, and the last token, which is never computed.
+    # Three bounds: what was computed; what was known or is accepted; all but the last token, which is never computed.
     filled = jnp.minimum(jnp.minimum(filled + T, lengths + accepted), limits - 1)
     has_new = filled >= lengths  # else the row reads its prompt, or stands still
     # Accepted drafts are in `history` already. The token that was chosen after the last of them goes behind them.
-    index = jnp.clip(filled - lengths, 0, verified)[:, None]  # of that token in `chosen`
+    index = jnp.maximum(filled - lengths, 0)[:, None]  # of that token in `chosen`
     last, ends = (jnp.take_along_axis(x, index, axis=1) for x in (chosen, is_stop))
     is_last = (jnp.arange(history.shape[1]) == filled[:, None]) & has_new[:, None]
     history, limits = jnp.where(is_last, last, history), jnp.where(ends[:, 0] & has_new, filled + 1, limits)
@@ -156,9 +156,10 @@ def step(
 
     At the end `draft`, a name in DRAFTS, puts `drafts` drafts behind what is known, for the next step.
 
-    Returns (cache, rows, result): the first two are donated. `result` is the same on every device, and is of all dp b
-    rows that were taken: `lengths` int32 [dp b], the chosen tokens int32 [dp b, T], of a piece [dp b, 1], and their
-    log-probabilities, float32. Of a row's chosen tokens, the first ones are new: as many as its length has grown by.
+    Returns (cache, rows, result); the arguments cache and rows are donated. `result` is the same on every device, and
+    is of all dp b rows that were taken: `lengths` int32 [dp b], the chosen tokens int32 [dp b, T], of a piece [dp b,
+    1], and their log-probabilities, float32. Of a row's chosen tokens, the first ones are new: as many as its length
+    has grown by.
     """
     verified = T - 1 if T <= FEW else 0  # drafts that this step verifies; it leaves `drafts` for the next
 
@@ -171,8 +172,8 @@ def step(
         span = model.Span(positions, places, known, batch=len(rows.filled), R=R)
         x, cache = model.forward(weights, tokens, span, cache, config)
 
-        # Logits are computed for the last known token and its drafts alone. A row that is not at the end of its prompt
-        # has computed none of these. Another token's x stands in, and `accept` ignores what is chosen by it.
+        # Logits are computed for the last known token and its drafts alone. A row that does not end its prompt here has
+        # computed none of these. Another token's x is taken, and `accept` ignores what is chosen by it.
         newest = taken.lengths[:, None] - 1 + jnp.arange(1 + verified)
         last_x = x if T == 1 else jnp.take_along_axis(x, jnp.clip(newest - positions[:, :1], 0, T - 1)[:, :, None], 1)
         logits = model.output_logits(weights, last_x.reshape(-1, x.shape[-1]), config)
@@ -278,11 +279,11 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass
 class Places:
-    """What the host knows of a batch, whatever the device does: which prompt has which place, the steps that were
-    started, the tokens that were received.
+    """What the host knows of a batch: which prompt has which place, the steps that were started, the tokens that were
+    received.
 
-    `rows`, of numpy arrays that change in place, is the state after all steps that were started, if no draft is right
-    and no stop token comes: the devices may be ahead of it, or may have stopped earlier. Of each place:
+    `rows`, of numpy arrays that change in place, tells how far the steps that were started bring each row at least, if
+    no stop token comes: with drafts the devices may be ahead of it. Of each place:
 
         numbers         its row, -1 if it is free: then it stands still at its limit
         prompt_lengths  how many tokens its prompt has
@@ -292,9 +293,9 @@ class Places:
     drafts only where they pay.
 
     `reuse` knows what places have read already. So a prompt may begin with tokens that it need not read: `reused`
-    counts those of the first `count` prompts. A row may have to pause within its prompt, while something is copied: so
-    long its limit is lower. `past`, the places of an earlier call, has the same batch and slots, and its cache is still
-    there.
+    counts those of the first `count` prompts. A row may have to pause within its prompt, so that its cache is saved:
+    until then its limit is lower. `past` is the places of an earlier call, with the same batch and slots. Its cache is
+    still there.
     """
 
     prompts: list[np.ndarray]
@@ -328,12 +329,12 @@ class Places:
         """Lets paused rows go on, and gives free places to prompts. Returns what to copy before the next step, and bool
         [batch], which rows have changed."""
         rows = self.rows
-        paused = (rows.limits <= self.prompt_lengths) & (rows.filled == rows.limits - 1)  # within their prompts
+        paused = (rows.filled < self.prompt_lengths) & (rows.filled == rows.limits - 1)
         copies = self.reuse.save(paused)
         has_changed = self.admit(copies) | paused
         for p in np.flatnonzero(has_changed):
             whole = min(self.prompt_lengths[p] + self.max_new_tokens, self.max_seq_len + 1)
-            rows.limits[p] = min([n + 1 for n in self.reuse.pauses[p] if n > rows.filled[p]], default=whole)
+            rows.limits[p] = min([whole, *(n + 1 for n in self.reuse.pauses[p] if n > rows.filled[p])])
         return copies, has_changed
 
     def admit(self, copies: Copies) -> np.ndarray:
@@ -365,7 +366,8 @@ class Places:
 
     def choose(self) -> tuple[int, np.ndarray]:
         """The next step: its T, and the places [dp b] that it takes, b of each device of dp. A decode step takes all.
-        Otherwise T is the longest piece of which the longest rest of a prompt fills more than half."""
+        Otherwise T is the longest piece of which the longest rest of a prompt fills more than half,
+        or the shortest."""
         places, left = np.arange(self.batch, dtype=np.int32), self.unread()
         if not left.any():
             return 1 + self.drafts * self.verifies(), places
@@ -429,7 +431,7 @@ WARM_UP_BYTES = 2**38  # of weights, times tokens: on two cores such a step shou
 class Engine:
     """The steps of a batch on the devices: its cache, its Rows, the programs, the results in flight; and the clock,
     which counts into `stats` of generate. `saved` has copies of the layers that forget. A program takes the memory of
-    `cache`, so that is None until it has started: if that is broken off, the next call begins with an empty cache."""
+    `cache`, which is None until the program has started: a call that is broken off then leaves no cache to the next."""
 
     def __init__(self, weights, cache, saved, programs, places: Places, options, stats: dict, progress):
         self.weights, self.cache, self.saved, self.programs, self.places = weights, cache, saved, programs, places
@@ -445,9 +447,9 @@ class Engine:
 
     def prepare(self, *steps: tuple[int, np.ndarray]) -> None:
         """Compiles steps of T tokens at some places. On CPUs, those of a first call also run once, for rows that stand
-        still, which changes nothing: XLA prepares products when a program first runs, and for the first step it does so
-        while the second is compiled. (llama.cpp warms up likewise.) A step of more than WARM_UP_BYTES does not run: it
-        would take longer than it saves."""
+        still, which changes nothing that will be read. XLA prepares products when a program first runs: so it does that
+        for the first step while the second is compiled. (llama.cpp warms up likewise.) A step of more than
+        WARM_UP_BYTES does not run: it would take longer than it saves."""
         rows, mesh = self.places.rows, self.options["mesh"]
         still = rows._replace(lengths=rows.filled + 1, limits=rows.filled + 1)
         is_first = mesh.devices.flat[0].platform == "cpu" and not self.programs
@@ -660,10 +662,10 @@ BLOCK = 512  # slots copied at once
 
 
 class Forgetting(NamedTuple):
-    """How the cache of a model forgets. A ring overwrites its oldest tokens, and a state sums all of them up: a layer
-    with either cannot go back to an earlier token. So where another row may go on later, a row pauses before a step,
-    and these `layers` are saved, by their index: `opening` tokens before the end of its prompt, and after the first
-    `preamble` tokens, where these are above 0. Each layer has room for `held` tokens of a row, 0 if one has states.
+    """How the cache of a model forgets. A ring overwrites its oldest tokens, so a row can go back by a piece at most. A
+    state sums all tokens up, so a row cannot go back at all. So where another row may go on later, a row pauses before
+    a step, and these `layers`, by their index, are saved: `opening` tokens before the end of its prompt, and after the
+    first `preamble` tokens, if these are above 0. Every layer has room for `held` tokens of a row, 0 if it is a state.
     """
 
     layers: list[int]
@@ -690,7 +692,7 @@ class Reuse:
     """What need not be read again, since a place has read it, for an earlier row or in an earlier call. The caches of
     `together` neighbours are on the same devices, and can be copied to one another. Of each place:
 
-        pauses    after how many tokens the row pauses, so that its layers that forget are saved
+        pauses    after how many tokens the row pauses, or has paused, so that its layers that forget are saved
         saved_at  two numbers: after how many tokens they were saved, the second after the preamble; 0 if not
         written   the position behind the last that may have been written: it matters for rings
     """
@@ -719,7 +721,7 @@ class Reuse:
 
     def find(self, prompt: np.ndarray, free: list[int], is_new: np.ndarray) -> tuple[int, int, int] | None:
         """The free place where a prompt has to read the least; the place from which it gets its first tokens, which may
-        be the same; and how many. None if it waits, since it gains by what another row has still to read."""
+        be the same; and how many. None if it waits, whichever place it would take."""
         agreeing, best = self.agreeing(prompt), {}  # of each group of neighbours, the place that shares most
         for p in sorted(free, key=lambda p: self.shared(p, agreeing[p]), reverse=True):
             best.setdefault(p // self.together, p)
@@ -760,26 +762,26 @@ class Reuse:
         return n if n > 0 and stays else max(self.saved_at[p] * (self.saved_at[p] <= agreeing))
 
     def offers(self, p: int, n: int) -> bool:
-        """Whether a row can go on after the first n tokens of a place, which has computed them. With states it can if a
-        copy was saved there. In a ring that has wrapped, at most a piece may have been written behind these n: it has
-        room for what a token sees and a piece more. One that holds all `max_seq_len` tokens of a row may lack that
-        room."""
-        if self.has_states:
-            return n in self.saved_at[p]
+        """Whether a row can go on after the first n tokens of a place without states, which has computed them. In a
+        ring that has wrapped, at most a piece may have been written behind these n: it has room for what a token sees
+        and a piece more. One that holds all `max_seq_len` tokens of a row may lack that room."""
         has_room = self.held < self.places.max_seq_len and self.written[p] - n <= model.PREFILL_PIECE
         return has_room or self.written[p] <= self.held
 
     def source(self, p: int, agreeing: np.ndarray, is_new: np.ndarray) -> tuple[int, int] | None:
-        """From where a prompt gets its first tokens if it takes the place p, and how many: p itself, or another row for
-        at least FEWEST_COPIED more. None if it waits, as it does for as many more, until a row has read them or has
-        gone back to them."""
+        """From which place a prompt gets its first tokens if it takes the place p, and how many: from p itself, unless
+        another row has at least FEWEST_COPIED more. None if it waits: some row will have as many more than these, when
+        it has read them or has gone back to them."""
         places, own, there, to_come = self.places, self.shared(p, agreeing[p]), [], []
         is_near = np.arange(places.batch) // self.together == p // self.together
         for q in np.flatnonzero(is_near & (places.numbers >= 0) & (agreeing >= own + FEWEST_COPIED)).tolist():
             n = min(agreeing[q], max(places.prompt_lengths[q], places.received[q] - 1))  # what it will have for certain
-            ends = [end for end in (*self.pauses[q], *self.saved_at[q]) if end <= n] if self.has_states else [n]
             filled = places.rows.filled[q]
-            n = max((end for end in ends if end > filled or self.offers(q, end)), default=0)
+            if self.has_states:
+                ends = *self.saved_at[q], *(end for end in self.pauses[q] if end > filled)
+                n = max((end for end in ends if end <= n), default=0)
+            elif n <= filled and not self.offers(q, n):
+                n = 0
             (to_come if is_new[q] or filled < n else there).append((n, q))
         n, source = max(there, default=(0, p))
         if n < own + FEWEST_COPIED:
@@ -849,7 +851,7 @@ def copy(cache: list, saved: list[dict], copies: Copies, *, config: Config, mesh
                 block = jax.lax.dynamic_slice(x, (sources[place] % rows, *at), size)
                 return jax.lax.dynamic_update_slice(x, block, (place % rows, *at))
 
-            # No device has a token in a slot that is higher than its position. In a ring, it may be in any.
+            # No token is in a slot that is higher than its position. A ring of fewer blocks is copied whole.
             needed = ceil_div(tokens[place], BLOCK) * (place // rows == part)
             for most in sorted({*blocks}):  # arrays of as many blocks are copied in one loop
 
