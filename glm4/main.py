@@ -191,12 +191,12 @@ def encode(tokenizer, prompts, raw, history=(), template_args=None, remedy="") -
 
 
 def render(tokenizer, messages: list[dict], **options) -> str:
-    """Messages by the chat template. Llama Guard's takes content as a list alone, and silently leaves out one that is
-    text: if the last message changes nothing, all get lists."""
+    """Messages by the chat template. Llama Guard's and SmolVLM's take content as a list alone, and silently leave out
+    one that is text: if the last message says the same when it is doubled, all get lists. (SmolVLM's refuses "".)"""
     template = functools.partial(tokenizer.apply_chat_template, tokenize=False, **options)
     text, last = template(messages), messages[-1]
     with contextlib.suppress(Exception):
-        if last["content"].strip() and text == template([*messages[:-1], last | {"content": ""}]):
+        if last["content"].strip() and text == template([*messages[:-1], last | {"content": 2 * last["content"]}]):
             return template([m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages])
     return text
 

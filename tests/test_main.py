@@ -192,11 +192,19 @@ def test_a_system_message_and_what_a_template_takes(main, tmp_path):
         assert "--raw" not in result[2]
 
 
-def test_a_template_that_takes_lists_alone(main, tmp_path):
-    """As Llama Guard's, which leaves out a content that is text. A word that its own text has is no exception."""
+LISTS = {  # templates that leave out a content that is text
+    "Llama Guard": "{% for part in m.content | selectattr('type', 'equalto', 'text') %}"
+    "{{ part.text | trim }}{% endfor %}",
+    "SmolVLM": "{{ ':' if m.content[0]['type'] == 'image' else ': ' }}"
+    "{% for part in m.content %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_template_that_takes_lists_alone(main, tmp_path, name):
+    """As those of Llama Guard and SmolVLM. A word that its own text has is no exception."""
     shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
-    parts = "{% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ part.text | trim }}{% endfor %}"
-    template("Is it safe?{% for m in messages %}[{{ m.role }}]" + parts + "{% endfor %}>")(tmp_path)
+    template("Is it safe?{% for m in messages %}[{{ m.role }}]" + LISTS[name] + "{% endfor %}>")(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     flags = ["--model_path", tmp_path, "--output", "json", "--max_new_tokens", "1", "--system", "Be brief."]
     for prompt in "How tall is he?", " safe ":
