@@ -622,8 +622,6 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
     if not (folder / "config.json").is_file():
         other = something_else(folder, names) or ": no checkpoint, or a conversion to be run again until it finishes"
         raise InputError(f"{folder}: no config.json{other}")
-    if "adapter_config.json" in names:
-        say(f"note: {folder} has weights and a PEFT adapter beside them, which is not applied")
     raw_config, generation_config = (read_json(folder / name) for name in ("config.json", "generation_config.json"))
     places = raw_config, raw_config.get("text_config") or {}
     if not isinstance(places[1], dict):
@@ -673,6 +671,8 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
         is_table = path[0].key.endswith("embedding") and format.bits < 8  # its rows are looked up
         return dataclasses.replace(weight, format=Plain if is_table else format)
 
+    if "adapter_config.json" in names:
+        say(f"note: {folder} has weights and a PEFT adapter beside them, which is not applied")
     if not fast and any(isinstance(tensor, InGroups) and tensor.format is Plain for tensor in tensors.values()):
         say("note: without fast.py, weights in 4 bits are held in the dtype of the others")
     weights = jax.tree_util.tree_map_with_path(as_stored, weights_of(config))

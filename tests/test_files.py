@@ -531,6 +531,13 @@ def without_settings(folder):
     ("edit", "words"),
     [
         (only("adapter_config.json", '{"base_model_name_or_path": "org/base"}'), "a PEFT adapter of 'org/base'; merge"),
+        (  # what a trainer saved beside config.json
+            lambda folder: [
+                with_adapter(folder),
+                (folder / "model.safetensors").rename(folder / "adapter.safetensors"),
+            ],
+            "a PEFT adapter of None; merge it",
+        ),
         (only("params.json"), "as Meta or Mistral write them; give those of the same release for transformers"),
         (only("model.Q4_K_M.gguf"), "GGUF, which llama.cpp reads; give the safetensors"),
         (lambda folder: edit_config(folder, quantization={"group_size": 64, "bits": 4}), "quantization 'MLX' is not"),
@@ -561,11 +568,13 @@ def without_settings(folder):
         ),
     ],
 )
-def test_something_else(tmp_path, edit, words):
+def test_something_else(tmp_path, capfd, edit, words):
+    """It is refused, and nothing else is said."""
     shutil.copytree(llama3_demo(), tmp_path / "checkpoint")
     edit(tmp_path / "checkpoint")
     with pytest.raises(llama3.model.InputError, match=words):
         llama3.convert.open_checkpoint(tmp_path / "checkpoint")
+    assert not capfd.readouterr().err
 
 
 def llama3_demo():
