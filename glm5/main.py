@@ -197,8 +197,8 @@ def render(tokenizer, messages: list[dict], **options) -> str:
     text, last = template(messages), messages[-1]
     with contextlib.suppress(Exception):
         if last["content"].strip() and text == template([*messages[:-1], last | {"content": 2 * last["content"]}]):
-            return template([m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages])
-    return text
+            text = template([m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages])
+    return text.removeprefix("\ufeff")  # the mark of its encoding, which editors on Windows put before a template
 
 
 def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:

@@ -607,7 +607,7 @@ def unpickling(folder: Path | str) -> str:
 def read_json(path: Path) -> dict:
     """A JSON object from a file, an empty one if there is no such file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8") if path.is_file() else "{}")
+        value = json.loads(path.read_text(encoding="utf-8-sig") if path.is_file() else "{}")
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read: {one_line(error)}") from error
     if not isinstance(value, dict):

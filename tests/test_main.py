@@ -215,6 +215,16 @@ def test_a_template_that_takes_lists_alone(main, tmp_path, name):
         assert row["prompt_tokens"] == tokenizer(wanted, add_special_tokens=False)["input_ids"]
 
 
+def test_files_that_an_editor_on_windows_saved(main, tmp_path):
+    """With a mark of their encoding and its line ends: the tokens are the same, and stop tokens are read."""
+    shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
+    for name in "config.json", "generation_config.json", "chat_template.jinja":
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (DEMO / name).read_bytes().replace(b"\n", b"\r\n"))
+    flags = ["--prompt", "Hello!", "--output", "json"]
+    (row,), _ = json_rows(main("--model_path", tmp_path, *flags)[1])
+    assert row == json_rows(main(*flags)[1])[0][0] and row["finish_reason"] == "stop"
+
+
 def test_sampling_that_a_release_asks_for(main, tmp_path):
     """A note says so, unless there is sampling."""
     shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
