@@ -514,6 +514,11 @@ def index_to(weight_map):
     return edit
 
 
+def with_a_token_of_which_no_embedding_was_saved(folder):
+    edit_json("tokenizer_config.json", added_tokens_decoder={"512": {"content": "<|im_start|>"}})(folder)
+    template("<|im_start|>{{ messages[0].content }}")(folder)
+
+
 def template(text):
     return lambda folder: (folder / "chat_template.jinja").write_text(text)
 
@@ -590,6 +595,7 @@ def template(text):
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
         (truncate("tokenizer.json", 0.5), "download it again"),
         (lambda folder: (folder / "tokenizer.json").write_text("version https://git-lfs"), "run git lfs pull"),
+        (with_a_token_of_which_no_embedding_was_saved, "prompt 1 has token 512, outside the vocabulary of 512"),
         (template("{% if %}"), "--raw"),
         (template("{{ raise_exception('no') }}"), "--raw"),
         (template("{{ cycler.__init__.__globals__ }}"), "is unsafe"),
