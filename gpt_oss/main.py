@@ -733,8 +733,9 @@ def read_inputs(args) -> Inputs:
         say(f"note: generation_config.json asks for {' '.join(flags)}; without them, the most probable token is taken")
     elif args.temperature == 0 and (args.top_k or args.top_p < 1):
         say("note: --top_k and --top_p need a --temperature; without one, the most probable token is taken")
-    if (penalty := asked.get("repetition_penalty") or 1) != 1:
-        say(f"note: generation_config.json asks for a repetition_penalty of {penalty!r:.20}, which is not applied")
+    for name in ("repetition_penalty", "no_repeat_ngram_size", "min_p"):
+        if (value := asked.get(name, 0)) not in (0, 1):  # which change nothing
+            say(f"note: generation_config.json asks for a {name} of {value!r:.20}, which is not applied")
     check_prompts(prompt_tokens, checkpoint.config, args.max_seq_len, args.max_new_tokens)
     check_context(prompt_tokens, checkpoint.raw_config)
     weights = model.in_format(checkpoint.weights, args.quantize)

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -239,8 +240,10 @@ def test_sampling_that_a_release_asks_for(main, tmp_path):
     assert "asks for" not in main(*flags)[2]
     for flag in ("--top_k", "--top_p"):  # a user who asks for half of it gets a note too
         assert "--top_k and --top_p need a --temperature" in main(*flags, flag, "0.5" if flag == "--top_p" else "5")[2]
-    edit_json("generation_config.json", do_sample=False, repetition_penalty=1.05)(tmp_path)
-    assert "asks for a repetition_penalty of 1.05, which is not applied" in main(*flags)[2]
+    edit_json("generation_config.json", do_sample=False, repetition_penalty=1.05, min_p=0.0)(tmp_path)
+    assert re.findall("for a (.*), which", main(*flags)[2]) == ["repetition_penalty of 1.05"]
+    edit_json("generation_config.json", repetition_penalty=1.0, min_p=0.05)(tmp_path)
+    assert re.findall("for a (.*), which", main(*flags)[2]) == ["min_p of 0.05"]
 
 
 def test_a_raw_prompt_with_its_own_bos(main):
