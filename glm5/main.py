@@ -309,7 +309,7 @@ def json_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     and the names of special tokens: its class and tokenizer_config.json would change what the file does to text."""
     options = {"clean_up_tokenization_spaces": False, "split_special_tokens": False}
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, tokenizer_object=Tokenizer(models.BPE()), **options)
-    file = tokenizer._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    file = tokenizer._tokenizer = Tokenizer.from_buffer((folder / "tokenizer.json").read_bytes())
     for i, token in sorted(tokenizer.init_kwargs["added_tokens_decoder"].items()):
         if file.token_to_id(token.content) is file.id_to_token(i) is None and i == len(tokenizer):
             file.add_tokens([token])

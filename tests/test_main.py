@@ -226,6 +226,14 @@ def test_files_that_an_editor_on_windows_saved(main, tmp_path):
     assert row == json_rows(main(*flags)[1])[0][0] and row["finish_reason"] == "stop"
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="names of files are UTF-8 there")
+def test_a_folder_whose_name_is_not_in_utf_8(main, tmp_path):
+    """As a ZIP file of Windows leaves one on Linux."""
+    folder = tmp_path / os.fsdecode("modèle [1] $x".encode("latin-1"))
+    shutil.copytree(DEMO, folder)
+    assert main("--model_path", folder, "--prompt", "What is 3 plus 4?")[1] == "3 plus 4 is 7.\n"
+
+
 def test_sampling_that_a_release_asks_for(main, tmp_path):
     """A note says so, unless there is sampling."""
     shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
