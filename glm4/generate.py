@@ -317,7 +317,7 @@ class Places:
         self.prompt_lengths, self.received, filled = np.zeros((3, self.batch), np.int32)
         history = np.zeros((self.batch, self.max_seq_len + 1), np.int32)
         if past:
-            history, filled, self.received = past.rows.history, past.reuse.kept(), past.received
+            history, filled, self.received = past.rows.history, past.reuse.remaining(), past.received
         # Each place is free until `plan`: it stands still behind what it has.
         self.rows = Rows(history, filled, filled + 1, filled + 1, np.zeros((self.batch, 2), np.uint32))
         self.numbers, self.reused = np.full(self.batch, -1), 0
@@ -366,8 +366,7 @@ class Places:
 
     def choose(self) -> tuple[int, np.ndarray]:
         """The next step: its T, and the places [dp b] that it takes, b of each device of dp. A decode step takes all.
-        Otherwise T is the longest piece of which the longest rest of a prompt fills more than half,
-        or the shortest."""
+        Otherwise T is the longest piece of which the longest rest of a prompt fills more than half, or the shortest."""
         places, left = np.arange(self.batch, dtype=np.int32), self.unread()
         if not left.any():
             return 1 + self.drafts * self.verifies(), places
@@ -704,7 +703,7 @@ class Reuse:
         nothing = np.zeros(places.batch, np.int32), np.zeros((places.batch, 2), np.int32)
         self.written, self.saved_at = (past.written, past.saved_at) if past else nothing
 
-    def kept(self) -> np.ndarray:
+    def remaining(self) -> np.ndarray:
         """How many tokens of each place a later call finds in the cache."""
         places, filled = self.places, self.places.rows.filled
         # If steps with drafts were broken off, it is not known how many drafts the states took in.
@@ -745,7 +744,7 @@ class Reuse:
         ahead = (1 + places.drafts) * len(places.in_flight) * (rows.filled >= places.prompt_lengths)
         most = np.minimum(rows.filled + ahead, rows.limits - 1)
         self.written[taken] = np.maximum(self.written, most + T)[taken]
-        # A place that stands still before what was saved (see `kept`) overwrites, up to there, what does not forget.
+        # A place that stands still before what was saved (see `remaining`) overwrites other layers up to there.
         self.saved_at[taken] *= (self.saved_at <= rows.filled[:, None])[taken]
 
     def agreeing(self, prompt: np.ndarray, taken=slice(None)) -> np.ndarray:
