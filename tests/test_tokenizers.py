@@ -584,7 +584,7 @@ def test_pickled_weights_and_the_command_that_the_refusal_names(main, tmp_path):
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     torch.save(reference.state_dict() | buffer, tmp_path / "pytorch_model.bin")
     arguments = ["--model_path", tmp_path, "--prompt", "a  b", "--raw", "--max_new_tokens", 5, "--output", "json"]
-    arguments += ["--dtype", "float32", "--logprobs", "--dp", 8]
+    arguments += ["--dtype", "float32", "--logprobs"]
     status, _, err = main(*arguments)
     assert status == 2 and "pickled weights are never read" in err
     command = re.search(r"python3 -c .*(?= saves them)", err)[0].replace("python3", sys.executable)
