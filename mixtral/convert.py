@@ -693,19 +693,23 @@ def config_of(raw_config: dict, names: Iterable[str], extra_layer: bool) -> Conf
 
 
 def unpack_experts(found: dict, weight: Weight) -> None:
-    """Finds each expert's matrices in the one tensor of all, [experts, output, input], that transformers 5 writes."""
+    """Finds each expert's matrices in the one tensor of all, [experts, output, input], that transformers 5 writes. Of
+    its own FP8 it has the scales so, and the matrices so or apart."""
     parts = {name: rows for part in weight.parts for name, rows in part.tensors.items()}
     name = f"{next(iter(parts)).partition('.{}')[0]}.{'gate_up_proj' if len(parts) > 1 else 'down_proj'}"
-    packed, shape = found.get(name), (weight.experts, *weight.shape(sum(parts.values())))
-    if packed is None or packed.shape != shape or packed.dtype not in DTYPES.values():
-        return
-    del found[name]
-    offset = packed.offset
-    for e in range(weight.experts):
-        for part, rows in parts.items():
-            of_part = weight.shape(rows)
-            found[part.format(e) + weight.suffix] = packed._replace(offset=offset, shape=of_part)
-            offset += math.prod(of_part) * packed.dtype.itemsize
+    shape = (weight.experts, *weight.shape(sum(parts.values())))
+    for ending in ("", "_scale_inv"):
+        packed = found.get(name + ending)
+        if packed is None or len(packed.shape) != 3 or packed.kind not in (*FLOATS, "F8_E4M3"):
+            continue
+        experts, rows, columns = packed.shape
+        if experts != weight.experts or rows % len(parts) or (not ending and packed.shape != shape):
+            continue
+        del found[name + ending]
+        of_part = rows // len(parts), columns  # gate and up have as many rows
+        for i, part in enumerate(part.format(e) for e in range(experts) for part in parts):
+            offset = packed.offset + i * math.prod(of_part) * packed.dtype.itemsize
+            found[part + weight.suffix + ending] = packed._replace(offset=offset, shape=of_part)
 
 
 def weight_map_of(folder: Path) -> dict[str, str]:

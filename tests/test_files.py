@@ -317,6 +317,24 @@ def test_experts_as_transformers_holds_them(tmp_path, family):
     assert_matches(reference, PROMPTS, decode(folder, tmp_path / "output", PROMPTS, max_new_tokens=2))
 
 
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_experts_in_fp8_that_transformers_made(tmp_path, is_apart):
+    """It saves the scales of all experts in one tensor (transformers #44222), beside matrices apart or in one, too."""
+    folder, *reference = qwen_3_moe()
+    reference = save_random(tmp_path, *reference)
+    tensors, parameters = load_file(tmp_path / "model.safetensors"), dict(reference.named_parameters())
+    tensors = {name: x for name, x in tensors.items() if ".experts." not in name}
+    for name in [name for name in parameters if name.endswith((".gate_up_proj", ".down_proj"))]:
+        values, scale, exact = zip(*(as_fp8(matrix.detach(), (8, 8)) for matrix in parameters[name]))
+        with torch.no_grad():
+            parameters[name].copy_(torch.stack(exact))
+        tensors |= {name: torch.stack(values), f"{name}_scale_inv": torch.stack(scale)}
+    tensors = experts_apart(tensors) if is_apart else tensors
+    save_file({name: x.contiguous() for name, x in tensors.items()}, tmp_path / "model.safetensors")
+    edit_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [8, 8]})
+    assert_matches(reference, PROMPTS, decode(folder, tmp_path, PROMPTS, (1, 2, 2), max_new_tokens=2))
+
+
 def test_the_text_model_of_a_nested_release(tmp_path):
     """transformers saves it alone under the names that it has in the whole."""
     folder, *reference = qwen_35_with_vision()
