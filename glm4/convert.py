@@ -59,10 +59,11 @@ METHODS = (  # which config.json may name; bitsandbytes only for weights that we
     "fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "mxfp4", "awq", "gptq", "bitsandbytes",
 )  # fmt: skip
 QUANTIZATION = "quantization_config", "compression_config", "quantization"  # in config.json; the last is MLX's
-AUTO_ROUND = {  # by its packing_format, what GPTQ or AWQ would say; the first alone stores zeros less one
+AUTO_ROUND = {  # by its packing_format, what others would say; the first alone stores zeros less one
     "auto_round:auto_gptq": {"quant_method": "gptq"}, "auto_round:auto_awq": {"quant_method": "awq"},
     "auto_round": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
     "auto_round:gptqmodel": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+    "auto_round:fp8": {"quant_method": "fp8"}, "auto_round:fp8_static": {"quant_method": "fp8"},
 }  # fmt: skip
 OURS = {  # config.json's quantization_config of what convert writes
     "int8": {"quant_method": "int8_per_channel"}, "int4": {"quant_method": "int4_in_groups", "group_size": 32},
@@ -628,7 +629,8 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
         raise InputError(f"{folder}: config.json: text_config must be a table, not {places[1]!r:.40}")
     quantization = next((place[key] for place in places for key in QUANTIZATION if key in place), None)
     if isinstance(quantization, dict) and quantization.get("quant_method") == "auto-round":
-        quantization = quantization | AUTO_ROUND.get(str(quantization.get("packing_format")), {})
+        packing = str(quantization.get("packing_format", "auto-round"))
+        quantization = quantization | AUTO_ROUND.get(packing, {"quant_method": packing})
     method = quantization.get("quant_method", "MLX") if isinstance(quantization, dict) and quantization else None
     remedy = "give the unquantized checkpoint"
     if quantization not in (None, *OURS.values()) and method not in METHODS:

@@ -232,6 +232,7 @@ BY_ROW = compressed("int8", strategy="channel")
 IN_BLOCKS = compressed("fp8", strategy="block", block_structure=[16, 16])
 FBGEMM = {"quantization_config": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}}
 MODELOPT = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}
+AUTO_ROUND_FP8 = {"quantization_config": {"quant_method": "auto-round", "packing_format": "auto_round:fp8_static"}}
 MODELOPT_IN_BLOCKS = {"quantization_config": {"quant_method": "modelopt", "weight_block_size": [16, 16]}}
 
 
@@ -249,6 +250,7 @@ MODELOPT_IN_BLOCKS = {"quantization_config": {"quant_method": "modelopt", "weigh
         (llama, "fp8", lambda *_: (), MODELOPT, (2, 1, 2)),
         (llama, "fp8", in_blocks_of_modelopt, MODELOPT_IN_BLOCKS, (1, 1, 2)),
         (mixtral_8, "fp8", by_row_of_modelopt, MODELOPT, (1, 2, 1)),
+        (llama, "fp8", by_row_of_modelopt, AUTO_ROUND_FP8, (1, 1, 2)),
         (qwen_3_moe, "fp8", lambda *_: (), {}, (1, 2, 1)),  # ModelOpt's older releases say so in another file alone
     ],
 )
@@ -529,6 +531,9 @@ def link_to_nothing(folder):
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 2097152\n"
 
 
+AUTO_ROUND_NVFP4 = {"quantization_config": {"quant_method": "auto-round", "packing_format": "auto_round:nvfp4"}}
+
+
 def in_int8_of_bitsandbytes(folder):
     """With a scale for each row, by which the rows are multiplied and divided by 127."""
     tensors = load_file(folder / "model.safetensors")
@@ -559,6 +564,7 @@ def without_settings(folder):
         (only("params.json"), "as Meta or Mistral write them; give those of the same release for transformers"),
         (only("model.Q4_K_M.gguf"), "GGUF, which llama.cpp reads; give the safetensors"),
         (lambda folder: edit_config(folder, quantization={"group_size": 64, "bits": 4}), "quantization 'MLX' is not"),
+        (lambda folder: edit_config(folder, **AUTO_ROUND_NVFP4), "quantization 'auto_round:nvfp4' is not supported"),
         (in_int8_of_bitsandbytes, "a form of quantization 'bitsandbytes' that is not supported; give the unquantized"),
         (scales_in(torch.float8_e4m3fn, torch.uint8), "weights in NVFP4 .* give the unquantized checkpoint"),
         (scales_in(torch.uint8, torch.float8_e4m3fn), "weights in MXFP8 .* give the unquantized checkpoint"),
