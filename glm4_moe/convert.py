@@ -824,14 +824,15 @@ def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict
             problems.append(f"{name} has dtype {tensor.kind:.40}, which is not supported here")
     if problems := [*missing[:2], *problems, *missing[2:]]:  # names on both sides tell what differs
         more = f", and {len(problems) - 3} more such" if len(problems) > 3 else ""
+        absent = f".{missing[0].split()[0]}" if missing else None  # below, as if there were no _orig_mod. amid a name
         if any(".lora_" in name or ".modules_to_save." in name for name in found):
             more += "; weights of PEFT that are not merged: save what its merge_and_unload gives"
-        elif wrapped := next((name for name in found if missing and name.endswith(f".{missing[0].split()[0]}")), None):
+        elif wrapped := next((x for x in found if absent and re.sub(r"\._\w+", "", f".{x}").endswith(absent)), None):
             more += f"; {wrapped} stands in a wrapper: save the model in it"
         if any(name.startswith("score.") for name in found):
             more += "; a classifier or a reward model, which writes no text"
         if any(found[name].shape == (0,) for name in expected.keys() & found):
-            more += "; DeepSpeed (ZeRO-3) saved no weights here: run its zero_to_fp32.py"
+            more += "; shards of a run: DeepSpeed's zero_to_fp32.py, or for FSDP accelerate merge-weights, joins them"
         raise InputError(f"{folder}: {'; '.join(problems[:3])}{more}")
     return {name: found[name] for name in expected}, skipped
 

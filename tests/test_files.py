@@ -579,6 +579,16 @@ def without_settings(folder):
             edit_tensors(lambda tensors: {f"module.{name}": x for name, x in tensors.items()}),
             "module.model.embed_tokens.weight stands in a wrapper: save the model in it",
         ),
+        (
+            edit_tensors(lambda tensors: {re.sub(r"(\.\d+)", r"\1._orig_mod", name): x for name, x in tensors.items()}),
+            r"model.layers.0._orig_mod.\S+ stands in a wrapper: save the model in it",
+        ),
+        (
+            edit_tensors(
+                lambda tensors: {name: x.flatten()[: len(x) * ("norm" in name)] for name, x in tensors.items()}
+            ),
+            "shards of a run: DeepSpeed's zero_to_fp32.py, or for FSDP accelerate merge-weights, joins them",
+        ),
         (edit_tensors(as_peft_holds_it), "of PEFT that are not merged: save what its merge_and_unload gives$"),
         (
             edit_tensors(lambda tensors: tensors | {"score.weight": torch.ones(1, 128)}),
