@@ -56,7 +56,7 @@ NUMPY = {  # by safetensors' name
 FLOATS = ("BF16", "F32", "F16")
 DTYPES = {name: np.dtype(name) for name in ("bfloat16", "float32", "float16")}  # of numbers that no format rounds
 METHODS = (  # which config.json may name; bitsandbytes only for weights that were merged back into 16 bits
-    "fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "mxfp4", "awq", "gptq", "bitsandbytes",
+    "fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "mxfp4", "awq", "gptq", "bitsandbytes", "quark",
 )  # fmt: skip
 QUANTIZATION = "quantization_config", "compression_config", "quantization"  # in config.json; the last is MLX's
 AUTO_ROUND = {  # by its packing_format, what others would say; the first alone stores zeros less one
@@ -69,7 +69,7 @@ OURS = {  # config.json's quantization_config of what convert writes
     "int8": {"quant_method": "int8_per_channel"}, "int4": {"quant_method": "int4_in_groups", "group_size": 32},
 }  # fmt: skip
 # What rounds activations and the cache, and no weight.
-OF_ACTIVATIONS = re.compile(r"\.((input|output|act|activation|[qkv]|kv|prob)_(scale|zero_point)|input_scale_ub)$")
+OF_ACTIVATIONS = re.compile(r"\.((input|(prob_)?output|act\w*|[qkv]|kv|prob)_(scale|zero_point)|input_scale_ub)$")
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
 SMALL = 2**22  # a device's part of fewer numbers is checked for NaN: norms, routers

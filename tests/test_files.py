@@ -196,6 +196,7 @@ def save_8_bits(folder, family, kind, scale_of, form):
             dense_parameter(parameters, name).copy_(exact)
         tensors |= {name: values, f"{name}_scale": scale.reshape(shape), name.replace("weight", "input_scale"): one()}
     tensors["model.layers.0.mlp.act_scale"] = one()  # AutoFP8 once called input_scale so
+    tensors |= {"model.layers.0.self_attn.prob_output_scale": one()}  # of Quark
     tensors |= {"model.layers.0.self_attn.k_scale": one(), "model.layers.1.self_attn.v_proj.v_scale": one()}
     save_file(tensors, folder / "model.safetensors")
     edit_config(folder, **form)
@@ -232,6 +233,7 @@ BY_ROW = compressed("int8", strategy="channel")
 IN_BLOCKS = compressed("fp8", strategy="block", block_structure=[16, 16])
 FBGEMM = {"quantization_config": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}}
 MODELOPT = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}
+QUARK = {"quantization_config": {"quant_method": "quark", "export": {"weight_format": "real_quantized"}}}
 AUTO_ROUND_FP8 = {"quantization_config": {"quant_method": "auto-round", "packing_format": "auto_round:fp8_static"}}
 MODELOPT_IN_BLOCKS = {"quantization_config": {"quant_method": "modelopt", "weight_block_size": [16, 16]}}
 
@@ -251,6 +253,7 @@ MODELOPT_IN_BLOCKS = {"quantization_config": {"quant_method": "modelopt", "weigh
         (llama, "fp8", in_blocks_of_modelopt, MODELOPT_IN_BLOCKS, (1, 1, 2)),
         (mixtral_8, "fp8", by_row_of_modelopt, MODELOPT, (1, 2, 1)),
         (llama, "fp8", by_row_of_modelopt, AUTO_ROUND_FP8, (1, 1, 2)),
+        (llama, "fp8", lambda *_: (), QUARK, (1, 1, 2)),
         (qwen_3_moe, "fp8", lambda *_: (), {}, (1, 2, 1)),  # ModelOpt's older releases say so in another file alone
     ],
 )
