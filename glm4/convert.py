@@ -70,6 +70,8 @@ OURS = {  # config.json's quantization_config of what convert writes
 }  # fmt: skip
 # What rounds activations and the cache, and no weight.
 OF_ACTIVATIONS = re.compile(r"\.((input|(prob_)?output|act\w*|[qkv]|kv|prob)_(scale|zero_point)|input_scale_ub)$")
+# Transforms that compressed-tensors and Quark apply while a model runs. Without them its answers would be wrong.
+TURNED_ONLINE = r"'location': '(input|output|k_cache|q_attn)'|rotation|quarot"
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
 SMALL = 2**22  # a device's part of fewer numbers is checked for NaN: norms, routers
@@ -632,6 +634,8 @@ def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
         packing = str(quantization.get("packing_format", "auto-round"))
         quantization = quantization | AUTO_ROUND.get(packing, {"quant_method": packing})
     method = quantization.get("quant_method", "MLX") if isinstance(quantization, dict) and quantization else None
+    if method and re.search(TURNED_ONLINE, f"{quantization.get('transform_config')} {quantization.get('algo_config')}"):
+        method = f"{method} with transforms"
     remedy = "give the unquantized checkpoint"
     if quantization not in (None, *OURS.values()) and method not in METHODS:
         raise InputError(f"{folder}: quantization {method or quantization!r:.40} is not supported; {remedy}")

@@ -553,6 +553,14 @@ def without_settings(folder):
     save_file(tensors, folder / "model.safetensors")
 
 
+QUIP = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "transform_config": {"config_groups": {"v": {
+        "type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}, {"location": "weight_input"}],
+    }}},
+}  # fmt: skip
+QUAROT = {"quant_method": "quark", "algo_config": [{"name": "rotation", "r4": True}]}
+
+
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
@@ -567,6 +575,8 @@ def without_settings(folder):
         (only("params.json"), "as Meta or Mistral write them; give those of the same release for transformers"),
         (only("model.Q4_K_M.gguf"), "GGUF, which llama.cpp reads; give the safetensors"),
         (lambda folder: edit_config(folder, quantization={"group_size": 64, "bits": 4}), "quantization 'MLX' is not"),
+        (lambda folder: edit_config(folder, quantization_config=QUIP), "'compressed-tensors with transforms' is not"),
+        (lambda folder: edit_config(folder, quantization_config=QUAROT), "'quark with transforms' is not supported"),
         (lambda folder: edit_config(folder, **AUTO_ROUND_NVFP4), "quantization 'auto_round:nvfp4' is not supported"),
         (in_int8_of_bitsandbytes, "a form of quantization 'bitsandbytes' that is not supported; give the unquantized"),
         (scales_in(torch.float8_e4m3fn, torch.uint8), "weights in NVFP4 .* give the unquantized checkpoint"),
