@@ -599,10 +599,12 @@ def generate(
         raise InputError(f"draft {draft!r} is none of this model's: {', '.join(DRAFTS)}")
     if not 0 < draft_tokens < FEW:
         raise InputError(f"draft_tokens {draft_tokens} is not from 1 to {FEW - 1}")
+    if quantize_cache not in (None, "int8"):
+        raise InputError(f"quantize_cache {quantize_cache!r} is neither None nor 'int8'")
     prompts, stop_tokens = [np.int32(prompt) for prompt in prompts], tuple(stop_tokens)
     drafts = draft_tokens if draft else 0
     longest, dp = max(map(len, prompts)), mesh.shape["dp"]
-    max_seq_len = max_seq_len or model.cache_slots(longest + max_new_tokens - 1)  # the last token needs none
+    max_seq_len = int(max_seq_len or model.cache_slots(int(longest + max_new_tokens - 1)))  # the last token needs none
     goes_on, kept = kept is not None, {} if kept is None else kept  # whether a later call may go on from this one
     pieces = piece_lengths(max_seq_len if goes_on else longest, config, mesh)  # the calls of a conversation share them
 
@@ -879,14 +881,18 @@ MEMORY_SHARE = 0.85  # of a device's memory, for weights and cache; the rest is 
 
 
 def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | None, max_new_tokens: int) -> None:
-    """Raises InputError for no new tokens, no prompt, and a prompt that is empty, longer than `max_seq_len`, outside
-    the vocabulary or, with its answer, longer than the `n_positions` that a model has learned."""
+    """Raises InputError for no new tokens, no prompt, and a prompt that is no list of integers, empty, longer than
+    `max_seq_len`, outside the vocabulary or, with its answer, longer than the `n_positions` that a model has learned.
+    """
     positions = getattr(config, "n_positions", math.inf)
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens {max_new_tokens} is not at least 1")
     if not len(prompts):
         raise InputError("there is no prompt")
     for row, prompt in enumerate(prompts, 1):
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iub"):
+            raise InputError(f"prompt {row} is {prompt!r:.40}, not a list of token ids")
         if not len(prompt):
             raise InputError(f"prompt {row} is empty: it has no tokens")
         if max_seq_len and len(prompt) > max_seq_len:

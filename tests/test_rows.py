@@ -528,6 +528,20 @@ def test_prompts_that_are_arrays():
             next(generate(weights, [array([1]), array([])], config, mesh, **options))
 
 
+def test_what_is_no_prompt():
+    """numpy's integers count tokens as Python's do. What is no list of token ids is named."""
+    folder, config, mesh, weights = demo("llama3", (1, 1, 1))
+    generate, options = folder.generate.generate, {"max_new_tokens": 3}
+    wanted = collected(generate(weights, [[3, 4]], config, mesh, **options), 1)
+    for options in ({"max_new_tokens": np.int64(3)}, {"max_new_tokens": 3, "max_seq_len": np.int64(256)}):
+        assert_equal(collected(generate(weights, [[3, 4]], config, mesh, **options), 1), wanted)
+    for prompts in ([3, 4], "Hello", ["Hello"], [["Hello"]], [[[3, 4]]], [[0.5]], {"input_ids": [[3, 4]]}, [None]):
+        with pytest.raises(folder.model.InputError, match=r"prompt 1 is .*, not a list of token ids"):
+            next(generate(weights, prompts, config, mesh, max_new_tokens=3))
+    with pytest.raises(folder.model.InputError, match="quantize_cache 'int4' is neither None nor 'int8'"):
+        next(generate(weights, [[3, 4]], config, mesh, max_new_tokens=3, quantize_cache="int4"))
+
+
 def test_weights_from_elsewhere():
     """Weights that another program kept, and put on a device, know of no mesh."""
     folder, config, mesh, weights = demo("llama3", (1, 1, 1))
