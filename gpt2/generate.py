@@ -29,7 +29,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,10 +41,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from model import CACHE_SPEC, FEW, MODEL_AXES, Config, InputError, LayerCache, ceil_div
 
-if find_spec("fast"):  # everything runs without it
+try:
     import fast  # fills the model's tables
-else:
-    fast = None  # convert.py asks for it
+except ModuleNotFoundError as error:
+    if error.name != "fast":
+        raise
+    fast = None  # everything runs without it; convert.py asks for it
 
 
 # ---------------------------------------------------------------------------------------------------------------------

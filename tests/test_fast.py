@@ -1,5 +1,6 @@
 """A folder without fast.py: the same tokens, without 4 bits. And what fast.py says of each machine and format."""
 
+import importlib
 import json
 import re
 import shutil
@@ -73,6 +74,18 @@ def test_numbers_of_4_bits_without_it(tmp_path, capsys):
         np.testing.assert_allclose([t.logprob for t in row], [t.logprob for t in other], atol=1e-3)
     with pytest.raises(without.model.InputError, match=r"int4 needs fast\.py"):
         decode(without, ROOT / "llama3" / "demo", prompts, quantize="int4")
+
+
+def test_a_package_has_it(tmp_path, monkeypatch):
+    """In a folder that was copied into a package, and whose imports were made relative."""
+    (tmp_path / "copied").mkdir()
+    for name in ("model", "fast", "generate"):
+        text = re.sub(r"^from model\b", "from .model", (ROOT / "llama3" / f"{name}.py").read_text(), flags=re.M)
+        text = re.sub(r"^( *)import (model|fast)\b", r"\1from . import \2", text, flags=re.M)
+        (tmp_path / "copied" / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    generate = importlib.import_module("copied.generate")
+    assert generate.fast and "int4" in generate.model.FORMATS
 
 
 @pytest.mark.parametrize("name", folders())
