@@ -8,6 +8,7 @@ import xml.etree.ElementTree
 import pytest
 from helpers import ROOT, import_folder
 from shared import folders
+from transformers import dependency_versions_table
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import architecture
@@ -150,3 +151,9 @@ def test_pictures_are_those_of_the_models():
         xml.etree.ElementTree.fromstring(drawn)
         assert drawn == file.read_text(), f"{file}: run python3 benchmarks/architecture.py"
         assert f"({file.name})" in (ROOT / folder / "README.md").read_text()
+
+
+def test_an_older_jinja2_is_not_enough():
+    """pip leaves an older one in place, which transformers refuses when a template is used."""
+    asked = re.search(r'"(jinja2[^"]*)"', (ROOT / "pyproject.toml").read_text())[1]
+    assert asked == dependency_versions_table.deps["jinja2"]
