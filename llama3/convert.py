@@ -530,10 +530,10 @@ class Checkpoint(NamedTuple):
     left_out: dict[str, str]  # those it does not, with the reason
 
 
-def find_checkpoint(path: str, extra_layer: bool = False) -> Path:
+def find_checkpoint(path: str | Path, extra_layer: bool = False) -> Path:
     """The folder `path`, or the snapshot of the hub id `path`, org/name or org/name@revision: downloaded, but for files
     with nothing that is needed, or found in the hub's cache folder. `extra_layer` is that of open_checkpoint."""
-    hub_id = re.fullmatch(r"((?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?:@([\w./-]+))?", path)
+    hub_id = re.fullmatch(r"((?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?:@([\w./-]+))?", str(path))
     folder = Path(os.path.expanduser(path))  # in --flag=~/x a shell leaves the ~
     if path and folder.is_dir():
         return folder
@@ -618,9 +618,10 @@ def read_json(path: Path) -> dict:
     return value
 
 
-def open_checkpoint(folder: Path, extra_layer: bool = False) -> Checkpoint:
+def open_checkpoint(folder: str | Path, extra_layer: bool = False) -> Checkpoint:
     """Reads config.json and the headers of all shards, and no tensor yet. Raises InputError for all that is wrong. A
     layer of multi-token prediction, where there is one, counts among the weights if `extra_layer` asks for it."""
+    folder = Path(folder)
     names = os.listdir(folder) if folder.is_dir() else []
     if not (folder / "config.json").is_file():
         other = something_else(folder, names) or ": no checkpoint, or a conversion to be run again until it finishes"
@@ -879,7 +880,7 @@ def mesh_shape(weights: dict, devices: list, dp: int | None = None, ep: int | No
     return dp, ep, tp or max(1, left // ep)
 
 
-def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", quantize: str | None = None) -> dict:
+def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str | type = "bfloat16", quantize: str | None = None) -> dict:
     """The weights of a checkpoint on the devices of `mesh`, as model.abstract_weights declares them. Without
     `quantize`, weights stay in the format in which the checkpoint has them.
 
@@ -888,7 +889,7 @@ def load(checkpoint: Checkpoint, mesh: Mesh, dtype: str = "bfloat16", quantize: 
     mesh.
     """
     weights = in_format(checkpoint.weights, quantize)
-    target = jax.tree.map(lambda weight: weight.abstract(mesh, DTYPES[dtype]), weights)
+    target = jax.tree.map(lambda weight: weight.abstract(mesh, DTYPES[np.dtype(dtype).name]), weights)
     needed, there = model.stored_bytes(target) / 1e9, memory_of(mesh) / 1e9
     if needed > there:
         sizes = f"the weights take {needed:.1f} GB and the devices have {there:.1f}"

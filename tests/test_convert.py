@@ -62,6 +62,15 @@ def test_float32_is_lossless(of_every_folder, tmp_path):
     assert all(torch.equal(converted[name], tensor) for name, tensor in tensors.items())
 
 
+def test_paths_and_dtypes_in_any_form(checkpoint):
+    """A Path or a text, jax's or numpy's type or its name."""
+    find, read = llama3.convert.find_checkpoint, llama3.convert.open_checkpoint
+    mesh = llama3.model.make_mesh(devices=jax.devices()[:1])
+    wanted = llama3.convert.load(read(checkpoint[0]), mesh, "float32")
+    for path, dtype in ((find(checkpoint[0]), jax.numpy.float32), (str(checkpoint[0]), np.dtype("float32"))):
+        jax.tree.map(np.testing.assert_array_equal, llama3.convert.load(read(path), mesh, dtype), wanted)
+
+
 def test_the_reference_class_reads_it(checkpoint, tmp_path):
     path, reference = checkpoint
     llama3.convert.convert(path, tmp_path / "out", "float32")
