@@ -177,7 +177,7 @@ def encode(tokenizer, prompts, raw, history=(), template_args=None, remedy="") -
     too, or `raw` as it stands. As in transformers, a special token that is written out in a message becomes that token.
     Without `raw`, errors end with the `remedy`."""
     found = []
-    for row, prompt in enumerate(prompts, 1):
+    for row, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts, 1):
         messages = [*history, {"role": "user", "content": prompt}]
         if any("\ud800" <= c <= "\udfff" for m in messages for c in m["content"]):  # Python's stand-ins for other bytes
             raise InputError(f"prompt {row} cannot be encoded: it, or --system, is not in UTF-8")

@@ -369,6 +369,13 @@ def collected(tokenizer, prompt, answer, output="text", finish_reason="stop"):
     return results
 
 
+def test_a_text_for_a_list_of_prompts():
+    """It is one prompt, and not one for each letter."""
+    tokenizer = llama3.main.read_tokenizer(llama3.convert.open_checkpoint(ROOT / "llama3" / "demo"))
+    for raw in (True, False):
+        assert llama3.main.encode(tokenizer, "Hello!", raw) == llama3.main.encode(tokenizer, ["Hello!"], raw)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_reasoning(capsys, family):
     """It stands apart in text and in JSON, and the next turn has what the template makes of it."""
