@@ -1183,7 +1183,7 @@ def progress_bar(*items, is_shown=True, unit_scale=True, **options) -> tqdm:
     """tqdm's bar on standard error, of process 0 alone. In a log file it is a line, every two seconds or so."""
     if not sys.stderr.isatty():
         lines = SimpleNamespace(write=lambda text: text.strip() and print(text.strip(), file=sys.stderr, flush=True))
-        options = {"file": lines, "ncols": 80, "mininterval": 1.5, "miniters": 1, "delay": 1} | options
+        options = {"file": lines, "ncols": 80, "mininterval": 1.5, "miniters": 1, "delay": 1, "position": 0} | options
     return tqdm(*items, unit_scale=unit_scale, disable=not is_shown or jax.process_index() > 0, **options)
 
 

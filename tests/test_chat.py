@@ -197,6 +197,17 @@ def test_bars_are_lines_in_a_log_file(capsys):
     ]
 
 
+def test_two_bars_in_a_log_file(capsys):
+    """Of a long batch prefill is not over when decoding begins. No line has codes that move a terminal's cursor."""
+    options = {"delay": 0, "mininterval": 0, "total": 2}
+    with llama3.convert.progress_bar(desc="prefill", **options) as bar:
+        with llama3.convert.progress_bar(desc="decoding", **options) as other:
+            other.update(1)
+        bar.update(1)
+    text = capsys.readouterr().err
+    assert "decoding:  50%" in text and "prefill:  50%" in text and "\x1b" not in text
+
+
 def test_a_line_while_a_bar_is_shown(monkeypatch):
     """It stands alone, above the bar."""
     terminal = io.StringIO()
