@@ -689,7 +689,7 @@ def open_checkpoint(folder: str | Path, extra_layer: bool = False) -> Checkpoint
 def config_of(raw_config: dict, names: Iterable[str], extra_layer: bool) -> Config:
     """The Config of a config.json and of the checkpoint's tensors. Its InputError names the folder of another model."""
     try:
-        config = Config.from_dict(raw_config, [re.sub("(weight_packed|qweight)$", "weight", name) for name in names])
+        config = Config.from_dict(raw_config, [re.sub("_packed$|q(?=weight$)", "", name) for name in names])
     except InputError as error:
         kind = raw_config.get("model_type")
         is_why = f"model_type {kind!r}" in str(error)

@@ -328,3 +328,13 @@ def test_what_is_refused(released):
         text = raw["text_config"] | changes
         with pytest.raises(model.InputError, match=words):
             model.Config.from_dict(text if "model_type" in changes else raw | {"text_config": text})
+
+
+def test_packed_experts_converted_to_4_bits(tmp_path):
+    """They stay packed, and load as what loading in 4 bits gives."""
+    reference = save_random(tmp_path, *qwen_35_moe(moe_intermediate_size=32)[1:])
+    save_file({name: x.contiguous() for name, x in reference.state_dict().items()}, tmp_path / "model.safetensors")
+    prompts = random_prompts(5)
+    qwen3_5.convert.convert(tmp_path, tmp_path / "int4", "float32", "int4")
+    wanted = decode(qwen3_5, tmp_path, prompts, quantize="int4", max_new_tokens=2)
+    assert decode(qwen3_5, tmp_path / "int4", prompts, max_new_tokens=2) == wanted
