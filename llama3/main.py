@@ -748,7 +748,7 @@ def read_inputs(args) -> Inputs:
 
 def read_together(args) -> Inputs:
     """read_inputs(args), of all processes, which all call this. If it raises an error that the user can mend in one of
-    them, or one has another version of jax, other flags, prompts or checkpoint, all raise the same InputError."""
+    them, or one has another version of jax, other flags, stop tokens, prompts or checkpoint, all raise the same."""
     if jax.process_count() == 1:
         return read_inputs(args)
     inputs, line, facts = None, None, {"jax": jax.__version__}
@@ -756,6 +756,7 @@ def read_together(args) -> Inputs:
         inputs = read_inputs(args)
         facts |= {f"--{name}": value for name, value in vars(args).items() if name not in OWN}
         facts["another checkpoint, SHA-256"] = convert.fingerprint(inputs.checkpoint)
+        facts["stop tokens"] = [*inputs.stop_tokens]  # of files that the fingerprint does not have
         facts["other prompts, SHA-256"] = hashlib.sha256(json.dumps(inputs.prompt_tokens).encode()).hexdigest()
     except Exception as error:
         if not (line := users_line(error)):

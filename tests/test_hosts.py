@@ -308,6 +308,15 @@ def test_one_was_started_otherwise(flags, words):
     assert_all_end(processes, "error: process 1 (", words)
 
 
+def test_one_has_other_stop_tokens(tmp_path):
+    """As where a file is missing: one would end a row that the other goes on with, and both would wait for ever."""
+    demo = shutil.copytree(ROOT / "llama3" / "demo", tmp_path / "demo")
+    (demo / "generation_config.json").write_text('{"eos_token_id": 301}')
+    port = free_port()
+    processes = start(2, wanted=(0,), port=port) + start(2, "--model_path", demo, wanted=(1,), port=port)
+    assert_all_end(processes, "error: process 1 (", "has stop tokens [301, ")
+
+
 def test_a_chat_on_one_of_two():
     port = free_port()
     processes = start(2, wanted=(0,), port=port) + start(2, "--chat", wanted=(1,), port=port)
