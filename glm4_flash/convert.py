@@ -133,7 +133,7 @@ class Scaled(NamedTuple):
     scale: Stored  # [.., O / rows, C / columns]
     block: tuple[int, int]
 
-    format, dtype, is_transposed = Plain, DTYPES["float32"], False
+    format, dtype = Plain, DTYPES["float32"]
     shape = property(lambda self: self.values.shape)
 
     @staticmethod
@@ -213,7 +213,7 @@ class InGroups:
     places: np.ndarray | None = None  # the group of each number of a row, if those of a group are not neighbours
     bits: int = 4
 
-    dtype, is_transposed = DTYPES["float32"], False
+    dtype = DTYPES["float32"]
 
     @property
     def format(self) -> type[Plain]:  # or Int4Groups
@@ -318,7 +318,6 @@ class Mxfp4Blocks(PackQuantized):
     exponent and 1 the mantissa, times a power of two for each 32 of a row. `scale` has the exponents of these."""
 
     format, dtype = getattr(model, "Mxfp4", Plain), DTYPES["bfloat16"]
-    is_transposed = True  # in what convert writes, as packed experts that are not in MXFP4
 
     @classmethod
     def collect(cls, folder: Path, found: dict, quantization: dict) -> None:
@@ -506,10 +505,10 @@ def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], *shape[:-3:-1])
 
 
-def pieces(tensor) -> Iterator[slice]:
+def pieces(tensor, is_transposed: bool = False) -> Iterator[slice]:
     """A tensor's rows in slices of some PIECE_BYTES. A transposed matrix is one: on disk its rows are scattered."""
     row_bytes = max(1, math.prod(tensor.shape[1:])) * tensor.dtype.itemsize
-    is_whole = tensor.is_transposed and len(tensor.shape) == 2
+    is_whole = is_transposed and len(tensor.shape) == 2
     step = max(1, tensor.shape[0] if is_whole else PIECE_BYTES // row_bytes)
     return (slice(first, first + step) for first in range(0, tensor.shape[0], step))
 
@@ -1058,8 +1057,9 @@ def convert(source: Path, output: Path, dtype: str, quantize: str | None = None)
 
 
 def planned_shards(checkpoint: Checkpoint, dtype: str, quantize: str | None) -> dict[str, list]:
-    """The files to write, by name. Each is a list with, for every tensor, its name, the function that turns some rows
-    of it into those of its outputs, and (name, safetensors' dtype, shape, bytes) of each output."""
+    """The files to write, by name. Each is a list with, for every tensor, its name, whether a checkpoint has it
+    transposed, the function that turns some rows of it into those of its outputs, and (name, safetensors' dtype, shape,
+    bytes) of each output."""
     kinds = {np.dtype(dtype): kind for kind, dtype in NUMPY.items()}
     weights = jax.tree.leaves(in_format(weights_of(checkpoint.config), quantize))
     declared = {name: weight for weight in weights for name in weight.tensors()}
@@ -1076,7 +1076,7 @@ def planned_shards(checkpoint: Checkpoint, dtype: str, quantize: str | None) -> 
         nbytes = sum(size for *_, size in outputs)
         if shards[-1] and shard_bytes + nbytes > SHARD_BYTES:
             shards, shard_bytes = [*shards, []], 0
-        shards[-1].append((name, rounded, outputs))
+        shards[-1].append((name, weight.transposed, rounded, outputs))
         shard_bytes += nbytes
     return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
 
@@ -1137,8 +1137,9 @@ def write_shard(path: Path, metadata: dict[str, str], groups: list, tensors: dic
     """
     header, end = {"__metadata__": metadata}, 0
     outputs = [output for *_, of_tensor in groups for output in of_tensor]
+    transposed = {name for name, is_transposed, *_ in groups if is_transposed}
     for name, kind, shape, size in sorted(outputs, key=lambda output: -np.dtype(NUMPY[output[1]]).itemsize):
-        shape = swapped(shape) if name in tensors and tensors[name].is_transposed else shape
+        shape = swapped(shape) if name in transposed else shape
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -1155,16 +1156,16 @@ def write_shard(path: Path, metadata: dict[str, str], groups: list, tensors: dic
     written = {name: len(head) + header[name]["data_offsets"][0] for name in header if name != "__metadata__"}
     with whole_file(path) as f:
         f.write(head)
-        for name, rounded, outputs in groups:
+        for name, is_transposed, rounded, outputs in groups:
             tensor = tensors[name]
-            for rows in (tensor.read(piece) for piece in pieces(tensor)):
+            for rows in (tensor.read(piece) for piece in pieces(tensor, is_transposed)):
                 with np.errstate(over="ignore", invalid="ignore"):  # reported below
                     arrays = list(map(np.asarray, rounded(rows)))
                 if not all(np.isfinite(array).all() for array in (rows, *arrays)):
                     raise InputError(f"{path}: {name} has NaN or values too large for {arrays[0].dtype}")
                 for (part, *_), array in zip(outputs, arrays, strict=True):
                     f.seek(written[part])
-                    f.write((array.swapaxes(-1, -2) if tensor.is_transposed and part == name else array).tobytes())
+                    f.write((array.swapaxes(-1, -2) if part in transposed else array).tobytes())
                     written[part] += array.nbytes
                     bar.update(array.nbytes)
 

@@ -129,3 +129,18 @@ def test_vocabulary_without_tokenizer_json(released, tmp_path):
     assert tokenizer("ab b<|endoftext|>")["input_ids"] == [258, 257, 256]
     assert tokenizer.decode([258, 257, 256], skip_special_tokens=True) == "ab b"
     assert {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} == {256}
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_quantized_checkpoint_converted(tmp_path, quantize):
+    """Matrices that are stored transposed stay so."""
+    save_random(tmp_path, *gpt_2()[1:])
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if ".c_" in name and name.endswith(".weight")]:
+        scale = tensors[name].abs().max() / 448
+        tensors |= {name: (tensors[name] / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+    save_file(tensors, tmp_path / "model.safetensors")
+    prompts = random_prompts(23)
+    wanted = decode(gpt2, tmp_path, prompts, quantize=quantize, max_new_tokens=3)
+    gpt2.convert.convert(tmp_path, tmp_path / "output", "float32", quantize)
+    assert decode(gpt2, tmp_path / "output", prompts, max_new_tokens=3) == wanted
