@@ -1067,6 +1067,9 @@ def planned_shards(checkpoint: Checkpoint, dtype: str, quantize: str | None) -> 
     for name, tensor in checkpoint.tensors.items():
         weight = declared[name]
         if quantize and weight.is_matrix():
+            if (bits := tensor.format.bits) == weight.format.bits < 8:  # to round it once more would lose accuracy
+                what = f"{name:.200} is in {bits} bits already, in which main.py reads it"
+                raise InputError(f"{checkpoint.folder}: {what}")
             form = WRITERS[weight.format]
             outputs, rounded = form.outputs(name, tensor.shape), form.rounded
         else:

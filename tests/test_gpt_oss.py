@@ -154,6 +154,11 @@ def test_mxfp4_converted(mxfp4, tmp_path):
     assert [token.id for token in converted[0]] == [token.id for token in loaded[0]]
 
 
+def test_mxfp4_is_not_rounded_again(mxfp4, tmp_path):
+    with pytest.raises(gpt_oss.model.InputError, match="down_proj is in 4 bits already, in which main"):
+        gpt_oss.convert.convert(mxfp4[0], tmp_path / "int4", "bfloat16", "int4")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
