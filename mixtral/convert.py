@@ -654,7 +654,7 @@ def open_checkpoint(folder: str | Path, extra_layer: bool = False) -> Checkpoint
     skipped = {name: model.left_out(name, with_absent) for name in absent}
     if needed := [absent[name] for name, reason in skipped.items() if not reason]:
         raise InputError(f"{folder / needed[0]}: missing; download the checkpoint again")
-    config = config_of(raw_config, found, extra_layer)
+    config = config_of(raw_config, found, True) if extra_layer else with_absent
     for weight in jax.tree.leaves(weights_of(config)):
         for name in found.keys() & weight.tensors() if weight.transposed else ():
             found[name] = found[name]._replace(shape=swapped(found[name].shape), is_transposed=True)

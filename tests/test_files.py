@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import assert_matches, decode, experts_apart, import_folder, save_random
+from helpers import ROOT, assert_matches, decode, experts_apart, import_folder, save_random
 from safetensors.torch import load_file, save_file
 from test_deepseek import as_fp8
 from test_four_bits import (
@@ -390,6 +390,18 @@ def test_shards_and_their_index(tmp_path):
     (tmp_path / "b.safetensors").rename(tmp_path / "layers" / "b.safetensors")
     save_index(tmp_path, {name: shard.replace("b.", "layers/b.") for name, shard in where.items()})
     assert_matches(reference, PROMPTS, decode(llama3, tmp_path, PROMPTS, max_new_tokens=2))
+
+
+def test_an_extra_layer_of_which_a_part_was_downloaded(tmp_path):
+    """The shard with its projection has nothing that is needed, so a hub id does not bring it; others have the rest."""
+    folder = import_folder("deepseek")
+    shutil.copytree(ROOT / "deepseek" / "demo", tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = [name for name in tensors if "eh_proj" in name]
+    save_index(tmp_path, {name: "b.safetensors" if name in names else "a.safetensors" for name in tensors})
+    save_file({name: x for name, x in tensors.items() if name not in names}, tmp_path / "a.safetensors")
+    assert names and names[0] in folder.convert.open_checkpoint(tmp_path).left_out
 
 
 def test_a_file_that_may_not_be_read():
