@@ -117,7 +117,7 @@ class Stored(NamedTuple):
     is_transposed: bool = False  # on disk, the last two dimensions are exchanged
 
     format = Plain
-    dtype = property(lambda self: np.dtype(NUMPY[self.kind]) if self.kind in NUMPY else self.kind)
+    dtype = property(lambda self: np.dtype(NUMPY.get(self.kind, np.uint8)))  # of one that NUMPY lacks, bytes
 
     def read(self, *index: slice | int) -> np.ndarray:
         """A part of the tensor, memory-mapped: it is read from disk when used, and leaves memory when dropped."""

@@ -513,6 +513,12 @@ def scales_in(kind, dtype):
     return edit
 
 
+def in_float64_with_a_head(folder):
+    """Beside the embedding to which it is tied."""
+    tensors = {name: x.double() for name, x in load_file(folder / "model.safetensors").items()}
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, folder / "model.safetensors")
+
+
 def as_peft_holds_it(tensors):
     """A matrix with its low-rank update beside it, all in the wrapper."""
     name = "model.layers.0.mlp.up_proj"
@@ -587,6 +593,7 @@ QUAROT = {"quant_method": "quark", "algo_config": [{"name": "rotation", "r4": Tr
         (only("params.json"), "as Meta or Mistral write them; give those of the same release for transformers"),
         (only("model.Q4_K_M.gguf"), "GGUF, which llama.cpp reads; give the safetensors"),
         (lambda folder: edit_config(folder, quantization={"group_size": 64, "bits": 4}), "quantization 'MLX' is not"),
+        (in_float64_with_a_head, "has dtype F64, which is not supported here"),
         (lambda folder: edit_config(folder, quantization_config=QUIP), "'compressed-tensors with transforms' is not"),
         (lambda folder: edit_config(folder, quantization_config=QUAROT), "'quark with transforms' is not supported"),
         (lambda folder: edit_config(folder, **AUTO_ROUND_NVFP4), "quantization 'auto_round:nvfp4' is not supported"),
