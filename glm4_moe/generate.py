@@ -585,8 +585,9 @@ def generate(
     row is copied from there, so what all prompts begin with is read once on each device of dp. `kept`, a dict that is
     empty at first, takes places and programs to the next call with the same weights, even after a call that was broken
     off. So a conversation reads only what is new, and calls with the same `max_seq_len` compile once. Where the model's
-    cache forgets (see Forgetting), the next prompt goes on from where its place has come to; or it goes back to shortly
-    before the end of the last prompt, or to the end of the first `preamble` tokens, if these are FEWEST_COPIED or more.
+    cache forgets (see Forgetting), the next prompt goes on from where its place has come to or, in a ring, from up to a
+    piece before; or it goes back to shortly before the end of the last prompt, or to the end of the first `preamble`
+    tokens, if these are FEWEST_COPIED or more.
 
     `stats` receives seconds and counts: compile_s, prefill_s, prefill_tokens, decode_s; of steps that read no prompt
     decode_steps, decode_tokens, row_steps (places times steps), busy_row_steps (those that gave a token), drafts
@@ -671,8 +672,9 @@ BLOCK = 512  # slots copied at once
 class Forgetting(NamedTuple):
     """How the cache of a model forgets. A ring overwrites its oldest tokens, so a row can go back by a piece at most. A
     state sums all tokens up, so a row cannot go back at all. So where another row may go on later, a row pauses before
-    a step, and these `layers`, by their index, are saved: `opening` tokens before the end of its prompt, and after the
-    first `preamble` tokens, if these are above 0. Every layer has room for `held` tokens of a row, 0 if it is a state.
+    a step, and these `layers`, by their index, are saved: if a later call may follow, `opening` tokens before the end
+    of its prompt and, if it is above 0, after the first `preamble` tokens; else as `pauses_of` says. Every layer has
+    room for `held` tokens of a row, 0 if it is a state.
     """
 
     layers: list[int]
