@@ -203,7 +203,7 @@ def render(tokenizer, messages: list[dict], **options) -> str:
 
 def check_context(prompt_tokens: list[list[int]], raw_config: dict) -> None:
     """Raises InputError for a prompt longer than both LONG_PROMPT and max_position_embeddings: it would take hours, and
-    the model was not trained for it. Released Gemma 3 does not say how many it takes, and is not limited."""
+    the model was not trained for it. Gemma 3 from 4B on does not say how many it takes, and is not limited."""
     context = (raw_config | (raw_config.get("text_config") or {})).get("max_position_embeddings")
     for row, prompt in enumerate(prompt_tokens, 1):
         if isinstance(context, int) and len(prompt) > (most := max(LONG_PROMPT, context)):

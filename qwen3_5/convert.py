@@ -5,11 +5,11 @@ that its own devices hold. Run as a program, this writes a checkpoint in another
 
     python3 convert.py --model_path HF --output DIR [--dtype bfloat16] [--quantize int8|int4]
 
-DIR keeps Hugging Face's names and shapes, so that it loads on any mesh. An int8 matrix `x.weight` [O, C] has its
-float32 scales in `x.weight_scale` [O]; packed experts [E, input, O] have theirs in [E, O]. In 4 bits there are
-`x.weight_packed` and `x.weight_scale` instead (see PackQuantized). Tensors stream through in pieces of PIECE_BYTES. A
-shard gets its final name when it is whole, and config.json, without which nothing loads, comes last. So an interrupted
-conversion never loads, and the same command goes on where it stopped.
+DIR keeps Hugging Face's names, and the shapes but for a convolution's [channels, 1, taps], so that it loads on any
+mesh. An int8 matrix `x.weight` [O, C] has its float32 scales in `x.weight_scale` [O]; packed experts [E, input, O] have
+theirs in [E, O]. In 4 bits there are `x.weight_packed` and `x.weight_scale` instead (see PackQuantized). Tensors stream
+through in pieces of PIECE_BYTES. A shard gets its final name when it is whole, and config.json, without which nothing
+loads, comes last. So an interrupted conversion never loads, and the same command goes on where it stopped.
 """
 
 import argparse
