@@ -26,7 +26,6 @@ import itertools
 import math
 import os
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -619,8 +618,7 @@ def generate(
     count = rows_at_once(len(prompts), rows, weights, [of_one, forgets.saved(of_one)], mesh)
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
     cache = model.abstract_cache(config, mesh, batch, **of_cache)
-    arrays = jax.tree.leaves(weights)
-    caches, past, programs = take_up(kept, arrays, (cache, forgets.saved(cache)), max_seq_len)
+    caches, past, programs = take_up(kept, (cache, forgets.saved(cache)), max_seq_len)
 
     together = jax.tree.leaves(cache)[0].shape[0] // dp  # in some models devices of a dp divide the places too
     sparing = draft == "lookup" and mesh.devices.flat[0].platform == "cpu"
@@ -645,17 +643,14 @@ def generate(
         engine.finish()
     finally:
         kept |= {"cache": engine.cache, "saved": engine.saved, "places": places, "programs": programs}
-        kept["of"] = [*map(weakref.ref, arrays)]
 
 
-def take_up(kept: dict, arrays: list, shapes: tuple, max_seq_len: int) -> tuple[tuple, Places | None, dict]:
+def take_up(kept: dict, shapes: tuple, max_seq_len: int) -> tuple[tuple, Places | None, dict]:
     """Takes out of `kept` what an earlier call left, since programs take the memory of its caches. Returns the caches,
-    places and programs. They are new if it was not `of` these `arrays` of weights (a notebook may have loaded others),
-    if the caches have other shapes, or the rows another max_seq_len."""
-    *caches, past, programs, of = (kept.pop(name, None) for name in ("cache", "saved", "places", "programs", "of"))
+    places and programs, or empty ones if the caches have other shapes than these, or the rows another max_seq_len."""
+    *caches, past, programs = (kept.pop(name, None) for name in ("cache", "saved", "places", "programs"))
     found, wanted = ([x.shape for x in jax.tree.leaves(tree)] for tree in (caches, shapes))  # of None there are none
-    is_same = found == wanted and past.max_seq_len == max_seq_len
-    if is_same and all(array() is x for array, x in zip(of, arrays)):
+    if found == wanted and past.max_seq_len == max_seq_len:
         return caches, past, programs
     del caches  # before others take memory
     return model.zeros(shapes), None, {}

@@ -220,19 +220,6 @@ def test_a_ring_that_was_saved_with_what_is_behind_it(monkeypatch):
         assert_equal(collected(steps, 1), collected(alone, 1))
 
 
-def test_kept_of_other_weights_is_not_used():
-    """As in a notebook that loads a checkpoint once more, merged or quantized, and runs the same cells again."""
-    folder, config, mesh, weights = demo("llama3", (1, 1, 1))
-    generate = folder.generate
-    matrices = jax.tree.map(lambda x: jnp.roll(x, 1, 0) if x.ndim > 1 else x, weights)  # the same shapes and norms
-    rounded = jax.tree.map(lambda x: x.astype("bfloat16"), weights)
-    kept, options = {}, {"max_new_tokens": 8, "max_seq_len": 256}
-    prompts = random_prompts([40])
-    for given in (weights, matrices, rounded, weights):
-        fresh = collected(generate.generate(given, prompts, config, mesh, **options), 1)
-        assert_equal(collected(generate.generate(given, prompts, config, mesh, kept=kept, **options), 1), fresh)
-
-
 # By default full caches, rings and states run: the first, the seventh, the thirteenth.
 SHARED = [  # the folder; mesh; rows; tokens that all share; how often they are read; options
     ("llama3", (1, 1, 1), 8, 300, 1, {"quantize_cache": "int8"}),
