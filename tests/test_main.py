@@ -585,7 +585,7 @@ def template(text):
         (as_trainer_leaves_it, "zero_to_fp32.py, or accelerate merge-weights, joins them"),
         (edit_tensors(lambda t: t.pop("model.norm.weight")), "model.norm.weight is missing"),
         (edit_tensors(lambda t: t.update({"model.norm.weight": np.ones(5, np.float32)})), "shape [5]"),
-        (edit_tensors(lambda t: t.update({"model.norm.weight": np.ones(0, np.float32)})), "run its zero_to_fp32.py"),
+        (edit_tensors(lambda t: t.update({"model.norm.weight": np.ones(0, np.float32)})), "zero_to_fp32.py, or for"),
         (edit_tensors(lambda t: t.update({"model.norm.bias": np.ones(5, np.float32)})), "model.norm.bias is not"),
         (edit_tensors(lambda t: t.update({"model.norm.weight": np.ones(128, np.int64)})), "I64"),
         (
