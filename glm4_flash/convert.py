@@ -1034,6 +1034,8 @@ def convert(source: Path, output: Path, dtype: str, quantize: str | None = None)
     if (ours := checkpoint.raw_config.get("quantization_config")) in OURS.values():
         raise InputError(f"{source}: is converted already, to {ours['quant_method']}; convert the original checkpoint")
     shards = planned_shards(checkpoint, dtype, quantize)
+    if quantize == "int4" and any(tensor.format.bits < 8 for tensor in checkpoint.tensors.values()):
+        say("note: weights in 4 bits are rounded once more; main.py reads the original as it is, and more exactly")
     config, former = checkpoint.raw_config, {*QUANTIZATION, "torch_dtype"}
     if isinstance(of_text := config.get("text_config"), dict):  # Kimi K2.5's quantization stands there
         config = config | {"text_config": {name: value for name, value in of_text.items() if name not in former}}
@@ -1067,9 +1069,8 @@ def planned_shards(checkpoint: Checkpoint, dtype: str, quantize: str | None) -> 
     for name, tensor in checkpoint.tensors.items():
         weight = declared[name]
         if quantize and weight.is_matrix():
-            if (bits := tensor.format.bits) == weight.format.bits < 8:  # to round it once more would lose accuracy
-                what = f"{name:.200} is in {bits} bits already, in which main.py reads it"
-                raise InputError(f"{checkpoint.folder}: {what}")
+            if weight.format not in WRITERS:
+                raise InputError(f"{checkpoint.folder}: {name:.200} is in 4 bits already, in which main.py reads it")
             form = WRITERS[weight.format]
             outputs, rounded = form.outputs(name, tensor.shape), form.rounded
         else:

@@ -404,6 +404,18 @@ def test_converted_is_what_loading_gives(tmp_path, folder, meshes):
             np.testing.assert_allclose([t.logprob for t in row], [t.logprob for t in other], atol=2e-3)
 
 
+def test_a_release_in_4_bits_rounded_again(tmp_path, capfd):
+    """It loads, and a note says what it costs."""
+    _, *reference = llama()
+    save_in_4_bits(tmp_path, reference, pack_quantized, 32, True, LINEAR)
+    llama3.convert.convert(tmp_path, tmp_path / "output", "float32", "int4")
+    assert "note: weights in 4 bits are rounded once more" in capfd.readouterr().err
+    (prompt,) = random_prompts(23)
+    ((token,),) = decode(llama3, tmp_path, [prompt], max_new_tokens=1)
+    ((again,),) = decode(llama3, tmp_path / "output", [prompt], max_new_tokens=1)
+    assert 0 < abs(token.logprob - again.logprob) < 1
+
+
 def in_groups(kind, *shape, size, has_zeros, width=None):
     """Random codes, scales and maybe zeros as `kind` of Int4, and the numbers [.., O, C] in float64. Columns up to
     `width` have scales of 0."""
