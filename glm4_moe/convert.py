@@ -70,8 +70,8 @@ OURS = {  # config.json's quantization_config of what convert writes
 }  # fmt: skip
 # What rounds activations and the cache, and no weight.
 OF_ACTIVATIONS = re.compile(r"\.((input|(prob_)?output|act\w*|[qkv]|kv|prob)_(scale|zero_point)|input_scale_ub)$")
-# Transforms that compressed-tensors and Quark apply while a model runs. Without them its answers would be wrong.
-TURNED_ONLINE = r"'location': '(input|output|k_cache|q_attn)'|rotation|quarot"
+# Transforms that a model of compressed-tensors or Quark needs while it runs: without them it would answer wrongly.
+ONLINE_TRANSFORMS = r"'location': '(input|output|k_cache|q_attn)'|rotation|quarot"
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
 SMALL = 2**22  # a device's part of fewer numbers is checked for NaN: norms, routers
@@ -634,7 +634,8 @@ def open_checkpoint(folder: str | Path, extra_layer: bool = False) -> Checkpoint
         packing = str(quantization.get("packing_format", "auto-round"))
         quantization = quantization | AUTO_ROUND.get(packing, {"quant_method": packing})
     method = quantization.get("quant_method", "MLX") if isinstance(quantization, dict) and quantization else None
-    if method and re.search(TURNED_ONLINE, f"{quantization.get('transform_config')} {quantization.get('algo_config')}"):
+    settings = [quantization.get(name) for name in ("transform_config", "algo_config")] if method else []
+    if re.search(ONLINE_TRANSFORMS, str(settings)):
         method = f"{method} with transforms"
     remedy = "give the unquantized checkpoint"
     if quantization not in (None, *OURS.values()) and method not in METHODS:
@@ -699,8 +700,8 @@ def config_of(raw_config: dict, names: Iterable[str], extra_layer: bool) -> Conf
 
 
 def unpack_experts(found: dict, weight: Weight) -> None:
-    """Finds each expert's matrices in the one tensor of all, [experts, output, input], that transformers 5 writes. Of
-    its own FP8 it has the scales so, and the matrices so or apart."""
+    """Finds each expert's matrices in the one tensor of all, [experts, output, input], that transformers 5 writes, and
+    each one's scales in that of all scales of its own FP8, beside which the matrices may stand apart."""
     parts = {name: rows for part in weight.parts for name, rows in part.tensors.items()}
     name = f"{next(iter(parts)).partition('.{}')[0]}.{'gate_up_proj' if len(parts) > 1 else 'down_proj'}"
     shape = (weight.experts, *weight.shape(sum(parts.values())))
@@ -828,7 +829,7 @@ def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict
             problems.append(f"{name} has dtype {tensor.kind:.40}, which is not supported here")
     if problems := [*missing[:2], *problems, *missing[2:]]:  # names on both sides tell what differs
         more = f", and {len(problems) - 3} more such" if len(problems) > 3 else ""
-        absent = f".{missing[0].split()[0]}" if missing else None  # below, as if there were no _orig_mod. amid a name
+        absent = f".{missing[0].split()[0]}" if missing else None  # wrappers stand before it or amid it
         if any(".lora_" in name or ".modules_to_save." in name for name in found):
             more += "; weights of PEFT that are not merged: save what its merge_and_unload gives"
         elif wrapped := next((x for x in found if absent and re.sub(r"\._\w+", "", f".{x}").endswith(absent)), None):

@@ -904,7 +904,7 @@ def check_prompts(prompts: list[list[int]], config: Config, max_seq_len: int | N
         if min(needed, max_seq_len or needed) > positions:
             what = f"prompt {row} and its answer need {needed} positions, more than n_positions {positions}"
             raise InputError(f"{what}; shorten it, lower max_new_tokens or give max_seq_len {positions}")
-        if wrong := [token for token in prompt if not 0 <= token < config.vocab_size]:
+        if len(wrong := ids[(ids < 0) | (ids >= config.vocab_size)]):
             raise InputError(f"prompt {row} has token {wrong[0]}, outside the vocabulary of {config.vocab_size}")
 
 

@@ -192,7 +192,7 @@ def encode(tokenizer, prompts, raw, history=(), template_args=None, remedy="") -
 
 def render(tokenizer, messages: list[dict], **options) -> str:
     """Messages by the chat template. Llama Guard's and SmolVLM's take content as a list alone, and silently leave out
-    one that is text: if the last message says the same when it is doubled, all get lists. (SmolVLM's refuses "".)"""
+    one that is text: if doubling the last message changes nothing, all get lists. (SmolVLM's refuses an empty one.)"""
     template = functools.partial(tokenizer.apply_chat_template, tokenize=False, **options)
     text, last = template(messages), messages[-1]
     with contextlib.suppress(Exception):
@@ -734,7 +734,7 @@ def read_inputs(args) -> Inputs:
     elif args.temperature == 0 and (args.top_k or args.top_p < 1):
         say("note: --top_k and --top_p need a --temperature; without one, the most probable token is taken")
     for name in ("repetition_penalty", "no_repeat_ngram_size", "min_p"):
-        if (value := asked.get(name, 0)) not in (0, 1):  # which change nothing
+        if (value := asked.get(name, 0)) not in (0, 1):  # what they are if nobody asks
             say(f"note: generation_config.json asks for a {name} of {value!r:.20}, which is not applied")
     check_prompts(prompt_tokens, checkpoint.config, args.max_seq_len, args.max_new_tokens)
     check_context(prompt_tokens, checkpoint.raw_config)
@@ -747,8 +747,8 @@ def read_inputs(args) -> Inputs:
 
 
 def read_together(args) -> Inputs:
-    """read_inputs(args), of all processes, which all call this. If it raises an error that the user can mend in one of
-    them, or one has another version of jax, other flags, stop tokens, prompts or checkpoint, all raise the same."""
+    """read_inputs(args), of all processes, which all call this. All raise the same InputError if one of them raises an
+    error that the user can mend, or if their jax, flags, stop tokens, prompts or checkpoints differ."""
     if jax.process_count() == 1:
         return read_inputs(args)
     inputs, line, facts = None, None, {"jax": jax.__version__}
