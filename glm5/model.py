@@ -3,8 +3,10 @@
 It covers `GlmMoeDsaForCausalLM` of transformers: GLM-5 to 5.3. Their layer of multi-token prediction is loaded only to
 draft tokens. The file has two parts. "The model" is what makes this a GLM-5: its configuration, its weights, its
 layers. "Running it" is the rest: sharding, attention over the cache, int8, and one kernel for TPUs. The latter consists
-of blocks. Each is the same text in every model that has it, so some have options that this model does not set. The file
-needs only jax and numpy. generate.py decodes with it, and fast.py, the appendix, makes it fast on each machine.
+of blocks. Each is the same text in every model that has it, so some have options that this model does not set. The
+first part uses names that blocks explain: Weight and Part ("Declaring weights"), Mask and Span ("Attention in plain
+JAX"), LayerCache (before the cache's functions). The file needs only jax and numpy. generate.py decodes with it, and
+fast.py, the appendix, makes it fast on each machine.
 
 Differs from deepseek in: `Config`, `weights_of` and `route`, whose router has sigmoids and a bias in every model;
 `attention` and `forward`, since layers share what an indexer has chosen. Differs from llama3 in: `attention` and the
@@ -23,25 +25,24 @@ own matrices. For many tokens, attention computes these keys and values. For few
 multiplies the query by k_b, attends to the latents themselves, and multiplies their weighted sum by v_b.
 
 Some words of JAX. A pytree is nested dicts, lists and tuples of arrays; jax.tree.map applies a function to each array.
-Arrays never change: code that stores something returns a new array. A donated argument gives its memory to the result.
-jit compiles a function once for each set of shapes, and for each value of its static arguments. Inside it, an array is
-traced: it has a shape and a dtype, but no values yet. A ShapeDtypeStruct is an array's shape, dtype and sharding
-without the array. A mesh names the axes of a grid of devices, and a PartitionSpec (P) says which of them splits which
-dimension of an array. Under shard_map, code sees this device's part of each array. A collective acts among the devices
-along the axes that it names: psum adds their arrays (an all-reduce), all_gather stacks them or, with tiled=True,
-concatenates them. axis_index is the place of this device along such axes.
+Arrays never change: code that stores something returns a new array. jit compiles a function once for each set of
+shapes. Inside it, an array is traced: it has a shape and a dtype, but no values yet. A ShapeDtypeStruct is an array's
+shape, dtype and sharding without the array. A mesh names the axes of a grid of devices, and a PartitionSpec (P) says
+which of them splits which dimension of an array. Under shard_map, code sees this device's part of each array. A
+collective acts among the devices along the axes that it names: psum adds their arrays (an all-reduce), all_gather
+stacks them or, with tiled=True, concatenates them. axis_index is the place of this device along such axes.
 
 Parallelism. A mesh of devices has three axes. `dp` splits the batch. `ep` splits the experts, and `tp` the intermediate
 dimension of each. Both together split all other matrices but the router and two of the indexer: attention by heads, and
-MLPs by their intermediate dimension (Shoeybi et al. 2019, "Megatron-LM"). All device code runs under `jax.shard_map`,
-and devices exchange nothing except in the collectives that the code spells out. A decode step has one `psum` in the
-embedding and two `all_gather`, for the next token and for the results, and as many for each draft of the extra layer;
+MLPs by their intermediate dimension (Shoeybi et al. 2019, "Megatron-LM"). A step runs under `jax.shard_map`: devices
+exchange nothing except in the collectives that the code spells out. A decode step has one `psum` in the embedding and
+two `all_gather` in generate.py, for the next token and for the results, and as many for each draft of the extra layer;
 each layer has two psums, in `summed`, an all_gather of the outputs of `qkv_a` and, if it chooses keys, one of their
 scores, which a psum adds before if X exceeds R. In prefill the devices along ep divide the tokens of the residual
 stream (see `divide_tokens`). The cache has no heads to split: each device holds some of its rows and some of their
 tokens. Steps of many tokens collect them in blocks, steps of few tokens exchange queries and outputs (see `exchange`).
 
-Dimension letters, in shapes and einsums. Under shard_map B, N, F, E and V are the sizes on one device.
+Dimension letters, in shapes and einsums. Under shard_map B, N, F, E, V and S are the sizes on one device.
 
     B  rows of the batch         D  hidden_size           V  vocab_size
     T  tokens of a row           N  num_attention_heads   F  intermediate_size, or moe_intermediate_size
@@ -49,7 +50,7 @@ Dimension letters, in shapes and einsums. Under shard_map B, N, F, E and V are t
     O  any output dimension      L  kv_lora_rank          R  devices that share a cache
     E  n_routed_experts          H  qk_nope_head_dim      U  qk_rope_head_dim
     k  num_experts_per_tok       W  v_head_dim
-    A, M  queries of a kv head: 1 and all of them if tokens are few; if they are many, query heads and tokens
+    A, M  queries of a kv head: of up to FEW tokens, A is 1 and M all of them; of more, A query heads and M tokens
 
 Dtypes. Weights, residual stream and cache are bfloat16 by default; `weights_of`, `cache_layout` and `head_dtype` name
 the exceptions. Matrices that devices split, and the cache, can be int8 with float32 scales; matrices can be in 4 bits
@@ -255,7 +256,7 @@ def weights_of(config: Config) -> dict:
     weights = {
         "embedding": by_output(D, Part({"model.embed_tokens": config.vocab_size})),
         "layers": [layer(i) for i in range(config.num_hidden_layers)],
-        "norm": whole("model.norm.weight", D),
+        "norm": whole("model.norm.weight", D),  # its dtype is that of the residual stream
     }
     if config.uses_extra_layer:
         extra = f"model.layers.{config.num_hidden_layers}"
@@ -272,7 +273,7 @@ def weights_of(config: Config) -> dict:
 
 def left_out(name: str, config: Config) -> str | None:
     """Why a tensor of the checkpoint is left out on purpose, or None."""
-    if "rotary_emb." in name:  # frequencies; ColossalAI also saves cosines and sines
+    if "rotary_emb." in name:  # frequencies, or cosines and sines
         return "computed from config.json"
     if name == "lm_head.weight" and config.tie_word_embeddings:
         return "tied to model.embed_tokens.weight"
@@ -443,11 +444,11 @@ class InputError(ValueError):
 
 def make_mesh(dp: int = 1, ep: int = 1, tp: int = 1, devices: list | None = None) -> Mesh:
     """A mesh (dp, ep, tp) over `devices`, by default all of them. Those along `ep` and `tp` are next to each other,
-    since they communicate in every layer: in a TPU's torus, elsewhere on one host as far as it goes."""
+    since they communicate in every layer: in a TPU's torus, elsewhere on one host if it has enough."""
     devices = jax.devices() if devices is None else devices
     if dp * ep * tp != len(devices):
         needs = f"dp x ep x tp = {dp} x {ep} x {tp} needs {dp * ep * tp} devices, and there are {len(devices)}"
-        raise InputError(f"the mesh {needs}; choose --dp --ep --tp so that their product is that number")
+        raise InputError(f"the mesh {needs}; choose --dp, --ep and --tp with the product {len(devices)}")
     # Not jax.make_mesh: it splits an axis of the torus on v5e alone, and refuses to join the GPUs of several hosts.
     if devices[0].platform == "tpu":
         grid = mesh_utils.create_device_mesh((dp, ep, tp), devices, allow_split_physical_axes=True)
@@ -467,7 +468,7 @@ def sharers(groups: int, shards: int) -> int:
 
 
 def shard_index(R: int) -> Array | int:
-    """Which of the R consecutive devices that share a cache this device is."""
+    """This device's place, 0 to R - 1, among the R consecutive ones that share a cache."""
     return 0 if R == 1 else jax.lax.rem(jax.lax.axis_index(MODEL_AXES), R)
 
 
@@ -477,7 +478,8 @@ def sharer_groups(R: int) -> list[list[int]]:
 
 
 def sharded(body, mesh: Mesh, weights: dict, config: Config, in_specs: tuple, out_specs: object):
-    """`body(weights, ..)` under shard_map. A traced array has no spec, so those of the weights are declared."""
+    """`body(weights, ..)` under shard_map, which needs the spec of each array. A traced array does not tell its own, so
+    weights_of gives those of the weights."""
     in_specs = (jax.tree.map(Weight.specs, weights_of(config), weights), *in_specs)
     # check_vma would have each kernel declare which devices' outputs differ.
     return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -507,7 +509,8 @@ PRODUCTS = {}  # (platform, format): what multiplies there instead of `product`
 
 
 def platform() -> str:
-    """What the devices of the mesh are: "cpu", "tpu" or, whatever else they are, "gpu"."""
+    """What is compiled for: "cpu", "tpu" or, whatever else it is, "gpu". A mesh of described devices, which are not at
+    hand, comes before this process's own."""
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     return "cpu" if device.device_kind == "cpu" else "tpu" if device.device_kind.startswith("TPU") else "gpu"
 
@@ -525,9 +528,10 @@ def by_machine(plain):
 
 
 def cache_layout(H: int, dtype: jnp.dtype, mesh: Mesh) -> tuple[int, jnp.dtype]:
-    """The width and the dtype of a cache of width H. On TPUs H is rounded up to the 128 lanes: a narrower array would
-    have its slots innermost in memory, and be copied to another layout for the kernel in every step. Before jax 0.11
-    XLA for CPUs would convert all of a 16-bit cache to float32 and back to update one slot, so it is float32 there."""
+    """The width and the dtype in which a cache holds H numbers. On TPUs H is rounded up to the 128 lanes: a narrower
+    array would have its slots innermost in memory, and be copied to another layout for the kernel in every step. Before
+    jax 0.11 XLA for CPUs would convert all of a 16-bit cache to float32 and back to update one slot, so it is float32
+    there."""
     platform = mesh.devices.flat[0].platform
     is_converted = platform == "cpu" and jax.__version_info__ < (0, 11)
     return ceil_div(H, 128) * 128 if platform == "tpu" else H, jnp.float32 if is_converted else dtype
@@ -538,8 +542,8 @@ def cache_layout(H: int, dtype: jnp.dtype, mesh: Mesh) -> tuple[int, jnp.dtype]:
 
 
 class Format:
-    """How a matrix, or a side of the cache, holds its numbers [.., C]: a pytree of arrays. Each format has these
-    methods; what stands here is what most of them do."""
+    """How a matrix, or a side of the cache (keys or values), holds its numbers [.., C]: a pytree of arrays. A format
+    defines `bits`, declare, encode and values_and_scale. What else stands here is what most of them do."""
 
     kernel_columns = 128  # of an expert, which a kernel for TPUs takes at a time
 
@@ -652,7 +656,7 @@ def quantize(x: Array) -> Int8:
     return Int8(values.astype(jnp.int8), scale)
 
 
-FORMATS = {None: Plain, "int8": Int8}  # by what main.py's --quantize asks for; fast.py adds "int4"
+FORMATS = {None: Plain, "int8": Int8}  # by what --quantize and --quantize_cache ask for; fast.py adds "int4"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -661,14 +665,15 @@ FORMATS = {None: Plain, "int8": Int8}  # by what main.py's --quantize asks for; 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Rows of the checkpoint's tensors that devices split; columns, if the weight is split by input.
-
-    `tensors` maps names to numbers of rows; they are concatenated.
+    """Rows of the checkpoint's tensors, which devices divide. (Of a weight that is split by input they are columns, and
+    are called rows too.) `tensors` maps names to numbers of rows; they are concatenated.
 
     The rows form `units` of equal size that are never cut, such as heads (0: each row is one). Units form `groups`,
-    such as the query heads of one kv head. A device holds whole groups. If R devices share a group, each has some of
-    its units, or all of them if the part is `replicated`. The last devices may get fewer groups or units, or none, and
-    have zeros for them. The units of a device are rounded up to a multiple of `multiple`, with zeros.
+    such as the query heads of one kv head (1: all are one group, which all devices share). A device holds whole groups.
+    If R devices share a group, each has some of its units, or all of them if the part is `replicated`. For example, 32
+    query heads in 8 groups on 16 devices: two devices share the 4 heads of a group. The last devices may get fewer
+    groups or units, or none, and have zeros for them. The units of a device are rounded up to a multiple of `multiple`,
+    with zeros.
     """
 
     tensors: dict[str, int]
@@ -704,7 +709,8 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A weight: its parts, concatenated along the output or the input dimension of a matrix.
+    """A weight: on each device its parts, concatenated along the output or the input dimension of a matrix. (On two
+    devices the whole array of q, k and v is q0 k0 v0 q1 k1 v1.)
 
     `split` is the dimension that devices split: 0 the output, 1 the input, None: each device holds all of it.
     `other_dim` is the size of the other dimension of a matrix, None for a vector. `dtype`, if given, overrides the
@@ -719,7 +725,7 @@ class Weight:
     suffix: str  # of the tensors' names
     dtype: str | None = None
     transposed: bool = False
-    format: type[Format] = Plain
+    format: type[Format] = Plain  # or fast.py's Int4Groups, which declares one
 
     experts, is_by_head = 0, False  # other kinds of weights say otherwise
 
@@ -807,9 +813,10 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, quantize: str
 
 
 def in_format(weights: dict, quantize: str | None) -> dict:
-    """A pytree of Weight whose matrices are held as `quantize` says, if devices split them. None changes nothing.
-    Below 8 bits embeddings, the head, what is multiplied head by head and rows that are no whole groups are in int8.
-    What has as few bits already stays as it is. Raises InputError for a name that is not in FORMATS."""
+    """The pytree of Weight `weights`, with the matrices that devices split in FORMATS[quantize]. None changes nothing.
+    In place of a format of fewer than 8 bits, embeddings, the head, what is multiplied head by head, and matrices whose
+    rows are no whole groups have int8. A matrix that has as many bits already stays. Raises InputError for a name that
+    is not in FORMATS."""
     if quantize not in FORMATS:
         raise InputError(f"quantize {quantize!r} is none of {[*FORMATS]}; int4 needs fast.py beside model.py")
 
@@ -976,7 +983,7 @@ def turned(x: Array, cos: Array, sin: Array, rope: Rope) -> Array:
 
 @by_machine
 def inverse_rms(x: Array, eps: float) -> Array:
-    """One over the root mean square of float32 x [.., C] along the last dimension: [.., 1], or repeated, [.., C]."""
+    """One over the root mean square of float32 x [.., C] along the last dimension: [.., 1], on TPUs [.., C]."""
     return jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
@@ -1056,9 +1063,9 @@ def linear_halves(x: Array, w: Format) -> tuple[Array, Array]:
 
 @by_machine
 def exchange(x: Array, R: int, finish=lambda y: y) -> Array:
-    """finish(y), where y [R, .., W] has a block from each of R consecutive devices of MODEL_AXES. A device sends each
-    of its blocks x [I, .., W] to R / I consecutive ones: with I = 1 one to all, with I = R one to each. On TPUs one
-    kernel exchanges and finishes."""
+    """R consecutive devices of MODEL_AXES send blocks to one another. Returns finish(y), where y [R, .., W] has a block
+    from each. A device sends each of its own blocks x [I, .., W] to R / I consecutive ones: with I = 1 one to all, with
+    I = R one to each. On TPUs one kernel exchanges and finishes."""
     groups, blocks = sharer_groups(R), x.reshape(len(x), -1, x.shape[-1])  # XLA for TPUs lays out few dimensions well
     if len(x) == 1:
         y = jax.lax.all_gather(blocks[0], MODEL_AXES, axis_index_groups=groups)
@@ -1076,8 +1083,8 @@ def exchange(x: Array, R: int, finish=lambda y: y) -> Array:
 MASKED = -1e30
 
 CACHE_SPEC = P("dp", MODEL_AXES)  # rows over dp; kv heads, or what devices share of a cache, over ep x tp
-FEW = 8  # a step of up to so many tokens a row is a decode step: all rows, all queries of a kv head together
-PREFILL_PIECE = 1024  # the most tokens of a prompt in one step, to share each weight that is read; not yet tuned
+FEW = 8  # a step of up to so many tokens a row is a decode step, and takes all rows
+PREFILL_PIECE = 1024  # the most tokens of a prompt in one step, which reads each weight once for all of them
 
 
 class Mask(NamedTuple):
@@ -1086,7 +1093,7 @@ class Mask(NamedTuple):
     window: int | None = None  # the last so many tokens, its own among them
     chunk: int | None = None  # those of its own chunk of so many tokens
     softcap: float | None = None  # how far from 0 scores may be: see softcapped
-    chosen: Array | None = None  # [B, T, S]: 0 where a new token must not see a slot here; fast.py has lists or bits
+    chosen: Array | None = None  # [B, T, S]: 0 where a new token must not see a slot; kernels may have other forms
 
     def first_seen(self, positions: Array) -> Array:
         """The first position that tokens at `positions` attend to."""
@@ -1112,7 +1119,7 @@ class Span(NamedTuple):
 
     positions: Array  # int32 [B, T]
     places: Array | None  # int32 [B]: the rows of the cache where these rows are; None: all, in order
-    known: Array | None  # int32 [B]: how many of the T tokens are known; drafts and padding follow. None: all
+    known: Array | None  # int32 [B]: how many of the T tokens are known, for states; drafts, padding follow. None: all
     batch: int  # rows of the cache
     R: int  # devices that share what the cache has of a row
 
@@ -1141,8 +1148,8 @@ def attention_with_sum(q: Array, cache: tuple[Format, Format], seen: Array, soft
 
     def products(q, k):
         keys, scale = k.values_and_scale(q.dtype)
-        of_numbers = query_key_product(q.astype(keys.dtype), keys)
-        return of_numbers if scale is None else of_numbers * scale[:, :, None, None]
+        scores = query_key_product(q.astype(keys.dtype), keys)
+        return scores if scale is None else scores * scale[:, :, None, None]
 
     (first, second), split = cache, cache[0].shape[-1]
     scores, values = products(q[..., :split], first), second
@@ -1179,13 +1186,14 @@ def over_blocks(attend, first: Array, last: Array, shape) -> tuple[Array, Array]
 def attend_to_stored(q, cache, starts, places, mask: Mask, T: int, R=1, run=1) -> Array:
     """Causal attention of T tokens a row over this device's slots, where they are stored already.
 
-    Queries are [B, K, A, M, H]. The m-th of each M is of the token at position starts [B] + m // run % T. Position p of
-    a row is in slot p // R of device p % R of the R that share its tokens; if the cache is a ring, modulo its slots.
-    The rows are those at `places` [B] of the cache, or all (None, for few tokens).
+    Queries are [B, K, A, M, H]. Along M, `run` neighbours are query heads of one token, then come those of the next.
+    After T tokens it begins again, with the heads of another device. So the m-th is of the token at position starts [B]
+    + m // run % T. Position p of a row is in slot p // R of device p % R of the R that share its tokens; if the cache
+    is a ring, modulo its slots. The rows are those at `places` [B] of the cache, or all (None, for few tokens).
 
-    The cache is keys [.., K, S, H] and values [.., K, S, W]. Or, if queries are wider than its first side, both sides
-    are keys: the first columns of a query are for the first side, the rest for the second. The first side is the values
-    too.
+    The cache is keys [.., K, S, H] and values [.., K, S, W]. With latent attention queries are wider than its first
+    side. Then both sides are keys: the first columns of a query are for the first side, the rest for the second. The
+    first side is the values too.
 
     Returns float32 [B, K, A, M, W + 1], side by side the output and the log-sum-exp of the scores. If a query sees no
     key, this is MASKED, and its output means nothing.
@@ -1772,7 +1780,7 @@ def chosen_in_groups(scores: Array, choice: Array, best: int, config: Config) ->
 # Reading config.json
 
 
-COUNTS = {  # what integers can be other than 1 to 2**31 - 1: layers and experts become lists of that length
+COUNTS = {  # integers with other bounds than 1 to 2**31 - 1: some may be 0, and layers and experts become lists
     "num_hidden_layers": range(1, 2**16), "n_layer": range(1, 2**16),
     "first_k_dense_replace": range(2**16), "max_window_layers": range(2**16),
     "num_kv_shared_layers": range(2**16), "hidden_size_per_layer_input": range(2**16),
@@ -1861,10 +1869,14 @@ def head_product(subscripts: str, x: Array, w: Array) -> Array:
 # ---------------------------------------------------------------------------------------------------------------------
 # Attention on TPUs
 #
-# A Pallas kernel is the program of a TPU core, which fetches blocks of its arguments (a BlockSpec says which) into the
-# core's fast memory, VMEM. The kernel here is for few new tokens, and stores them too; fast.py has one for many, which
-# are stored already. Both go over the slots of a row in blocks, and fold one after another into a running softmax, so
-# that scores stay in VMEM (as in Dao et al. 2022, "FlashAttention").
+# A Pallas kernel is the program of a TPU core. It runs once for each step of a grid, the last index fastest. Arguments
+# are references: x[...] reads, and x[...] = y writes. A BlockSpec says which block of an array a step has in the core's
+# fast memory, VMEM. A block that stays the same is not fetched again, and one of an output is written out when another
+# takes its place. Scratch memory keeps what it has between steps. pl.when(condition)(f) calls f if the condition holds.
+#
+# The kernel here is for few new tokens, and stores them too; the layout of a cache on TPUs is made for it. fast.py has
+# one for many, which are stored already. Both go over the slots of a row in blocks, and fold one after another into a
+# running softmax, so that scores stay in VMEM (as in Dao et al. 2022, "FlashAttention").
 
 
 def kernel_cost(flops: int, read) -> pl.CostEstimate:
@@ -1874,7 +1886,8 @@ def kernel_cost(flops: int, read) -> pl.CostEstimate:
 
 
 class Blocks(NamedTuple):
-    """The positions of a row in blocks of `size` slots. In a ring of n blocks, the i-th is stored as i % n."""
+    """The positions of a row in blocks of `size` slots on each of R devices: block i begins with position i R size. In
+    a ring of n blocks, i goes on beyond n, and block i is stored as i % n."""
 
     size: int
     slots: int  # of the cache
@@ -1947,7 +1960,8 @@ def fold(h: int, scales, q, cache, seen: Array | None, softcap: float | None, m,
         return values[0, h].astype(q.dtype), scale[0][0, scales] if scale else 1.0
 
     (first, first_scale), (second, second_scale) = map(side, cache)
-    (A, M, H), split, pieces = q.shape[2:], first.shape[1], first.shape[0] // m.shape[2]
+    (A, M, H), split = q.shape[2:], first.shape[1]
+    pieces = first.shape[0] // m.shape[2]  # of as many keys as m has lanes
     queries = q[0, h].reshape(A * M, H)
     scores = einsum("th,sh->ts", queries[:, :split], first) * first_scale
     if split < H:
@@ -1998,17 +2012,18 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=1, bloc
     def kernel(starts, q, new, cache, chosen, out, new_cache, *softmax):
         start, n = starts[pl.program_id(0)], pl.program_id(1)
         first, last = blocks.seen(start, T)
-        i, first_tile, last_tile = jnp.minimum(first + n, last), tiles.holding(start), tiles.holding(start + T - 1)
+        i = jnp.minimum(first + n, last)  # the block of this step
+        first_tile, last_tile = tiles.holding(start), tiles.holding(start + T - 1)
         pl.when(n == 0)(lambda: begin_softmax(*softmax))
 
-        def is_here(tile):
+        def is_here(tile):  # whether it is in the block of this step
             return jax.lax.div(tile, block // tiles.size) == i
 
-        def slots_of(tile):
+        def slots_of(tile):  # of the block
             offset = 0 if tiles.size == block else pl.multiple_of(tile * tiles.size - i * block, tiles.size)
             return pl.ds(offset, tiles.size)
 
-        def patch(tile):
+        def patch(tile):  # puts the new tokens into it
             stored = as_stored(jax.tree.map(lambda x: x[...], new), cache)
             for x, token in zip(jax.tree.leaves(cache), jax.tree.leaves(stored), strict=True):
                 slots = tile * tiles.size + jax.lax.broadcasted_iota(jnp.int32, (1, K, tiles.size, 1)[: x.ndim], 2)
@@ -2035,7 +2050,7 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=1, bloc
 
         @pl.when(first + n <= last)
         def visit():
-            for tile in (first_tile, last_tile)[:T]:
+            for tile in (first_tile, last_tile)[:T]:  # of a single token they are the same
                 pl.when(is_here(tile))(lambda: patch(tile))
             pl.when(is_here(first_tile))(lambda: write_back(first_tile))
             is_whole = blocks.is_whole(i, start, T)

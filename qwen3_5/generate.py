@@ -157,10 +157,10 @@ def step(
 
     At the end `draft`, a name in DRAFTS, puts `drafts` drafts behind what is known, for the next step.
 
-    Returns (cache, rows, result); the arguments cache and rows are donated. `result` is the same on every device, and
-    is of all dp b rows that were taken: `lengths` int32 [dp b], the chosen tokens int32 [dp b, T], of a piece [dp b,
-    1], and their log-probabilities, float32. Of a row's chosen tokens, the first ones are new: as many as its length
-    has grown by.
+    Returns (cache, rows, result). The arguments cache and rows are donated: the new ones take their memory. `result` is
+    the same on every device, and is of all dp b rows that were taken: `lengths` int32 [dp b], the chosen tokens int32
+    [dp b, T], of a piece [dp b, 1], and their log-probabilities, float32. Of a row's chosen tokens, the first ones are
+    new: as many as its length has grown by.
     """
     verified = T - 1 if T <= FEW else 0  # drafts that this step verifies; it leaves `drafts` for the next
 
