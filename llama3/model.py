@@ -646,7 +646,7 @@ class Rope:
 
     def positions_per_radian(self) -> np.ndarray:
         """float32 [dim / 2]: over how many positions each pair turns by one radian."""
-        exponents = np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim)
+        exponents = np.arange(0, self.dim, 2, dtype=np.float32) / self.dim
         return (np.float64(self.rope_theta) ** exponents).astype(np.float32)
 
     def frequencies(self) -> np.ndarray:
@@ -725,7 +725,7 @@ class LinearRope(Rope):
     factor: float
 
     def frequencies(self) -> np.ndarray:
-        return super().frequencies() / np.float32(self.factor)
+        return super().frequencies() / self.factor
 
 
 ROPES["linear"] = LinearRope
@@ -751,7 +751,7 @@ class Llama3Rope(Rope):
 
     def frequencies(self) -> np.ndarray:
         frequencies = super().frequencies()
-        turns = self.original_max_position_embeddings / (np.float32(2 * np.pi) / frequencies)
+        turns = self.original_max_position_embeddings / (2 * np.pi / frequencies)
         width = max(self.high_freq_factor - self.low_freq_factor, 1e-30)  # not 0
         kept = np.clip((turns - self.low_freq_factor) / width, 0, 1)
         return (1 - kept) * frequencies / self.factor + kept * frequencies
@@ -794,9 +794,9 @@ class YarnRope(Rope):
         first, last = max(first, 0), min(last, self.dim - 1)
         last += 0.001 if first == last else 0
         pairs = np.arange(self.dim // 2, dtype=np.float32)
-        kept = 1 - np.clip((pairs - np.float32(first)) / np.float32(last - first), 0, 1)
+        kept = 1 - np.clip((pairs - first) / (last - first), 0, 1)
         positions = self.positions_per_radian()
-        return 1 / (np.float32(self.factor) * positions) * (1 - kept) + 1 / positions * kept
+        return 1 / (self.factor * positions) * (1 - kept) + 1 / positions * kept
 
     @property
     def scale(self) -> float:
@@ -934,6 +934,11 @@ class Mask(NamedTuple):
     softcap: float | None = None  # how far from 0 scores may be: see softcapped
     chosen: Array | None = None  # [B, T, S]: 0 where a new token must not see a slot; kernels may have other forms
 
+    @property
+    def reach(self) -> int | None:
+        """How many tokens a token sees at most, with its own; None if all."""
+        return self.window or self.chunk
+
     def first_seen(self, positions: Array) -> Array:
         """The first position that tokens at `positions` attend to."""
         if self.chunk:
@@ -943,14 +948,13 @@ class Mask(NamedTuple):
     def is_attended(self, keys: Array, queries: Array) -> Array:
         """Whether queries at some positions see keys at others, in shapes that broadcast."""
         seen = keys <= queries
-        return seen & (keys >= self.first_seen(queries)) if self.window or self.chunk else seen
+        return seen & (keys >= self.first_seen(queries)) if self.reach else seen
 
     def wraps(self, slots: int, T: int) -> bool:
         """Whether the cache is a ring for a step of T tokens, with position p of a row in slot p % slots. It is if
         there is a window or a chunk, and slots enough that no new token overwrites one that another new token sees.
         Else position p is in slot p, and a position beyond the last slot is not stored."""
-        reach = self.window or self.chunk
-        return bool(reach) and slots >= reach + T - 1
+        return bool(self.reach) and slots >= self.reach + T - 1
 
 
 class Span(NamedTuple):
@@ -1163,9 +1167,8 @@ def abstract_cache(
     H, dtype = cache_layout(config.head_dim, dtype, mesh)
 
     def layer_cache(i):
-        mask = config.mask(i)
-        span = mask.window or mask.chunk
-        tokens = min(max_seq_len, span + PREFILL_PIECE) if span else max_seq_len
+        reach = config.mask(i).reach
+        tokens = min(max_seq_len, reach + PREFILL_PIECE) if reach else max_seq_len
         slots = cache_slots(ceil_div(tokens, cache_sharers(config, X)))
         shape = (batch, X * ceil_div(config.num_key_value_heads, X), slots, H)
         side = FORMATS[quantize].declare(shape, dtype)
@@ -1184,9 +1187,8 @@ def cache_sharers(config: Config, shards: int) -> int:
 def tokens_held(cache: list[LayerCache], config: Config, shards: int) -> list[int]:
     """How many tokens of a row each layer's cache can keep. A ring keeps as many as it has slots, and a longer row
     overwrites its first tokens there. Without a window or a chunk it is math.inf: nothing is overwritten."""
-    R, masks = cache_sharers(config, shards), map(config.mask, range(len(cache)))
-    slots = [R * layer.k.shape[2] for layer in cache]
-    return [n if mask.window or mask.chunk else math.inf for n, mask in zip(slots, masks, strict=True)]
+    slots = [cache_sharers(config, shards) * layer.k.shape[2] for layer in cache]
+    return [n if config.mask(i).reach else math.inf for i, n in enumerate(slots)]
 
 
 def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Config) -> float:
@@ -1196,7 +1198,8 @@ def cache_bytes_read(cache: list[LayerCache], lengths: list[float], config: Conf
         window, chunk, *_ = config.mask(i)
         tokens = sum((length - 1) % chunk + 1 if chunk else min(length, window or length) for length in lengths)
         batch, heads, slots, _ = layer.k.shape
-        read += stored_bytes(layer) * tokens / (batch * heads * slots / config.num_key_value_heads)
+        room = batch * heads * slots / config.num_key_value_heads  # in tokens
+        read += stored_bytes(layer) * tokens / room
     return read
 
 
@@ -1286,7 +1289,7 @@ class Blocks(NamedTuple):
     # No dividend here is negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
     def holding(self, position: Array) -> Array:
         """The block that holds a position, the last one if the position has no slot."""
-        stored = position if self.wraps else jnp.clip(position, 0, self.R * self.slots - 1)
+        stored = position if self.wraps else jnp.minimum(position, self.R * self.slots - 1)
         return jax.lax.div(stored, self.R * self.size)
 
     def seen(self, position: Array, tokens: int) -> tuple[Array, Array]:
@@ -1296,14 +1299,14 @@ class Blocks(NamedTuple):
 
     def most_seen(self, tokens: int) -> int:
         """How many blocks `tokens` consecutive tokens see at most."""
-        blocks, reach = self.slots // self.size, self.mask.window or self.mask.chunk
+        blocks, reach = self.slots // self.size, self.mask.reach
         most = (reach + tokens - 2) // (self.R * self.size) + 2 if reach else blocks
         return most if self.wraps else min(most, blocks)
 
     def is_whole(self, i: Array, position: Array, tokens: int) -> Array:
         """Whether each of `tokens` consecutive tokens, the first of them at `position`, sees all of block i."""
         is_whole = (i + 1) * self.size * self.R <= position + 1
-        if self.mask.window or self.mask.chunk:
+        if self.mask.reach:
             is_whole &= i * self.size * self.R >= self.mask.first_seen(position + tokens - 1)
         return is_whole if self.mask.chosen is None else is_whole & False  # some slots of a block are chosen
 
@@ -1428,8 +1431,7 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=1, bloc
         def attend(is_whole):
             offsets = 0
             if T > 1:
-                offsets = jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, (M, 1), 0), run)
-                offsets = jnp.fmod(offsets, T)
+                offsets = jax.lax.rem(jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, (M, 1), 0), run), T)
             seen = None if is_whole else mask.is_attended(blocks.positions(i), start + offsets)
             if chosen is not None and not is_whole:
                 seen &= sum(jnp.where(offsets == j, chosen[0, j : j + 1], 0) for j in range(T)) != 0
@@ -1477,7 +1479,7 @@ def decode_kernel(q, new, cache, starts, *, mask: Mask, T: int, R=1, run=1, bloc
                 of_row(q.shape),
                 jax.tree.map(lambda x: of_row(x.shape), new),
                 jax.tree.map(lambda x: blocks.spec(x, K, read), cache),
-                jax.tree.map(lambda x: blocks.spec(x, T, read), mask.chosen),
+                jax.tree.map(lambda x: blocks.spec(x, K, read), mask.chosen),
             ],
             out_specs=(of_row(out_shape), jax.tree.map(lambda x: tiles.spec(x, K, written), cache)),
             scratch_shapes=softmax_state(K, A * M, block, W),
