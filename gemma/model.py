@@ -1334,8 +1334,9 @@ class Blocks(NamedTuple):
 
     # No dividend here is negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
     def holding(self, position: Array) -> Array:
-        """The block that holds a position, the last one if the position has no slot."""
-        stored = position if self.wraps else jnp.minimum(position, self.R * self.slots - 1)
+        """The block that holds a position, the last one if the position has no slot. (One below 0 is that of a token
+        before all keys that a caller gives: it sees none.)"""
+        stored = position if self.wraps else jnp.clip(position, 0, self.R * self.slots - 1)
         return jax.lax.div(stored, self.R * self.size)
 
     def seen(self, position: Array, tokens: int) -> tuple[Array, Array]:

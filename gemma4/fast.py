@@ -5,8 +5,7 @@ multiplies a format there, and FORMATS what --quantize may name. generate.py imp
 it everything runs, but slower, and without int4.
 
 The compiler moves nothing across an optimization_barrier. A Pallas kernel is a program that a device runs as it is
-written. One for TPUs works on blocks of its arguments (a BlockSpec says which), which are fetched into a core's fast
-memory, VMEM. Triton compiles one for GPUs. `pl.when(condition)(f)` calls f in a kernel if the condition holds.
+written. model.py explains one for TPUs; Triton compiles those for GPUs.
 """
 
 from __future__ import annotations
@@ -406,8 +405,7 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
     default 1,024 slots, or fewer if keys and values are wide or float32, and is cut to a divisor of the slots. If some
     are chosen, it is all slots, and mask.chosen int32 [B, T, S / 8]: bit j of number n is for slot j (S / 8) + n.
     """
-    (B, K, A, _, H), (*_, S, split) = q.shape, cache[0].shape
-    W = split if split < H else cache[1].shape[-1]
+    (B, K, A, _, H), S, W = q.shape, cache[0].shape[2], cache[1].shape[-1]
     width = sum(side.shape[-1] for side in cache)
     fitting = 1024 if width < 1024 else 512
     if q.dtype == jnp.float32:
@@ -914,8 +912,8 @@ def has_few_pairs(ids: Array, E: int) -> bool:
     return ids.size < 3 * E
 
 
-def cpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
-    """local_experts for CPUs."""
+def cpu_experts(x, ids, scores, w_gate_up, w_down, activate, gate_up_bias=None) -> Array:
+    """experts for CPUs."""
     ids = local_ids(ids, E := w_down.shape[0])
     mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
     tile = 1 if has_few_pairs(ids, E) else min(2 * power_of_two(mean), 64)
@@ -923,8 +921,8 @@ def cpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Ar
     return expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile, columns)
 
 
-def gpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
-    """local_experts for GPUs. On an H100 tiles are faster where there are more pairs than experts."""
+def gpu_experts(x, ids, scores, w_gate_up, w_down, activate, gate_up_bias=None) -> Array:
+    """experts for GPUs. On an H100 tiles are faster where there are more pairs than experts."""
     ids = local_ids(ids, E := w_down.shape[0])
     if ids.size > E and tiles_suit(x, w_gate_up) and tiles_suit(x, w_down):
         return tiled_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
@@ -933,8 +931,8 @@ def gpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Ar
     return expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile=512)
 
 
-def tpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
-    """local_experts for TPUs."""
+def tpu_experts(x, ids, scores, w_gate_up, w_down, activate, gate_up_bias=None) -> Array:
+    """experts for TPUs."""
     if w_gate_up.shape[1] // 2 % 128:  # the kernel fetches whole lanes
         ids = local_ids(ids, w_down.shape[0])
         return expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile=128)
@@ -943,8 +941,7 @@ def tpu_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Ar
 
 EXPERT_COLUMNS = {}  # by format, best first: how many of an expert's F columns CPUs multiply with one row at a time
 EXPERT_PRODUCTS = {}  # by format: what takes the place of expert_product
-FAST["local_experts", "cpu"], FAST["local_experts", "gpu"] = cpu_experts, gpu_experts
-FAST["local_experts", "tpu"] = tpu_experts
+FAST["experts", "cpu"], FAST["experts", "gpu"], FAST["experts", "tpu"] = cpu_experts, gpu_experts, tpu_experts
 
 
 def cpu_columns(w_down: Format, F: int, rows: int) -> int:
@@ -976,7 +973,7 @@ def visits_of(ids: Array, E: int, tile: int) -> tuple[Array, ...]:
 def expert_loop(
     x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile: int, columns: int | None = None
 ) -> Array:
-    """For CPUs, and GPUs with many rows: a loop over visits of at most `tile` rows, and over pieces of their experts,
+    """Where no kernel fits: a loop over visits of at most `tile` rows, and over pieces of their experts,
     of `columns` columns, or of all. Up to `tile` tokens are not sorted: all of them are multiplied with every expert
     that one of them chose."""
     (B, k), (E, D, _), F, x = ids.shape, w_down.shape, w_gate_up.shape[1] // 2, padded(x, w_gate_up)
@@ -1311,19 +1308,16 @@ def two_slots(w: Format, axis: int, columns: int) -> object:
 
 
 def piece_product(x: Array, slot: Array, w: Format, *bias: Plain) -> Array:
-    """x [B, C] times the piece in a slot of the buffers of a matrix, and maybe of biases."""
-    w = jax.tree.map(lambda buffer: buffer[slot], w)
-    return sum((one.values[slot] for one in bias), kernel_product(x, w))
-
-
-def kernel_product(x: Array, w: Format) -> Array:
-    """x [B, C] times a piece w [O, C] of a matrix in a kernel for TPUs: float32 [B, O]."""
+    """x [B, C] times the piece [O, C] in a slot of the buffers of a matrix, and maybe of biases: float32 [B, O]."""
+    w, bias = jax.tree.map(lambda buffer: buffer[slot], (w, bias))
     if isinstance(w, Int4Lanes):
         groups = 128 * w.scale.shape[0] // w.shape[1]  # in 128 columns
-        return lanes_kernel_product(x, w, add_scaled_sums if len(x) * groups <= 256 else add_scaled_numbers)
-    values, scale = w.values_and_scale(x.dtype)
-    y = einsum("bc,oc->bo", x, values)
-    return y if scale is None else y * scale
+        y = lanes_kernel_product(x, w, add_scaled_sums if len(x) * groups <= 256 else add_scaled_numbers)
+    else:
+        values, scale = w.values_and_scale(x.dtype)
+        y = einsum("bc,oc->bo", x, values)
+        y = y if scale is None else y * scale
+    return sum((one.values for one in bias), y)
 
 
 def add_scaled_numbers(total: Array, x: Array, numbers: list[Array], w: Int4Lanes, first: int, group: int) -> Array:

@@ -42,7 +42,7 @@ scores, which a psum adds before if X exceeds R. In prefill the devices along ep
 stream (see `divide_tokens`). The cache has no heads to split: each device holds some of its rows and some of their
 tokens. Steps of many tokens collect them in blocks, steps of few tokens exchange queries and outputs (see `exchange`).
 
-Dimension letters, in shapes and einsums. Under shard_map B, N, F, E, V and S are the sizes on one device.
+Dimension letters, in shapes and einsums. Under shard_map B, N, F, E and V are the sizes on one device.
 
     B  rows of the batch         D  hidden_size           V  vocab_size
     T  tokens of a row           N  num_attention_heads   F  intermediate_size, or moe_intermediate_size
@@ -52,7 +52,7 @@ Dimension letters, in shapes and einsums. Under shard_map B, N, F, E, V and S ar
     k  num_experts_per_tok       W  v_head_dim
     A, M  queries of a kv head: of up to FEW tokens, A is 1 and M all of them; of more, A query heads and M tokens
 
-Dtypes. Weights, residual stream and cache are bfloat16 by default; `weights_of`, `cache_layout` and `head_dtype` name
+Dtypes. Weights, residual stream and cache are bfloat16 by default; `weights_of`, `cache_layout` and `WeightByHead` name
 the exceptions. Matrices that devices split, and the cache, can be int8 with float32 scales; matrices can be in 4 bits
 too (see fast.py). Products accumulate in float32, and `linear` returns float32. The partial sums that devices add with
 a psum are rounded to the residual stream's dtype first, which halves the traffic. Norms, rotary embedding, softmax,
@@ -325,18 +325,11 @@ def indexer(h: Array, compressed: Array, w: dict, span: Span, config: Config) ->
     float32 weights [B, T, N] of all N heads. N is index_n_heads, and H is index_head_dim. h [B, T, D] is the layer's
     normed input, `compressed` [B, T, Q] the normed compressed query. The reference multiplies by N ** -0.5 and H **
     -0.5 too, which changes no order."""
-    key = layer_norm(linear(h, w["index_key"]), w["index_key_norm"], w["index_key_norm_bias"], 1e-6)
+    key = linear(h, w["index_key"])  # then LayerNorm (Ba et al. 2016)
+    key = rms_norm(key - jnp.mean(key, axis=-1, keepdims=True), w["index_key_norm"], 1e-6) + w["index_key_norm_bias"]
     q = linear(compressed, w["index_q"]).reshape(*h.shape[:2], -1, config.index_head_dim)
     q, key = (rotate(x, span.positions, config.index_rope).astype(h.dtype) for x in (q, key[:, :, None]))
     return q, key[:, :, 0], linear(h, w["index_weights"])
-
-
-def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
-    """LayerNorm along the last dimension (Ba et al. 2016); float32 inside, x's dtype outside."""
-    x32 = x.astype(jnp.float32)
-    x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-    x32 = x32 * inverse_rms(x32, eps)
-    return (x32 * weight.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 @jax.named_scope("mlp")
@@ -1260,7 +1253,7 @@ def store_and_attend(q, new: LayerCache, cache: LayerCache, starts, places, mask
 # Attention over latents in plain JAX
 #
 # More letters: S is the slots of a row on a device, I the groups of rows that R devices divide among them, gcd(B, R).
-# In the block before this one, K counts heads that have keys and values.
+# In the block before this one, K counts heads that have keys and values, and R is what `parts` is here.
 
 
 CACHE_SHARERS = 32  # more devices exchange so much that a second copy of the cache costs less
@@ -1565,7 +1558,7 @@ def unpacked(bits: Array) -> Array:
 @by_machine
 def index_scores(q: Array, weights: Array, keys: Format) -> Array:
     """Sums over heads of weights [B, T, N] times relu(q [B, T, N, H] . keys [B, S, H]): float32 [B, T, S]. It takes
-    some heads at a time, so that the scores of all heads never exist at once."""
+    some heads at a time, so that of many tokens not all heads have scores at once."""
     (B, T, N, _), S = q.shape, keys.shape[1]
     values, scale = keys.values_and_scale(q.dtype)
     q = q.astype(values.dtype)
@@ -1663,6 +1656,7 @@ def of_experts(experts: int, weight: Weight) -> Weight:
 
 
 @jax.named_scope("experts")
+@by_machine
 def experts(x, ids, scores, w_gate_up, w_down, activate, gate_up_bias: Array | None = None) -> Array:
     """What this device's experts, and its columns of them, contribute to the rows that chose them: float32 [B, D], to
     be summed over ep x tp.
@@ -1673,22 +1667,15 @@ def experts(x, ids, scores, w_gate_up, w_down, activate, gate_up_bias: Array | N
     float32 [E, 2F], if there is one.
 
     B counts tokens here, rows times T. A pair is a token and an expert that it chose. An expert that no token chose is
-    not read.
+    not read. One that is chosen is multiplied with all tokens, and adds nothing to those that did not choose it.
     """
-    return local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
-
-
-@by_machine
-def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
-    """What `experts` returns; its arguments are explained there. Each expert that a token chose is multiplied with all
-    tokens, and adds nothing to those that did not choose it."""
     ids = local_ids(ids, E := w_down.shape[0])
-    by_expert = scores_by_expert(ids, scores, E)
 
     def add(e, out):
         gate_up, down, bias = jax.tree.map(lambda a: a[e], (w_gate_up, w_down, gate_up_bias))
         gate, up = jnp.split(linear(x, gate_up, bias), 2, axis=-1)
-        return out + linear(activate(gate, up, by_expert[:, e, None]).astype(x.dtype), down)
+        score = jnp.sum(jnp.where(ids == e, scores, 0), axis=1, keepdims=True)
+        return out + linear(activate(gate, up, score).astype(x.dtype), down)
 
     def visit(e, out):
         return jax.lax.cond(jnp.any(ids == e), add, lambda e, out: out, e, out)
@@ -1700,11 +1687,6 @@ def local_ids(ids: Array, E: int) -> Array:
     """`ids`, which are counted over all devices, as this one counts its E experts: E for one on another device."""
     ids = ids - jax.lax.axis_index("ep") * E
     return jnp.where((ids >= 0) & (ids < E), ids, E)
-
-
-def scores_by_expert(ids: Array, scores: Array, E: int) -> Array:
-    """ids, scores [B, k]: float32 [B, E], the score of each token for each expert, 0 if it did not choose it."""
-    return jnp.sum(jnp.where(ids[:, :, None] == jnp.arange(E), scores[:, :, None], 0), axis=1)
 
 
 def divide_tokens(x: Array) -> Array:
@@ -1849,22 +1831,17 @@ def read_list(config: dict, name: str, allowed: Collection, default: Collection,
 
 @dataclasses.dataclass(frozen=True)
 class WeightByHead(Weight):
-    """A matrix with which each head is multiplied on its own."""
+    """A matrix with which each head is multiplied on its own. On CPUs it is float32: other dtypes are slow there."""
 
     is_by_head = True
 
     def abstract(self, mesh, dtype):
-        return super().abstract(mesh, head_dtype(dtype, mesh))
-
-
-def head_dtype(dtype: jnp.dtype, mesh: Mesh) -> jnp.dtype:
-    """The dtype of weights that are multiplied head by head: float32 on CPUs, where any other is slow."""
-    return jnp.float32 if mesh.devices.flat[0].platform == "cpu" else dtype
+        return super().abstract(mesh, jnp.float32 if mesh.devices.flat[0].platform == "cpu" else dtype)
 
 
 def head_product(subscripts: str, x: Array, w: Array) -> Array:
-    """einsum of x [B, N, ..] and w [N, .., ..], int8 cast to x's dtype: float32 [B, N, ..]. On CPUs it is in float32
-    (see head_dtype), on TPUs with at least 8 rows: XLA makes slow vector code of one."""
+    """einsum of x [B, N, ..] and w [N, .., ..]: float32 [B, N, ..]. On CPUs it is in float32, on TPUs with at least 8
+    rows: XLA makes slow vector code of one."""
     dtype, rows = jnp.float32 if platform() == "cpu" else x.dtype, 8 if platform() == "tpu" else 1
     of_rows = jnp.pad(x, ((0, max(rows - len(x), 0)), (0, 0), (0, 0)))
     return einsum(subscripts, of_rows.astype(dtype), w.astype(dtype))[: len(x)]
@@ -1901,8 +1878,9 @@ class Blocks(NamedTuple):
 
     # No dividend here is negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
     def holding(self, position: Array) -> Array:
-        """The block that holds a position, the last one if the position has no slot."""
-        stored = position if self.wraps else jnp.minimum(position, self.R * self.slots - 1)
+        """The block that holds a position, the last one if the position has no slot. (One below 0 is that of a token
+        before all keys that a caller gives: it sees none.)"""
+        stored = position if self.wraps else jnp.clip(position, 0, self.R * self.slots - 1)
         return jax.lax.div(stored, self.R * self.size)
 
     def seen(self, position: Array, tokens: int) -> tuple[Array, Array]:

@@ -243,7 +243,8 @@ def feed_forward(x: Array, w: dict, config: Config) -> Array:
 def output_biases(ids: Array, scores: Array, biases: Array) -> Array:
     """What the biases [E, D] of this device's experts add to the tokens that chose them: float32 [B, D], to be summed
     over ep x tp. The devices of tp have the same biases, so each adds a part."""
-    by_expert = scores_by_expert(local_ids(ids, E := len(biases)), scores, E)
+    chosen = local_ids(ids, E := len(biases))[:, :, None] == jnp.arange(E)
+    by_expert = jnp.sum(jnp.where(chosen, scores[:, :, None], 0), axis=1)  # [B, E]
     # XLA for TPUs turns fewer than 8 rows into slow vector code.
     by_expert = jnp.pad(by_expert, ((0, max(8 - len(ids), 0)), (0, 0)))
     added = einsum("be,ed->bd", by_expert.astype(biases.dtype), biases)[: len(ids)]
@@ -1361,6 +1362,7 @@ def of_experts(experts: int, weight: Weight) -> Weight:
 
 
 @jax.named_scope("experts")
+@by_machine
 def experts(x, ids, scores, w_gate_up, w_down, activate, gate_up_bias: Array | None = None) -> Array:
     """What this device's experts, and its columns of them, contribute to the rows that chose them: float32 [B, D], to
     be summed over ep x tp.
@@ -1371,22 +1373,15 @@ def experts(x, ids, scores, w_gate_up, w_down, activate, gate_up_bias: Array | N
     float32 [E, 2F], if there is one.
 
     B counts tokens here, rows times T. A pair is a token and an expert that it chose. An expert that no token chose is
-    not read.
+    not read. One that is chosen is multiplied with all tokens, and adds nothing to those that did not choose it.
     """
-    return local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
-
-
-@by_machine
-def local_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) -> Array:
-    """What `experts` returns; its arguments are explained there. Each expert that a token chose is multiplied with all
-    tokens, and adds nothing to those that did not choose it."""
     ids = local_ids(ids, E := w_down.shape[0])
-    by_expert = scores_by_expert(ids, scores, E)
 
     def add(e, out):
         gate_up, down, bias = jax.tree.map(lambda a: a[e], (w_gate_up, w_down, gate_up_bias))
         gate, up = jnp.split(linear(x, gate_up, bias), 2, axis=-1)
-        return out + linear(activate(gate, up, by_expert[:, e, None]).astype(x.dtype), down)
+        score = jnp.sum(jnp.where(ids == e, scores, 0), axis=1, keepdims=True)
+        return out + linear(activate(gate, up, score).astype(x.dtype), down)
 
     def visit(e, out):
         return jax.lax.cond(jnp.any(ids == e), add, lambda e, out: out, e, out)
@@ -1398,11 +1393,6 @@ def local_ids(ids: Array, E: int) -> Array:
     """`ids`, which are counted over all devices, as this one counts its E experts: E for one on another device."""
     ids = ids - jax.lax.axis_index("ep") * E
     return jnp.where((ids >= 0) & (ids < E), ids, E)
-
-
-def scores_by_expert(ids: Array, scores: Array, E: int) -> Array:
-    """ids, scores [B, k]: float32 [B, E], the score of each token for each expert, 0 if it did not choose it."""
-    return jnp.sum(jnp.where(ids[:, :, None] == jnp.arange(E), scores[:, :, None], 0), axis=1)
 
 
 def divide_tokens(x: Array) -> Array:
@@ -1607,8 +1597,9 @@ class Blocks(NamedTuple):
 
     # No dividend here is negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
     def holding(self, position: Array) -> Array:
-        """The block that holds a position, the last one if the position has no slot."""
-        stored = position if self.wraps else jnp.minimum(position, self.R * self.slots - 1)
+        """The block that holds a position, the last one if the position has no slot. (One below 0 is that of a token
+        before all keys that a caller gives: it sees none.)"""
+        stored = position if self.wraps else jnp.clip(position, 0, self.R * self.slots - 1)
         return jax.lax.div(stored, self.R * self.size)
 
     def seen(self, position: Array, tokens: int) -> tuple[Array, Array]:

@@ -5,8 +5,7 @@ multiplies a format there, and FORMATS what --quantize may name. generate.py imp
 it everything runs, but slower, and without int4.
 
 The compiler moves nothing across an optimization_barrier. A Pallas kernel is a program that a device runs as it is
-written. One for TPUs works on blocks of its arguments (a BlockSpec says which), which are fetched into a core's fast
-memory, VMEM. Triton compiles one for GPUs. `pl.when(condition)(f)` calls f in a kernel if the condition holds.
+written. model.py explains one for TPUs; Triton compiles those for GPUs.
 """
 
 from __future__ import annotations
@@ -404,8 +403,7 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
     default 1,024 slots, or fewer if keys and values are wide or float32, and is cut to a divisor of the slots. If some
     are chosen, it is all slots, and mask.chosen int32 [B, T, S / 8]: bit j of number n is for slot j (S / 8) + n.
     """
-    (B, K, A, _, H), (*_, S, split) = q.shape, cache[0].shape
-    W = split if split < H else cache[1].shape[-1]
+    (B, K, A, _, H), S, W = q.shape, cache[0].shape[2], cache[1].shape[-1]
     width = sum(side.shape[-1] for side in cache)
     fitting = 1024 if width < 1024 else 512
     if q.dtype == jnp.float32:

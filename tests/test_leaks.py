@@ -30,8 +30,8 @@ ALLOWED = {
     },
     "one Mask for all kernels": {"Mask.chosen", "Mask.chunk", "Mask.softcap", "Mask.window"},
     "a line, where a hook would take more text": {
-        "cached_attention(sinks)", "experts(gate_up_bias)", "linear(bias)", "routing_kernel(limit)", "store(is_own)",
-        "store_many(is_own)",
+        "cached_attention(sinks)", "linear(bias)", "routing_kernel(limit)", "store(is_own)", "store_many(is_own)",
+        "experts(gate_up_bias)", "cpu_experts(gate_up_bias)", "gpu_experts(gate_up_bias)", "tpu_experts(gate_up_bias)",
     },
     "a model has its own norm, turns its heads itself, or has no groups of heads or experts": {
         "check_routing", "read_heads", "rms_norm", "rotate", "Part.groups", "Part.replicated",
