@@ -399,54 +399,26 @@ class Gptq(Awq):
             if isinstance(part, dict) and quantization | part != quantization:
                 raise InputError(f"{folder}: quantization_config: dynamic gives some weights {part!r:.200}")
         super().collect(folder, found, quantization)
-        unsettled = []
+        less = int(quantization.get("checkpoint_format") != "gptq_v2")
+        is_by_words = less and re.search("gptqmodel|auto.?round", str(quantization).lower())  # other tools: by codes
+        is_lost = False
         for name, tensor in [(name, tensor) for name, tensor in found.items() if type(tensor) is cls]:
-            first = set(tensor.zeros(groups=slice(0, 1)).flat) if quantization.get("sym") else set()
             half = 2 ** (tensor.bits - 1)
-            if first != {half}:  # a symmetric zero is that, whatever checkpoint_format says
-                less = int(quantization.get("checkpoint_format") != "gptq_v2" or first == {half - 1})
+            if quantization.get("sym") and set(tensor.zeros(groups=slice(0, 1)).flat) in ({half}, {half - 1}):
+                found[name] = dataclasses.replace(tensor, zero=None)  # half, whatever checkpoint_format says
+            elif is_by_words:
+                found[name] = dataclasses.replace(tensor, words_less=0xFFFFFFFF // (2**tensor.bits - 1))
+            else:
                 found[name] = dataclasses.replace(tensor, less=less)
-                unsettled += [name] * (less and first != {half - 1} and tensor.bits == 4)  # 8 bits hardly have a 0
-        if is_less_by_words([found[name] for name in unsettled], quantization.get("meta")):
-            found |= {name: dataclasses.replace(found[name], less=0, words_less=0x11111111) for name in unsettled}
+                is_lost |= less and (tensor.zero.read() >> 32 - tensor.bits == -1).any()
+        if is_lost:  # AutoGPTQ writes -1 over the rest of the word
+            say("note: zeros of GPTQ that stand behind a zero of 0 seem to be lost; answers may be wrong")
 
     def codes(self, rows=slice(None), columns=slice(None)):
         return codes_of(lambda words: self.words.read(words, rows).T, columns, self.shape[1], self.bits)
 
     def zeros(self, rows=slice(None), groups=slice(None)):
         return self.by_output(self.zero, rows, groups, self.words_less) + np.uint8(self.less) & 2**self.bits - 1
-
-
-def is_less_by_words(tensors: list[Gptq], meta: object) -> bool:
-    """Whether version 1 took one from whole words, as GPTQModel does, and not from each zero, as AutoGPTQ does.
-
-    If `meta` does not say, numbers do. The two readings differ behind a zero of 0. Where they agree, we count which
-    zeros stand beside groups of which mean code; where they differ, the reading wins that makes such pairs likely.
-    AutoGPTQ itself wrote 15 over the rest of a word behind a zero of 0. What stood there is lost.
-    """
-    if isinstance(meta, dict) and "gptqmodel" in str(meta.get("quantizer")):
-        return True
-    seen, pairs, is_lost = np.full((16, 16), 0.1), [np.zeros((3, 0), int)], True
-    for tensor in tensors:
-        one, other = tensor.zeros(), dataclasses.replace(tensor, less=0, words_less=0x11111111).zeros()
-        words = np.unique(np.flatnonzero((one != other).any(axis=1)) // 8)[:64]  # of each tensor enough
-        rows = [row for word in words for row in range(8 * word, min(8 * word + 8, len(one)))]
-        if not rows:
-            continue
-        is_0 = np.pad(one == 0, [(0, -len(one) % 8), (0, 0)], constant_values=True).reshape(-1, 8, one.shape[1])
-        is_lost &= bool((is_0[:, :-1] <= is_0[:, 1:]).all())  # in no word something else follows
-        places = np.arange(tensor.shape[1]) // tensor.group if tensor.places is None else tensor.places
-        of_group = np.eye(one.shape[1], dtype=np.float32)[places]
-        means = np.rint(tensor.codes(rows).astype(np.float32) @ of_group / np.maximum(of_group.sum(0), 1)).astype(int)
-        one, other = one[rows], other[rows]
-        np.add.at(seen, (one[one == other], means[one == other]), 1)
-        pairs.append(np.stack([one, other, means])[:, one != other])
-    one, other, means = np.concatenate(pairs, axis=1)
-    evidence = np.log(seen[other, means] / seen[one, means]).sum()
-    if len(one) and (is_lost or abs(evidence) < 3):  # odds of less than 20 to 1
-        why = "seem to be lost" if is_lost else "can be read in two ways, and neither numbers nor `meta` tell which"
-        say(f"note: {len(one)} zeros of GPTQ {why}; answers may be wrong")
-    return evidence > 0
 
 
 def groups_of(quantization: dict) -> list[dict]:

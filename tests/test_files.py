@@ -99,10 +99,17 @@ def by_word(zero):
     return lowest_first(zero) - np.int32(0x11111111)
 
 
-@pytest.mark.parametrize("store", [by_zero, by_word])
+WRITERS = [  # who takes one from each zero, and who from whole words
+    (by_zero, {}),
+    (by_word, {"meta": {"quantizer": ["optimum:1.24.0", "gptqmodel:1.4.1"]}}),
+    (by_word, {"provider": "auto-round", "autoround_version": "0.6.0"}),
+]
+
+
+@pytest.mark.parametrize(("store", "settings"), WRITERS)
 @pytest.mark.parametrize(("family", "is_quantized"), [(llama, True), (qwen_2, False)])
-def test_gptq_zeros_of_0(tmp_path, store, family, is_quantized):
-    reference = save_gptq(tmp_path, family, store, is_quantized, seed=1)
+def test_gptq_zeros_of_0(tmp_path, store, settings, family, is_quantized):
+    reference = save_gptq(tmp_path, family, store, is_quantized, seed=1, **settings)
     assert_matches(reference, PROMPTS, decode(family()[0], tmp_path, PROMPTS, max_new_tokens=4))
 
 
@@ -114,32 +121,13 @@ def by_zero_as_autogptq(zero):
     return np.bitwise_or.reduce(words, axis=-1).view(np.int32)
 
 
-@pytest.mark.parametrize(("store", "is_lost"), [(by_zero, False), (by_word, False), (by_zero_as_autogptq, True)])
-def test_gptq_says_what_is_lost(tmp_path, capfd, store, is_lost):
-    save_gptq(tmp_path, llama, store, True, seed=3)
+@pytest.mark.parametrize(
+    ("store", "settings", "is_lost"), [*((*x, False) for x in WRITERS), (by_zero_as_autogptq, {}, True)]
+)
+def test_gptq_says_what_is_lost(tmp_path, capfd, store, settings, is_lost):
+    save_gptq(tmp_path, llama, store, True, seed=3, **settings)
     llama3.convert.open_checkpoint(tmp_path)
-    assert ("zeros of GPTQ seem to be lost" in capfd.readouterr().err) == is_lost
-
-
-def test_gptq_says_that_nothing_tells(capfd):
-    """One zero of 0 in a word, and behind it readings of 5 and of 6 that are as likely."""
-    words, codes = (np.array([[x]], np.uint32).view(np.int32) for x in (0x7777745F, 0x77777777))
-
-    class InMemory(np.ndarray):
-        def read(self, *index):
-            return self[index]
-
-    words, codes = (np.repeat(x, n, axis=1).view(InMemory) for x, n in ((words, 1), (codes, 8)))
-    tensor = llama3.convert.Gptq((8, 8), 8, codes, None, words, less=1)
-    llama3.convert.is_less_by_words([tensor], None)
-    assert "can be read in two ways" in capfd.readouterr().err
-
-
-def test_gptq_says_who_wrote_it(tmp_path):
-    settings = {"meta": {"quantizer": ["optimum:1.24.0", "gptqmodel:1.4.1"]}}
-    save_gptq(tmp_path, llama, by_word, True, seed=2, **settings)
-    read = llama3.convert.open_checkpoint(tmp_path).tensors["model.layers.0.mlp.up_proj.weight"]
-    assert read.words_less and not read.less
+    assert ("zeros of GPTQ that stand behind" in capfd.readouterr().err) == is_lost
 
 
 AUTO_ROUND = {"auto_gptq": gptq, "gptqmodel": gptq_2, "auto_awq": awq}

@@ -36,7 +36,6 @@ ALLOWED = {
     "a model has its own norm, turns its heads itself, or has no groups of heads or experts": {
         "check_routing", "read_heads", "rms_norm", "rotate", "Part.groups", "Part.replicated",
     },
-    "a format without zeros": {"Mxfp4Lanes.zero"},
 }  # fmt: skip
 
 
