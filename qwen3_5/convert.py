@@ -118,11 +118,12 @@ class Stored(NamedTuple):
 
     format = Plain
     dtype = property(lambda self: np.dtype(NUMPY.get(self.kind, np.uint8)))  # of one that NUMPY lacks, bytes
+    T = property(lambda self: self._replace(shape=swapped(self.shape), is_transposed=not self.is_transposed))
 
     def read(self, *index: slice | int) -> np.ndarray:
         """A part of the tensor, memory-mapped: it is read from disk when used, and leaves memory when dropped."""
         on_disk = swapped(self.shape) if self.is_transposed else self.shape
-        array = np.memmap(str(self.file), NUMPY.get(self.kind, np.uint8), "r", self.offset, on_disk)
+        array = np.memmap(str(self.file), self.dtype, "r", self.offset, on_disk)
         return (array.swapaxes(-1, -2) if self.is_transposed else array)[index]
 
 
@@ -202,18 +203,18 @@ class Int8Rows(Scaled):
 
 @dataclasses.dataclass(frozen=True)
 class InGroups:
-    """A matrix [.., O, C] of codes of 4 or 8 bits, less a zero and times a scale for each group of a row's numbers.
-    Forms have `codes`, uint8, of some rows and columns, and `zeros` and `scales` of some rows and groups."""
+    """A matrix [.., O, C] of codes of 4 or 8 bits, less a zero and times a scale for each group of a row's numbers. A
+    word of 32 bits has n codes: of neighbouring inputs, zeros of neighbouring outputs."""
 
     shape: tuple[int, ...]
     group: int
-    words: Stored
-    scale: Stored
-    zero: Stored | None
+    words: Stored  # [.., O, C / n]
+    scale: Stored  # [.., O, C / group]
+    zero: Stored | None  # [O / n, C / group]
     places: np.ndarray | None = None  # the group of each number of a row, if those of a group are not neighbours
     bits: int = 4
 
-    dtype = DTYPES["float32"]
+    dtype, order = DTYPES["float32"], slice(None)  # of the codes in a word: from the lowest bits on
 
     @property
     def format(self) -> type[Plain]:  # or Int4Groups
@@ -221,6 +222,19 @@ class InGroups:
             return Plain
         dtype = "bfloat16" if self.scale.kind == "BF16" else "float32"
         return fast.Int4Groups(self.group, self.zero is not None, dtype)
+
+    def codes(self, *index: slice | int) -> np.ndarray:
+        *rows, columns = (*index, *[slice(None)] * (len(self.shape) - len(index)))
+        return codes_of(lambda words: self.words.read(*rows, words), columns, self.shape[-1], self.bits)
+
+    def by_output(self, words: Stored, rows=slice(None), columns=slice(None), more: int = 0) -> np.ndarray:
+        """Codes [rows, columns] from words [O / n, columns], to each of which `more` is added."""
+        return codes_of(
+            lambda some: words.read(some, columns).T + np.int32(more), rows, self.shape[0], self.bits, self.order
+        ).T
+
+    def zeros(self, *index: slice) -> np.ndarray:
+        return self.by_output(self.zero, *index)
 
     def scales(self, *index: slice | int) -> np.ndarray:
         return self.scale.read(*index)
@@ -292,13 +306,6 @@ class PackQuantized(InGroups):
             places = g_idx and places_of(folder, f"{name}_g_idx", g_idx, columns, group)
             found[name] = cls((*rows, columns), group, words, scale, zero if has_zeros else None, places, 32 // n)
 
-    def codes(self, *index):
-        *rows, columns = (*index, *[slice(None)] * (len(self.shape) - len(index)))
-        return codes_of(lambda words: self.words.read(*rows, words), columns, self.shape[-1], self.bits)
-
-    def zeros(self, rows=slice(None), groups=slice(None)):
-        return codes_of(lambda words: self.zero.read(words, groups).T, rows, self.shape[0], self.bits).T
-
     @staticmethod
     def outputs(name: str, shape: tuple[int, ...]) -> list[tuple]:
         """As Int8Rows.outputs."""
@@ -313,7 +320,7 @@ class PackQuantized(InGroups):
         return [jax.lax.bitcast_convert_type(fast.packed_codes(codes, 8, 1), jnp.int32), scale]
 
 
-class Mxfp4Blocks(PackQuantized):
+class Mxfp4Blocks(InGroups):
     """Experts in MXFP4 (Rouhani et al. 2023, "Microscaling Data Formats"): numbers of 4 bits, 1 of them the sign, 2 the
     exponent and 1 the mantissa, times a power of two for each 32 of a row. `scale` has the exponents of these."""
 
@@ -342,7 +349,7 @@ class Awq(InGroups):
     0 2 4 6 1 3 5 7 from the lowest bits on, `qzeros` [C / group, O / 8] likewise, and `scales` [C / group, O]."""
 
     method, versions, order = "awq", {"version": ("gemm", "GEMM")}, np.argsort((0, 2, 4, 6, 1, 3, 5, 7))
-    has_8_bits, packed_axis = False, 1  # a word has the codes of several inputs (0) or outputs (1)
+    has_8_bits, packed_axis = False, 0  # a word has the codes of several outputs (0) or inputs (1)
 
     @classmethod
     def collect(cls, folder: Path, found: dict, quantization: dict) -> None:
@@ -354,30 +361,19 @@ class Awq(InGroups):
                 raise InputError(f"{folder}: quantization {cls.method} of {what}")
         bits = 8 if quantization.get("bits") == 8 and cls.has_8_bits else 4
         (size, *_), _ = settings_of(folder, quantization, bits)
-        for name, (words, zero, scale, g_idx) in parts_of(found, ".qweight", ".qzeros", ".scales", ".g_idx"):
-            sizes, n = shape_of(folder, f"{name}.qweight", words)[:2], 32 // bits
-            columns, rows = (n * words if axis == cls.packed_axis else words for axis, words in enumerate(sizes))
+        for name, (*tensors, g_idx) in parts_of(found, ".qweight", ".qzeros", ".scales", ".g_idx"):
+            words, zero, scale = (tensor and tensor.T for tensor in tensors)
+            sizes, n = shape_of(folder, f"{name}.qweight", words)[-2:], 32 // bits
+            rows, columns = (n * words if axis == cls.packed_axis else words for axis, words in enumerate(sizes))
             group = columns if size == -1 else size
             expect(folder, f"{name}.qweight", words, ("I32",), sizes)
-            expect(folder, f"{name}.qzeros", zero, ("I32",), (-(-columns // group), -(-rows // n)))
-            expect(folder, f"{name}.scales", scale, FLOATS, (-(-columns // group), rows))
+            expect(folder, f"{name}.qzeros", zero, ("I32",), (-(-rows // n), -(-columns // group)))
+            expect(folder, f"{name}.scales", scale, FLOATS, (rows, -(-columns // group)))
             places = g_idx and places_of(folder, f"{name}.g_idx", g_idx, columns, group)
             found[f"{name}.weight"] = cls((rows, columns), group, words, scale, zero, places, bits)
 
-    def by_output(self, words: Stored, rows: slice, columns, more: int = 0) -> np.ndarray:
-        """Some outputs of words [.., O / n], to which `more` is added: uint8 [rows, columns]."""
-        return codes_of(
-            lambda some: words.read(columns, some) + np.int32(more), rows, self.shape[0], self.bits, self.order
-        ).T
-
-    def codes(self, rows=slice(None), columns=slice(None)):
-        return self.by_output(self.words, rows, columns)
-
-    def scales(self, rows=slice(None), groups=slice(None)):
-        return self.scale.read(groups, rows).T
-
-    def zeros(self, rows=slice(None), groups=slice(None)):
-        return self.by_output(self.zero, rows, groups)
+    def codes(self, *index):
+        return self.by_output(self.words, *index)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -390,7 +386,7 @@ class Gptq(Awq):
     words_less: int = 0
 
     method, versions, order = "gptq", {"checkpoint_format": ("gptq", "gptq_v2")}, slice(None)
-    has_8_bits, packed_axis = True, 0
+    has_8_bits, packed_axis, codes = True, 1, InGroups.codes
 
     @classmethod
     def collect(cls, folder: Path, found: dict, quantization: dict) -> None:
@@ -404,7 +400,7 @@ class Gptq(Awq):
         is_lost = False
         for name, tensor in [(name, tensor) for name, tensor in found.items() if type(tensor) is cls]:
             half = 2 ** (tensor.bits - 1)
-            if quantization.get("sym") and set(tensor.zeros(groups=slice(0, 1)).flat) in ({half}, {half - 1}):
+            if quantization.get("sym") and set(tensor.zeros(slice(None), slice(0, 1)).flat) in ({half}, {half - 1}):
                 found[name] = dataclasses.replace(tensor, zero=None)  # half, whatever checkpoint_format says
             elif is_by_words:
                 found[name] = dataclasses.replace(tensor, words_less=0xFFFFFFFF // (2**tensor.bits - 1))
@@ -414,11 +410,8 @@ class Gptq(Awq):
         if is_lost:  # AutoGPTQ writes -1 over the rest of the word
             say("note: zeros of GPTQ that stand behind a zero of 0 seem to be lost; answers may be wrong")
 
-    def codes(self, rows=slice(None), columns=slice(None)):
-        return codes_of(lambda words: self.words.read(words, rows).T, columns, self.shape[1], self.bits)
-
-    def zeros(self, rows=slice(None), groups=slice(None)):
-        return self.by_output(self.zero, rows, groups, self.words_less) + np.uint8(self.less) & 2**self.bits - 1
+    def zeros(self, *index):
+        return self.by_output(self.zero, *index, more=self.words_less) + np.uint8(self.less) & 2**self.bits - 1
 
 
 def groups_of(quantization: dict) -> list[dict]:
@@ -630,7 +623,7 @@ def open_checkpoint(folder: str | Path, extra_layer: bool = False) -> Checkpoint
     config = config_of(raw_config, found, True) if extra_layer else with_absent
     for weight in jax.tree.leaves(weights_of(config)):
         for name in found.keys() & weight.tensors() if weight.transposed else ():
-            found[name] = found[name]._replace(shape=swapped(found[name].shape), is_transposed=True)
+            found[name] = found[name].T
         if weight.experts and not weight.is_packed():
             unpack_experts(found, weight)
     try:
