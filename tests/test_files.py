@@ -485,7 +485,7 @@ def test_zero_points_that_change_nothing(tmp_path, kind, form):
     assert_matches(reference, PROMPTS, rows, atol=0.05 if kind == "int8" else 1e-3)
     more = {names[0] + "_zero_point": torch.ones(len(tensors[names[0]]), 1).to(tensors[names[0]].dtype)}
     save_file(tensors | more, tmp_path / "model.safetensors")
-    with pytest.raises(folder.model.InputError, match="8 bits with zero points"):
+    with pytest.raises(folder.model.InputError, match=f"{names[0]}_zero_point is not a tensor of this model"):
         folder.convert.open_checkpoint(tmp_path)
 
 
