@@ -342,17 +342,16 @@ class Awq(InGroups):
     """As AutoAWQ's GEMM stores it: `qweight` int32 [C, O / 8], whose word has the codes of 8 outputs in the order
     0 2 4 6 1 3 5 7 from the lowest bits on, `qzeros` [C / group, O / 8] likewise, and `scales` [C / group, O]."""
 
-    method, versions, order = "awq", {"version": ("gemm", "GEMM")}, np.argsort((0, 2, 4, 6, 1, 3, 5, 7))
+    method, key, versions, order = "awq", "version", ("gemm", "GEMM"), np.argsort((0, 2, 4, 6, 1, 3, 5, 7))
     has_8_bits, packed_axis = False, 0  # a word has the codes of several outputs (0) or inputs (1)
 
     @classmethod
     def collect(cls, folder: Path, found: dict, quantization: dict) -> None:
         if quantization.get("quant_method") != cls.method:
             return
-        for key, known in cls.versions.items():
-            if (version := quantization.get(key)) not in (None, *known):
-                what = f"{key} {version!r:.40} is not supported, only {' and '.join(known)}"
-                raise InputError(f"{folder}: quantization {cls.method} of {what}")
+        if (version := quantization.get(cls.key)) not in (None, *cls.versions):
+            what = f"{cls.key} {version!r:.40} is not supported, only {' and '.join(cls.versions)}"
+            raise InputError(f"{folder}: quantization {cls.method} of {what}")
         bits = 8 if quantization.get("bits") == 8 and cls.has_8_bits else 4
         (size, *_), _ = settings_of(folder, quantization, bits)
         for name, (*tensors, g_idx) in parts_of(found, ".qweight", ".qzeros", ".scales", ".g_idx"):
@@ -379,7 +378,7 @@ class Gptq(Awq):
     less: int = 0
     words_less: int = 0
 
-    method, versions, order = "gptq", {"checkpoint_format": ("gptq", "gptq_v2")}, slice(None)
+    method, key, versions, order = "gptq", "checkpoint_format", ("gptq", "gptq_v2"), slice(None)
     has_8_bits, packed_axis, codes = True, 1, InGroups.codes
 
     @classmethod
@@ -588,25 +587,24 @@ def open_checkpoint(folder: str | Path, extra_layer: bool = False) -> Checkpoint
     places = raw_config, raw_config.get("text_config") or {}
     if not isinstance(places[1], dict):
         raise InputError(f"{folder}: config.json: text_config must be a table, not {places[1]!r:.40}")
-    quantization = next((place[key] for place in places for key in QUANTIZATION if key in place), None)
-    if isinstance(quantization, dict) and quantization.get("quant_method") == "auto-round":
+    given = next((place[key] for place in places for key in QUANTIZATION if place.get(key)), {})
+    quantization = given if isinstance(given, dict) else {"quant_method": given}
+    if quantization.get("quant_method") == "auto-round":
         packing = str(quantization.get("packing_format", "auto-round"))
         quantization = quantization | AUTO_ROUND.get(packing, {"quant_method": packing})
-    method = quantization.get("quant_method", "MLX") if isinstance(quantization, dict) and quantization else None
-    settings = [quantization.get(name) for name in ("transform_config", "algo_config")] if method else []
-    if re.search(ONLINE_TRANSFORMS, str(settings)):
+    method, remedy = quantization.get("quant_method", "MLX"), "give the unquantized checkpoint"
+    if re.search(ONLINE_TRANSFORMS, str([quantization.get(name) for name in ("transform_config", "algo_config")])):
         method = f"{method} with transforms"
-    remedy = "give the unquantized checkpoint"
-    if quantization not in (None, *OURS.values()) and method not in METHODS:
-        raise InputError(f"{folder}: quantization {method or quantization!r:.40} is not supported; {remedy}")
+    is_quantized = quantization not in ({}, *OURS.values())
+    if is_quantized and method not in METHODS:
+        raise InputError(f"{folder}: quantization {method!r:.40} is not supported; {remedy}")
     config_of(raw_config, [], False)  # reports what is wrong with config.json before what is wrong with the tensors
     found, absent = stored_tensors(folder)
     for name, tensor in found.items():
         if name.endswith(("_scale", "_scale_inv")) and tensor.kind in ("F8_E4M3", "F8_E8M0", "U8"):
-            of_scale = found.get(re.sub("_scale(_inv)?$", "", name), tensor).kind
-            kind = "NVFP4" if tensor.kind == "F8_E4M3" else "MXFP8" if of_scale == "F8_E4M3" else "MXFP4"
-            raise InputError(f"{folder}: weights in {kind} ({name:.200} is {tensor.kind}) are not supported; {remedy}")
-    if quantization is None and any(name.endswith(".qweight") for name in found):
+            what = f"weights in NVFP4, MXFP4 or MXFP8 ({name:.200} is {tensor.kind}) are not supported"
+            raise InputError(f"{folder}: {what}; {remedy}")
+    if not quantization and any(name.endswith(".qweight") for name in found):
         what, remedy = "weights in 4 bits, and config.json has no quantization_config", "download config.json again"
         remedy += '; or, for GPTQ of 2023, copy quantize_config.json into it as that, with "quant_method": "gptq" added'
         raise InputError(f"{folder}: {what}; {remedy}")
@@ -622,11 +620,11 @@ def open_checkpoint(folder: str | Path, extra_layer: bool = False) -> Checkpoint
             unpack_experts(found, weight)
     try:
         for form in FORMS:
-            form.collect(folder, found, quantization or {})
+            form.collect(folder, found, quantization)
         config = with_head(folder, found, config) if config.tie_word_embeddings else config
         tensors, left_out = check_tensors(folder, found, config)
     except InputError as error:
-        if quantization in (None, *OURS.values()):
+        if not is_quantized:
             raise
         why = f"damaged, or a form of quantization {method!r} that is not supported"
         raise InputError(f"{error}: {why}; {remedy}") from error

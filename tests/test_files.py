@@ -586,8 +586,8 @@ QUAROT = {"quant_method": "quark", "algo_config": [{"name": "rotation", "r4": Tr
         (lambda folder: edit_config(folder, quantization_config=QUAROT), "'quark with transforms' is not supported"),
         (lambda folder: edit_config(folder, **AUTO_ROUND_NVFP4), "quantization 'auto_round:nvfp4' is not supported"),
         (in_int8_of_bitsandbytes, "a form of quantization 'bitsandbytes' that is not supported; give the unquantized"),
-        (scales_in(torch.float8_e4m3fn, torch.uint8), "weights in NVFP4 .* give the unquantized checkpoint"),
-        (scales_in(torch.uint8, torch.float8_e4m3fn), "weights in MXFP8 .* give the unquantized checkpoint"),
+        (scales_in(torch.float8_e4m3fn, torch.uint8), "weights in NVFP4, MXFP4 or MXFP8 .* give the unquantized"),
+        (scales_in(torch.uint8, torch.float8_e4m3fn), "weights in NVFP4, MXFP4 or MXFP8 .* give the unquantized"),
         (  # of litgpt; the command for pickled weights that transformers can read would fail
             lambda folder: (folder / "model.safetensors").rename(folder / "lit_model.pth"),
             "it has no safetensors: give what transformers' save_pretrained wrote",
