@@ -43,8 +43,7 @@ import ml_dtypes  # numpy's bfloat16 and FP8
 import model
 import numpy as np
 from generate import fast, memory_of
-from jax import NamedSharding
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from model import Config, InputError, Int8, Part, Plain, Weight, in_format, weights_of
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
@@ -1177,9 +1176,7 @@ def check_devices() -> None:
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:
-        name, remedy = jax.config.jax_platforms, "see JAX_PLATFORMS"
-        if name and name != "cpu":
-            remedy = f"JAX_PLATFORMS={name} needs a plugin of jax that works (pip install '.[cuda]' or '.[tpu]')"
+        remedy = "see JAX_PLATFORMS; accelerators need a plugin of jax (pip install '.[cuda]' or '.[tpu]')"
         raise InputError(f"jax finds no devices ({one_line(error)}); {remedy}") from error
     counts = Counter(device.process_index for device in devices)
     if len({*counts.values()}) > 1:
@@ -1214,8 +1211,6 @@ def main() -> None:
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--quantize", choices=["int8", "int4"], help="matrices in int8 or in 4 bits")
     args = parser.parse_args()
-    if not args.output:
-        raise InputError("--output is empty")
     check_devices()
     convert(find_checkpoint(args.model_path, extra_layer=True), Path(args.output), args.dtype, args.quantize)
 

@@ -623,7 +623,10 @@ def test_bad_checkpoints(main, tmp_path, edit, words):
 
 @pytest.mark.parametrize(
     ("variables", "words"),
-    [({"JAX_PLATFORMS": "cuda"}, "JAX_PLATFORMS=cuda needs"), ({"JAX_NUM_CPU_DEVICES": "0"}, "see JAX_PLATFORMS")],
+    [
+        ({"JAX_PLATFORMS": "cuda"}, "see JAX_PLATFORMS; accelerators need a plugin"),
+        ({"JAX_NUM_CPU_DEVICES": "0"}, "see JAX_PLATFORMS"),
+    ],
 )
 def test_no_devices(variables, words):
     command = [sys.executable, ROOT / "llama3" / "main.py"]
