@@ -218,13 +218,20 @@ class InGroups:
 
     def codes(self, *index: slice | int) -> np.ndarray:
         *rows, columns = (*index, *[slice(None)] * (len(self.shape) - len(index)))
-        return codes_of(lambda words: self.words.read(*rows, words), columns, self.shape[-1], self.bits)
+        return self.unpacked(lambda words: self.words.read(*rows, words), columns, self.shape[-1])
 
     def by_output(self, words: Stored, rows=slice(None), columns=slice(None), more: int = 0) -> np.ndarray:
         """Codes [rows, columns] from words [O / n, columns], to each of which `more` is added."""
-        return codes_of(
-            lambda some: words.read(some, columns).T + np.int32(more), rows, self.shape[0], self.bits, self.order
-        ).T
+        return self.unpacked(lambda some: words.read(some, columns).T + np.int32(more), rows, self.shape[0]).T
+
+    def unpacked(self, words, wanted: slice, size: int) -> np.ndarray:
+        """The codes `wanted` of `size`: uint8 [.., codes]. `words` reads some of the words [.., size / n]."""
+        (start, stop, _), n = wanted.indices(size), 32 // self.bits
+        words = np.ascontiguousarray(words(slice(start // n, -(-stop // n))))
+        codes = words.view(np.uint8)
+        if self.bits == 4:
+            codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*words.shape, n)[..., self.order]
+        return codes.reshape(*words.shape[:-1], -1)[..., start % n : stop - start // n * n]
 
     def zeros(self, *index: slice) -> np.ndarray:
         return self.by_output(self.zero, *index)
@@ -254,17 +261,6 @@ class InGroups:
         *rows, columns = (*index, *[slice(None)] * (len(self.shape) - len(index)))
         places = np.arange(0, self.shape[-1], n) // self.group if self.places is None else self.places
         return getattr(self, field)(*rows)[..., places[columns]]
-
-
-def codes_of(words, wanted: slice, size: int, bits: int, order=slice(None)) -> np.ndarray:
-    """Codes of 4 or 8 `bits`, those `wanted` of `size`: uint8 [.., codes]. `words` reads some of the int32 words
-    [.., size / n] that hold n codes each, from the lowest bits on, or in an `order` of their own."""
-    (start, stop, _), n = wanted.indices(size), 32 // bits
-    words = np.ascontiguousarray(words(slice(start // n, -(-stop // n))))
-    codes = words.view(np.uint8)
-    if bits == 4:
-        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*words.shape, n)[..., order]
-    return codes.reshape(*words.shape[:-1], -1)[..., start % n : stop - start // n * n]
 
 
 def parts_of(found: dict, *endings: str) -> Iterator[tuple[str, list[Stored | None]]]:
@@ -648,8 +644,7 @@ def config_of(raw_config: dict, names: Iterable[str], extra_layer: bool) -> Conf
         config = Config.from_dict(raw_config, [re.sub("_packed$|q(?=weight$)", "", name) for name in names])
     except InputError as error:
         kind = raw_config.get("model_type")
-        is_why = f"model_type {kind!r}" in str(error)
-        others = [other for other, types in FOLDERS.items() if is_why and kind in types]
+        others = [other for other, types in FOLDERS.items() if kind in types and f"model_type {kind!r}" in str(error)]
         raise InputError("; use the folder ".join([str(error), *others])) from error
     uses_it = extra_layer and getattr(config, "has_extra_layer", False)
     return dataclasses.replace(config, uses_extra_layer=True) if uses_it else config
