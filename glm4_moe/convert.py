@@ -320,10 +320,9 @@ class Mxfp4Blocks(InGroups):
         """Puts one tensor `x` in the place of `x_blocks`, uint8 [E, O, C / 32, 16], in whose bytes the first of two
         numbers is the lower half, and `x_scales`, exponents in uint8 [E, O, C / 32]."""
         for name, (pairs, exponents) in parts_of(found, "_blocks", "_scales"):
-            sizes = exponents.shape if exponents and name not in found else ()
-            if len(sizes) != 3 or pairs.shape != (*sizes, 16) or {pairs.kind, exponents.kind} != {"U8"}:
-                raise InputError(f"{folder}: {name:.200}_blocks and {name:.200}_scales are no MXFP4 of 8-bit numbers")
-            *rows, blocks = sizes
+            expect(folder, f"{name}_blocks", pairs, ("U8",), (*pairs.shape[:3], 16))
+            expect(folder, f"{name}_scales", exponents, ("U8",), pairs.shape[:3])
+            *rows, blocks = exponents.shape
             words = pairs._replace(kind="I32", shape=(*rows, 4 * blocks))
             found[name] = cls((*rows, 32 * blocks), 32, words, exponents, None)
 

@@ -162,9 +162,9 @@ def test_mxfp4_is_not_rounded_again(mxfp4, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda blocks, scales: (blocks, None), "are no MXFP4 of 8-bit numbers"),
-        (lambda blocks, scales: (blocks, scales.float()), "are no MXFP4 of 8-bit numbers"),
-        (lambda blocks, scales: (blocks[..., :8], scales), "are no MXFP4 of 8-bit numbers"),
+        (lambda blocks, scales: (blocks, None), "down_proj_scales is missing"),
+        (lambda blocks, scales: (blocks, scales.float()), "down_proj_scales has F32 .*, not U8"),
+        (lambda blocks, scales: (blocks[..., :8], scales), r"down_proj_blocks has U8 .* 8\], not U8 .* 16\]"),
         (lambda blocks, scales: (blocks[:, 1:], scales[:, 1:]), "has shape .* and config.json asks for"),
     ],
 )
