@@ -121,9 +121,9 @@ class Stored(NamedTuple):
 
     def read(self, *index: slice | int) -> np.ndarray:
         """A part of the tensor, memory-mapped: it is read from disk when used, and leaves memory when dropped."""
-        on_disk = swapped(self.shape) if self.is_transposed else self.shape
-        array = np.memmap(str(self.file), self.dtype, "r", self.offset, on_disk)
-        return (array.swapaxes(-1, -2) if self.is_transposed else array)[index]
+        if self.is_transposed:
+            return self.T.read().swapaxes(-1, -2)[index]
+        return np.memmap(str(self.file), self.dtype, "r", self.offset, self.shape)[index]  # of a Path it asks the disk
 
 
 class Scaled(NamedTuple):
@@ -684,11 +684,9 @@ def weight_map_of(folder: Path) -> dict[str, str]:
             return of_whole
     if weight_map:
         return weight_map
-    names = os.listdir(folder)
-    remedy = "; it has no safetensors: give what transformers' save_pretrained wrote"
-    if any(name.endswith(".safetensors") for name in names):
-        remedy = "; download the index, or rename a single file to the first"
-    raise InputError(f"{folder}: neither model.safetensors nor {INDEX}{something_else(folder, names) or remedy}")
+    remedy = "; download the index, rename a single file to the first, or give what transformers' save_pretrained wrote"
+    other = something_else(folder, os.listdir(folder)) or remedy
+    raise InputError(f"{folder}: neither model.safetensors nor {INDEX}{other}")
 
 
 def stored_tensors(folder: Path) -> tuple[dict[str, Stored], dict[str, str]]:

@@ -590,7 +590,7 @@ QUAROT = {"quant_method": "quark", "algo_config": [{"name": "rotation", "r4": Tr
         (scales_in(torch.uint8, torch.float8_e4m3fn), "weights in NVFP4, MXFP4 or MXFP8 .* give the unquantized"),
         (  # of litgpt; the command for pickled weights that transformers can read would fail
             lambda folder: (folder / "model.safetensors").rename(folder / "lit_model.pth"),
-            "it has no safetensors: give what transformers' save_pretrained wrote",
+            "or give what transformers' save_pretrained wrote",
         ),
         (inside("checkpoint-500"), "no config.json; give the folder .*checkpoint/checkpoint-500"),
         (inside("snapshots/0123"), "no config.json; give the folder .*checkpoint/snapshots/0123"),
