@@ -296,12 +296,8 @@ def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast | Sentence
         raise
     except Exception as error:  # a damaged file can raise almost anything
         what = f"{type(error).__name__}: {one_line(error)}"
-        remedy = convert.download_again(folder / name)
-        if name == "tokenizer.json":
-            with contextlib.suppress(Exception):  # if it can be read, what a trainer saved beside it cannot
-                Tokenizer.from_file(str(folder / name))
-                remedy = "mend tokenizer_config.json, special_tokens_map.json or the template, or take the base model's"
-        raise InputError(f"{folder}: the tokenizer cannot be loaded ({what}); {remedy}") from error
+        remedy = f"{convert.download_again(folder / name)}, or mend tokenizer_config.json, special_tokens_map.json"
+        raise InputError(f"{folder}: the tokenizer cannot be loaded ({what}); {remedy} or the template") from error
 
 
 def json_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
