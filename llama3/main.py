@@ -94,6 +94,7 @@ def parse_arguments():
     count = number(int, 1, 2**30)
     what = 'a JSON object such as {"enable_thinking": false}'
     json_object = functools.partial(checked, json.loads, lambda value: isinstance(value, dict), what)
+    address = functools.partial(checked, str, lambda text: 0 < int(text.rpartition(":")[2]) < 2**16, "HOST:PORT")
     add("--model_path", help="a Hugging Face checkpoint folder, one that convert.py wrote, or a hub id")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", nargs="+", action="extend", help="prompts of one batch, - for standard input")
@@ -121,7 +122,8 @@ def parse_arguments():
     add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of the sampling, default 0")
     add("--output", choices=["text", "json"], default="text", help="default text")
     add("--logprobs", action="store_true", help="JSON rows carry the log-probability of every generated token")
-    add("--coordinator", metavar="HOST:PORT", help="several hosts, if the cluster does not tell: process 0's address")
+    where = "several hosts, if the cluster does not tell: process 0's address"
+    add("--coordinator", type=address, metavar="HOST:PORT", help=where)
     add("--num_processes", type=number(int, 1, 2**16), help="how many processes there are")
     add("--process_id", type=number(int, 0, 2**16), help="which of the processes this is, from 0")
     add("--no_compilation_cache", action="store_true", help="do not keep compiled programs for the next run")
@@ -140,12 +142,8 @@ def parse_arguments():
         raise InputError("--logprobs is for JSON rows: add --output json")
     if 0 < (args.coordinator, args.num_processes, args.process_id).count(None) < 3:
         raise InputError("--coordinator, --num_processes and --process_id go together")
-    if args.coordinator:
-        port = re.fullmatch(r".+:(\d{1,5})", args.coordinator)
-        if not port or not 0 < int(port[1]) < 2**16:
-            raise InputError(f"--coordinator {args.coordinator!r} is not HOST:PORT")
-        if args.process_id >= args.num_processes:
-            raise InputError(f"--process_id {args.process_id} is not below --num_processes {args.num_processes}")
+    if args.coordinator and args.process_id >= args.num_processes:
+        raise InputError(f"--process_id {args.process_id} is not below --num_processes {args.num_processes}")
     return args
 
 
