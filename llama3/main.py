@@ -30,12 +30,12 @@ from typing import NamedTuple
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would advise against running without torch
 if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # an older name; jax refuses to have both
     os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")  # of a GPU's memory; jax itself would take 0.75
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # or it is ignored
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's exception would wait until a library returns
-if __name__ == "__main__" and sys.stderr is not None and sys.stderr.isatty():  # in a log file, errors stand alone
-    print("importing jax and transformers ...", file=sys.stderr)
-if __name__ == "__main__":  # python3 -m llama3.main, or python3 -P
-    sys.path.insert(0, os.path.dirname(__file__))
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # for python3 -m llama3.main, and python3 -P
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # or it is ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's exception would wait until a library returns
+    if sys.stderr is not None and sys.stderr.isatty():  # in a log file, errors stand alone
+        print("importing jax and transformers ...", file=sys.stderr)
 
 import convert
 import jax
@@ -848,17 +848,16 @@ def answer(args, inputs: Inputs, generation) -> dict:
     measured = {}
     results = Results(args, inputs.tokenizer, inputs.prompts, inputs.prompt_tokens, inputs.markers)
     steps = generation(inputs.prompt_tokens, max_seq_len=args.max_seq_len, stats=measured)
-    results.add(next(steps))  # the first token is prefill's, what follows is the decode loop
+    first = next(steps)  # the first token is prefill's, what follows is the decode loop
     # The bar is shown where no text comes in its way: JSON comes in lines, and a file is not the bar's terminal.
     is_shown = args.output == "json" and not sys.stdout.isatty()
     is_shown |= sys.stderr.isatty() and os.path.isfile("/dev/stdout")
-    ended = sum(bool(row.finish_reason) for row in results.answers)
     options = {"total": len(results.answers), "desc": "decoding", "unit": " rows", "unit_scale": False}
-    bar = progress_bar(is_shown=is_shown, initial=ended, **options)
+    bar = progress_bar(is_shown=is_shown, **options)
     try:
         profiler = jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext()
         with interrupts_noted() as check, profiler, bar:
-            for tokens in steps:
+            for tokens in itertools.chain([first], steps):
                 results.add(tokens)
                 bar.update(sum(token.finish_reason is not None for token in tokens))
                 check()
