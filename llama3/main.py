@@ -713,16 +713,16 @@ def read_inputs(args) -> Inputs:
         if is_raw and eos and ids[-1:] == [tokenizer.eos_token_id] and not prompts[row - 1].endswith(eos):
             del ids[-1]  # as training wants it; what follows would be another text
             say(f"note: prompt {row} is continued without the {eos} that the tokenizer puts behind it")
-    asked = {"temperature": 1.0} | {name: x for name, x in checkpoint.generation_config.items() if x is not None}
-    if asked.get("do_sample") is True and args.temperature == 0:
-        flags = {name: asked.get(name) for name in ("temperature", "top_k", "top_p")}
-        flags = [f"--{name} {value}" for name, value in flags.items() if type(value) in (int, float)]
+    settings = checkpoint.generation_config
+    asked = {"temperature": 1.0} | {name: x for name, x in settings.items() if type(x) in (int, float)}
+    if settings.get("do_sample") is True and args.temperature == 0:
+        flags = [f"--{name} {asked[name]}" for name in ("temperature", "top_k", "top_p") if name in asked]
         say(f"note: generation_config.json asks for {' '.join(flags)}; without them, the most probable token is taken")
     elif args.temperature == 0 and (args.top_k or args.top_p < 1):
         say("note: --top_k and --top_p need a --temperature; without one, the most probable token is taken")
     for name in ("repetition_penalty", "no_repeat_ngram_size", "min_p"):
         if (value := asked.get(name, 0)) not in (0, 1):  # what they are if nobody asks
-            say(f"note: generation_config.json asks for a {name} of {value!r:.20}, which is not applied")
+            say(f"note: generation_config.json asks for a {name} of {value}, which is not applied")
     check_prompts(prompt_tokens, checkpoint.config, args.max_seq_len, args.max_new_tokens)
     check_context(prompt_tokens, checkpoint.raw_config)
     weights = model.in_format(checkpoint.weights, args.quantize)

@@ -30,12 +30,12 @@ from typing import NamedTuple
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would advise against running without torch
 if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # an older name; jax refuses to have both
     os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")  # of a GPU's memory; jax itself would take 0.75
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # or it is ignored
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's exception would wait until a library returns
-if __name__ == "__main__" and sys.stderr is not None and sys.stderr.isatty():  # in a log file, errors stand alone
-    print("importing jax and transformers ...", file=sys.stderr)
-if __name__ == "__main__":  # python3 -m llama3.main, or python3 -P
-    sys.path.insert(0, os.path.dirname(__file__))
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # for python3 -m llama3.main, and python3 -P
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # or it is ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's exception would wait until a library returns
+    if sys.stderr is not None and sys.stderr.isatty():  # in a log file, errors stand alone
+        print("importing jax and transformers ...", file=sys.stderr)
 
 import convert
 import jax
@@ -94,6 +94,7 @@ def parse_arguments():
     count = number(int, 1, 2**30)
     what = 'a JSON object such as {"enable_thinking": false}'
     json_object = functools.partial(checked, json.loads, lambda value: isinstance(value, dict), what)
+    address = functools.partial(checked, str, lambda text: 0 < int(text.rpartition(":")[2]) < 2**16, "HOST:PORT")
     add("--model_path", help="a Hugging Face checkpoint folder, one that convert.py wrote, or a hub id")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", nargs="+", action="extend", help="prompts of one batch, - for standard input")
@@ -121,7 +122,8 @@ def parse_arguments():
     add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of the sampling, default 0")
     add("--output", choices=["text", "json"], default="text", help="default text")
     add("--logprobs", action="store_true", help="JSON rows carry the log-probability of every generated token")
-    add("--coordinator", metavar="HOST:PORT", help="several hosts, if the cluster does not tell: process 0's address")
+    where = "several hosts, if the cluster does not tell: process 0's address"
+    add("--coordinator", type=address, metavar="HOST:PORT", help=where)
     add("--num_processes", type=number(int, 1, 2**16), help="how many processes there are")
     add("--process_id", type=number(int, 0, 2**16), help="which of the processes this is, from 0")
     add("--no_compilation_cache", action="store_true", help="do not keep compiled programs for the next run")
@@ -140,12 +142,8 @@ def parse_arguments():
         raise InputError("--logprobs is for JSON rows: add --output json")
     if 0 < (args.coordinator, args.num_processes, args.process_id).count(None) < 3:
         raise InputError("--coordinator, --num_processes and --process_id go together")
-    if args.coordinator:
-        port = re.fullmatch(r".+:(\d{1,5})", args.coordinator)
-        if not port or not 0 < int(port[1]) < 2**16:
-            raise InputError(f"--coordinator {args.coordinator!r} is not HOST:PORT")
-        if args.process_id >= args.num_processes:
-            raise InputError(f"--process_id {args.process_id} is not below --num_processes {args.num_processes}")
+    if args.coordinator and args.process_id >= args.num_processes:
+        raise InputError(f"--process_id {args.process_id} is not below --num_processes {args.num_processes}")
     return args
 
 
@@ -296,12 +294,8 @@ def read_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast | Sentence
         raise
     except Exception as error:  # a damaged file can raise almost anything
         what = f"{type(error).__name__}: {one_line(error)}"
-        remedy = convert.download_again(folder / name)
-        if name == "tokenizer.json":
-            with contextlib.suppress(Exception):  # if it can be read, what a trainer saved beside it cannot
-                Tokenizer.from_file(str(folder / name))
-                remedy = "mend tokenizer_config.json, special_tokens_map.json or the template, or take the base model's"
-        raise InputError(f"{folder}: the tokenizer cannot be loaded ({what}); {remedy}") from error
+        remedy = f"{convert.download_again(folder / name)}, or mend tokenizer_config.json, special_tokens_map.json"
+        raise InputError(f"{folder}: the tokenizer cannot be loaded ({what}); {remedy} or the template") from error
 
 
 def json_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -647,14 +641,7 @@ def join_hosts(args) -> None:
         with patience(f"all {args.num_processes} processes" if args.num_processes else "all hosts"):
             if args.process_id == 0:  # jax would crash if another program had the port
                 socket.create_server(("", int(args.coordinator.rpartition(":")[2]))).close()
-            for tries_left in (2, 1, 0):
-                try:
-                    jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, devices)
-                    break
-                except OSError:  # a lost connection to the metadata server of a TPU, which jax does not try again
-                    if not tries_left:
-                        raise
-                    time.sleep(1)
+            jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, devices)
     except Exception as error:  # each way of finding the hosts fails with exceptions of its own
         if isinstance(error, ValueError) and not is_launched:  # jax knows no cluster: a TPU host that is alone
             return
@@ -726,16 +713,16 @@ def read_inputs(args) -> Inputs:
         if is_raw and eos and ids[-1:] == [tokenizer.eos_token_id] and not prompts[row - 1].endswith(eos):
             del ids[-1]  # as training wants it; what follows would be another text
             say(f"note: prompt {row} is continued without the {eos} that the tokenizer puts behind it")
-    asked = {"temperature": 1.0} | {name: x for name, x in checkpoint.generation_config.items() if x is not None}
-    if asked.get("do_sample") is True and args.temperature == 0:
-        flags = {name: asked.get(name) for name in ("temperature", "top_k", "top_p")}
-        flags = [f"--{name} {value}" for name, value in flags.items() if type(value) in (int, float)]
+    settings = checkpoint.generation_config
+    asked = {"temperature": 1.0} | {name: x for name, x in settings.items() if type(x) in (int, float)}
+    if settings.get("do_sample") is True and args.temperature == 0:
+        flags = [f"--{name} {asked[name]}" for name in ("temperature", "top_k", "top_p") if name in asked]
         say(f"note: generation_config.json asks for {' '.join(flags)}; without them, the most probable token is taken")
     elif args.temperature == 0 and (args.top_k or args.top_p < 1):
         say("note: --top_k and --top_p need a --temperature; without one, the most probable token is taken")
     for name in ("repetition_penalty", "no_repeat_ngram_size", "min_p"):
         if (value := asked.get(name, 0)) not in (0, 1):  # what they are if nobody asks
-            say(f"note: generation_config.json asks for a {name} of {value!r:.20}, which is not applied")
+            say(f"note: generation_config.json asks for a {name} of {value}, which is not applied")
     check_prompts(prompt_tokens, checkpoint.config, args.max_seq_len, args.max_new_tokens)
     check_context(prompt_tokens, checkpoint.raw_config)
     weights = model.in_format(checkpoint.weights, args.quantize)
@@ -794,10 +781,6 @@ def main() -> None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", 4 * 2**30)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-        with contextlib.suppress(OSError):  # what a full disk cut off: jax 0.10 stores nothing beside it (jax #39880)
-            for file in folder.glob("*-cache"):
-                if not file.with_name(file.name.removesuffix("cache") + "atime").exists():
-                    file.unlink()
     if jax.distributed.is_initialized():  # process 0 alone prints results; what libraries print goes to standard error
         results = os.dup(1) if jax.process_index() == 0 else os.open(os.devnull, os.O_WRONLY)
         sys.stdout = os.fdopen(results, "w", encoding="utf-8", errors="backslashreplace")
@@ -854,17 +837,16 @@ def answer(args, inputs: Inputs, generation) -> dict:
     measured = {}
     results = Results(args, inputs.tokenizer, inputs.prompts, inputs.prompt_tokens, inputs.markers)
     steps = generation(inputs.prompt_tokens, max_seq_len=args.max_seq_len, stats=measured)
-    results.add(next(steps))  # the first token is prefill's, what follows is the decode loop
+    first = next(steps)  # the first token is prefill's, what follows is the decode loop
     # The bar is shown where no text comes in its way: JSON comes in lines, and a file is not the bar's terminal.
     is_shown = args.output == "json" and not sys.stdout.isatty()
     is_shown |= sys.stderr.isatty() and os.path.isfile("/dev/stdout")
-    ended = sum(bool(row.finish_reason) for row in results.answers)
     options = {"total": len(results.answers), "desc": "decoding", "unit": " rows", "unit_scale": False}
-    bar = progress_bar(is_shown=is_shown, initial=ended, **options)
+    bar = progress_bar(is_shown=is_shown, **options)
     try:
         profiler = jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext()
         with interrupts_noted() as check, profiler, bar:
-            for tokens in steps:
+            for tokens in itertools.chain([first], steps):
                 results.add(tokens)
                 bar.update(sum(token.finish_reason is not None for token in tokens))
                 check()
