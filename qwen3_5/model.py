@@ -168,6 +168,8 @@ class Config:
         K, N = result.linear_num_key_heads, result.linear_num_value_heads
         if N % K:
             raise InputError(f"config.json: linear_num_key_heads {K} does not divide linear_num_value_heads {N}")
+        if result.linear_conv_kernel_dim < 2:  # a cache of no inputs cannot be split over devices
+            raise InputError("config.json: linear_conv_kernel_dim must be at least 2")
         if is_mixture:
             check_routing(result, result.num_experts)
         layers, interval = result.num_hidden_layers, result.full_attention_interval

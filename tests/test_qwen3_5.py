@@ -321,6 +321,7 @@ def test_what_is_refused(released):
     raw = json.loads((path / "config.json").read_text())
     for changes, words in [
         ({"linear_num_key_heads": 3}, "linear_num_key_heads 3 does not divide linear_num_value_heads 4"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be at least 2"),
         ({"attn_output_gate": False}, "attn_output_gate False"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types"),
         ({"model_type": "qwen3_5_text", "intermediate_size": None}, "intermediate_size is missing"),
