@@ -122,6 +122,7 @@ LLAMA4 = {
     "num_local_experts": 4,
     "attention_chunk_size": 48,
     "floor_scale": 41,  # the temperature rises within a short prompt; as a float32, 1 / 41 is rounded down
+    "attn_scale": 0.3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 SCOUT_ROPE = LLAMA3_ROPE | {"high_freq_factor": 1.0}
@@ -413,13 +414,27 @@ CASES = {
     "deepseek v2": deepseek_2(topk_method="group_limited_greedy", routed_scaling_factor=3.0, n_shared_experts=2),
     "deepseek v3.2": deepseek_32(rope_parameters=YARN),
     "glm 5": glm_5(indexer_types=None, n_group=1, topk_group=1),
-    "glm 5, two heads": glm_5(num_attention_heads=2, num_key_value_heads=2),
+    "glm 5, two heads": glm_5(
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_shared_experts=2,
+        norm_topk_prob=False,
+        tie_word_embeddings=True,
+        rms_norm_eps=0.1,
+    ),
     "glm 5.2, shared choices": glm_5(
         num_hidden_layers=4, indexer_types=["full", "shared", "shared", "full"], attention_bias=True, index_topk=64
     ),
     "glm 4.7 flash": flash(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "glm 4.7 flash, other layers, groups": flash(
-        mlp_layer_types=["sparse", "dense"], q_lora_rank=None, n_group=4, topk_group=1, rms_norm_eps=0.1
+        mlp_layer_types=["sparse", "dense"],
+        q_lora_rank=None,
+        n_group=4,
+        topk_group=1,
+        attention_bias=True,
+        rope_interleave=False,
+        norm_topk_prob=False,
+        rms_norm_eps=0.1,
     ),
     "qwen2.5": qwen_2(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "qwen2.5 0.5b, tied, seven query heads to a kv head": qwen_2(
