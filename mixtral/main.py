@@ -778,6 +778,10 @@ def main() -> None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", 4 * 2**30)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        with contextlib.suppress(OSError):  # what a full disk cut off: jax 0.10 stores nothing beside it (jax #39880)
+            for file in folder.glob("*-cache"):
+                if not file.with_name(file.name.removesuffix("cache") + "atime").exists():
+                    file.unlink()
     if jax.distributed.is_initialized():  # process 0 alone prints results; what libraries print goes to standard error
         results = os.dup(1) if jax.process_index() == 0 else os.open(os.devnull, os.O_WRONLY)
         sys.stdout = os.fdopen(results, "w", encoding="utf-8", errors="backslashreplace")

@@ -69,7 +69,7 @@ OURS = {  # config.json's quantization_config of what convert writes
 }  # fmt: skip
 # What rounds activations and the cache, and no weight.
 OF_ACTIVATIONS = re.compile(r"\.((input|(prob_)?output|act\w*|[qkv]|kv|prob)_(scale|zero_point)|input_scale_ub)$")
-# Transforms that a model of compressed-tensors or Quark needs while it runs: without them it would answer wrongly.
+# Transforms of compressed-tensors, Quark and GPTQModel that a model needs while it runs, or it would answer wrongly.
 ONLINE_TRANSFORMS = r"'location': '(input|output|k_cache|q_attn)'|rotation|quarot"
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
@@ -587,7 +587,8 @@ def open_checkpoint(folder: str | Path, extra_layer: bool = False) -> Checkpoint
         packing = str(quantization.get("packing_format", "auto-round"))
         quantization = quantization | AUTO_ROUND.get(packing, {"quant_method": packing})
     method, remedy = quantization.get("quant_method", "MLX"), "give the unquantized checkpoint"
-    if re.search(ONLINE_TRANSFORMS, str([quantization.get(name) for name in ("transform_config", "algo_config")])):
+    transforms = [quantization.get(name) for name in ("transform_config", "algo_config")]
+    if re.search(ONLINE_TRANSFORMS, str(transforms)) or quantization.get("rotation"):
         method = f"{method} with transforms"
     is_quantized = quantization not in ({}, *OURS.values())
     if is_quantized and method not in METHODS:
