@@ -590,6 +590,8 @@ def open_checkpoint(folder: str | Path, extra_layer: bool = False) -> Checkpoint
     transforms = [quantization.get(name) for name in ("transform_config", "algo_config")]
     if re.search(ONLINE_TRANSFORMS, str(transforms)) or quantization.get("rotation"):
         method = f"{method} with transforms"
+    if quantization.get("weight_scale_semantics") == "inverse":  # of GPTQModel; the scales of all others multiply
+        method = f"{method} with scales that divide"
     is_quantized = quantization not in ({}, *OURS.values())
     if is_quantized and method not in METHODS:
         raise InputError(f"{folder}: quantization {method!r:.40} is not supported; {remedy}")

@@ -566,6 +566,7 @@ QUIP = {
 }  # fmt: skip
 QUAROT = {"quant_method": "quark", "algo_config": [{"name": "rotation", "r4": True}]}
 ROTATED = {"quant_method": "gptq", "bits": 4, "rotation": "hadamard"}
+DIVIDED = {"quant_method": "fp8", "weight_scale_method": "row", "weight_scale_semantics": "inverse"}
 
 
 @pytest.mark.parametrize(
@@ -586,6 +587,7 @@ ROTATED = {"quant_method": "gptq", "bits": 4, "rotation": "hadamard"}
         (lambda folder: edit_config(folder, quantization_config=QUIP), "'compressed-tensors with transforms' is not"),
         (lambda folder: edit_config(folder, quantization_config=QUAROT), "'quark with transforms' is not supported"),
         (lambda folder: edit_config(folder, quantization_config=ROTATED), "'gptq with transforms' is not supported"),
+        (lambda folder: edit_config(folder, quantization_config=DIVIDED), "'fp8 with scales that divide' is not"),
         (lambda folder: edit_config(folder, **AUTO_ROUND_NVFP4), "quantization 'auto_round:nvfp4' is not supported"),
         (in_int8_of_bitsandbytes, "a form of quantization 'bitsandbytes' that is not supported; give the unquantized"),
         (scales_in(torch.float8_e4m3fn, torch.uint8), "weights in NVFP4, MXFP4 or MXFP8 .* give the unquantized"),
