@@ -596,7 +596,6 @@ def template(text):
             "error: model.layers.1.self_attn.k_proj.weight has",
         ),
         (edit_tensors(lambda t: t.update({"model.\x1b[31mred": np.ones(5, np.float32)})), "model.?[31mred is not a"),
-        (edit_json("config.json", quantization_config={}), "quantization"),
         (index_to(HERE | {"model.norm.weight": "other.safetensors"}), "other.safetensors: missing"),
         (index_to(HERE | {"model.norm.weight": "../demo/model.safetensors"}), "is not in this folder"),
         (index_to(HERE | {"model.norm.weight": str(DEMO / "model.safetensors")}), "is not in this folder"),
