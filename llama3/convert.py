@@ -69,7 +69,8 @@ OURS = {  # config.json's quantization_config of what convert writes
 }  # fmt: skip
 # What rounds activations and the cache, and no weight.
 OF_ACTIVATIONS = re.compile(r"\.((input|(prob_)?output|act\w*|[qkv]|kv|prob)_(scale|zero_point)|input_scale_ub)$")
-# Transforms of compressed-tensors, Quark and GPTQModel that a model needs while it runs, or it would answer wrongly.
+# Transforms of compressed-tensors and Quark that a model needs while it runs, or it would answer wrongly. (GPTQModel's
+# stand under "rotation".)
 ONLINE_TRANSFORMS = r"'location': '(input|output|k_cache|q_attn)'|rotation|quarot"
 SHARD_BYTES = 4 * 2**30
 PIECE_BYTES = 64 * 2**20
@@ -197,17 +198,18 @@ class Int8Rows(Scaled):
 @dataclasses.dataclass(frozen=True)
 class InGroups:
     """A matrix [.., O, C] of codes of 4 or 8 bits, less a zero and times a scale for each group of a row's numbers. A
-    word of 32 bits has n codes: of neighbouring inputs, zeros of neighbouring outputs."""
+    word of 32 bits has n codes: of neighbouring inputs (in AWQ outputs), zeros of neighbouring outputs."""
 
     shape: tuple[int, ...]
     group: int
-    words: Stored  # [.., O, C / n]
+    words: Stored  # [.., O, C / n], in AWQ [O / n, C]
     scale: Stored  # [.., O, C / group]
     zero: Stored | None  # [O / n, C / group]
     places: np.ndarray | None = None  # the group of each number of a row, if those of a group are not neighbours
     bits: int = 4
 
-    dtype, order = DTYPES["float32"], slice(None)  # of the codes in a word: from the lowest bits on
+    dtype = DTYPES["float32"]
+    order = slice(None)  # of the codes in a word: from the lowest bits on
 
     @property
     def format(self) -> type[Plain]:  # or Int4Groups
@@ -226,12 +228,12 @@ class InGroups:
 
     def unpacked(self, words, wanted: slice, size: int) -> np.ndarray:
         """The codes `wanted` of `size`: uint8 [.., codes]. `words` reads some of the words [.., size / n]."""
-        (start, stop, _), n = wanted.indices(size), 32 // self.bits
+        (start, stop, step), n = wanted.indices(size), 32 // self.bits
         words = np.ascontiguousarray(words(slice(start // n, -(-stop // n))))
         codes = words.view(np.uint8)
         if self.bits == 4:
             codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*words.shape, n)[..., self.order]
-        return codes.reshape(*words.shape[:-1], -1)[..., start % n : stop - start // n * n]
+        return codes.reshape(*words.shape[:-1], -1)[..., start % n : stop - start // n * n : step]
 
     def zeros(self, *index: slice) -> np.ndarray:
         return self.by_output(self.zero, *index)
@@ -383,19 +385,24 @@ class Gptq(Awq):
                 raise InputError(f"{folder}: quantization_config: dynamic gives some weights {part!r:.200}")
         super().collect(folder, found, quantization)
         less = int(quantization.get("checkpoint_format") != "gptq_v2")
-        is_by_words = less and re.search("gptqmodel|auto.?round", str(quantization).lower())  # other tools: by codes
-        is_lost = False
+        keys = quantization.keys() & {"meta", "provider", "packing_format", "autoround_version"}
+        writer = str([(key, quantization[key]) for key in keys]).lower()
+        is_by_words = less and re.search("gptqmodel|auto.?round", writer)  # other tools: by codes
+        has_lost = False
         for name, tensor in [(name, tensor) for name, tensor in found.items() if type(tensor) is cls]:
-            half = 2 ** (tensor.bits - 1)
-            if quantization.get("sym") and set(tensor.zeros(slice(None), slice(0, 1)).flat) in ({half}, {half - 1}):
+            most = 2**tensor.bits - 1
+            if quantization.get("sym") and set(tensor.zeros().flat) in ({most // 2}, {most // 2 + 1}):
                 found[name] = dataclasses.replace(tensor, zero=None)  # half, whatever checkpoint_format says
-            elif is_by_words:
-                found[name] = dataclasses.replace(tensor, words_less=0xFFFFFFFF // (2**tensor.bits - 1))
-            else:
-                found[name] = dataclasses.replace(tensor, less=less)
-                is_lost |= less and (tensor.zero.read() >> 32 - tensor.bits == -1).any()
-        if is_lost:  # AutoGPTQ writes -1 over the rest of the word
-            say("note: zeros of GPTQ that stand behind a zero of 0 seem to be lost; answers may be wrong")
+                continue
+            # AutoGPTQ, and AutoRound of 2024, write -1 over the rest of its word: nothing else follows it anywhere.
+            zeros = tensor.zero.read()[..., None] >> np.arange(0, 32, tensor.bits, dtype=np.int32) & most
+            is_most = zeros == most
+            is_lost = less and is_most[..., :-1].any() and (is_most[..., :-1] <= is_most[..., 1:]).all()
+            has_lost |= is_lost
+            by_words = {"words_less": 0xFFFFFFFF // most} if is_by_words and not is_lost else {"less": less}
+            found[name] = dataclasses.replace(tensor, **by_words)
+        if has_lost:
+            say("note: zeros of GPTQ that follow a zero of 0 seem to be overwritten; answers may be wrong")
 
     def zeros(self, *index):
         return self.by_output(self.zero, *index, more=self.words_less) + np.uint8(self.less) & 2**self.bits - 1
@@ -427,7 +434,8 @@ def expect(folder: Path, name: str, tensor: Stored | None, kinds, shape: tuple[i
     if tensor is None:
         raise InputError(f"{folder}: {name:.200} is missing")
     if tensor.kind not in kinds or tensor.shape != shape:
-        raise InputError(f"{folder}: {name:.200} has {tensor.kind} {[*tensor.shape]}, not {'/'.join(kinds)} {[*shape]}")
+        has, wanted = ([*(swapped(x) if tensor.is_transposed else x)] for x in (tensor.shape, shape))
+        raise InputError(f"{folder}: {name:.200} has {tensor.kind} {has}, not {'/'.join(kinds)} {wanted}")
 
 
 def shape_of(folder: Path, name: str, words: Stored) -> tuple[int, ...]:
@@ -767,7 +775,7 @@ def check_tensors(folder: Path, found: dict, config: Config) -> tuple[dict, dict
         if reason := model.left_out(name, config):
             skipped[name] = reason
         elif name not in expected and name.endswith((".bias", "_zero_point")) and not tensor.read().any():
-            skipped[name] = "zeros"  # AutoGPTQ writes a bias for each matrix, compressed-tensors a zero for each scale
+            skipped[name] = "all zeros"  # AutoGPTQ has a bias for each matrix, compressed-tensors a zero for each scale
         elif name not in expected and OF_ACTIVATIONS.search(name):
             skipped[name] = "for activations and the cache, which stay in the dtype of the model"
         elif name.startswith("v_head."):
@@ -1206,6 +1214,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--quantize", choices=["int8", "int4"], help="matrices in int8 or in 4 bits")
     args = parser.parse_args()
+    if not args.output:
+        raise InputError("--output is empty")
     check_devices()
     convert(find_checkpoint(args.model_path, extra_layer=True), Path(args.output), args.dtype, args.quantize)
 

@@ -93,7 +93,7 @@ def parse_arguments():
     count = number(int, 1, 2**30)
     what = 'a JSON object such as {"enable_thinking": false}'
     json_object = functools.partial(checked, json.loads, lambda value: isinstance(value, dict), what)
-    address = functools.partial(checked, str, lambda text: 0 < int(text.rpartition(":")[2]) < 2**16, "HOST:PORT")
+    address = functools.partial(checked, str, re.compile(r".+:0*[1-9]\d{0,4}").fullmatch, "HOST:PORT")
     add("--model_path", help="a Hugging Face checkpoint folder, one that convert.py wrote, or a hub id")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", nargs="+", action="extend", help="prompts of one batch, - for standard input")

@@ -122,12 +122,18 @@ def by_zero_as_autogptq(zero):
 
 
 @pytest.mark.parametrize(
-    ("store", "settings", "is_lost"), [*((*x, False) for x in WRITERS), (by_zero_as_autogptq, {}, True)]
+    ("store", "settings", "is_lost"),
+    [
+        *((*x, False) for x in WRITERS),
+        (by_zero_as_autogptq, {}, True),
+        (by_zero_as_autogptq, {"provider": "auto-round", "autoround_version": "0.2"}, True),
+        (lambda zero: by_zero_as_autogptq(np.where(np.arange(zero.shape[1]) % 8 == 7, 0, zero + 1)), {}, False),
+    ],
 )
 def test_gptq_says_what_is_lost(tmp_path, capfd, store, settings, is_lost):
     save_gptq(tmp_path, llama, store, True, seed=3, **settings)
     llama3.convert.open_checkpoint(tmp_path)
-    assert ("zeros of GPTQ that stand behind" in capfd.readouterr().err) == is_lost
+    assert ("zeros of GPTQ that follow a zero of 0" in capfd.readouterr().err) == is_lost
 
 
 AUTO_ROUND = {"auto_gptq": gptq, "gptqmodel": gptq_2, "auto_awq": awq}

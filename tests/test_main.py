@@ -459,6 +459,7 @@ def test_profile(main, tmp_path):
         (["--output", "yaml"], "--output"),
         (["--coordinator", "localhost:1"], "go together"),
         (["--coordinator", "here", "--num_processes", "2", "--process_id", "0"], "HOST:PORT"),
+        (["--coordinator", ":8476", "--num_processes", "2", "--process_id", "0"], "HOST:PORT"),
         (["--coordinator", "a:1", "--num_processes", "2", "--process_id", "2"], "--process_id 2"),
         (["--coordinator", "a:99999", "--num_processes", "2", "--process_id", "0"], "HOST:PORT"),
         (["--model_path", "", "--prompt", "a"], "--model_path"),
