@@ -399,9 +399,10 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
     """attend_to_stored as a Pallas kernel for TPUs.
 
     The grid is (rows, kv heads, tiles of queries, blocks of keys). A tile has about `queries` queries: the A of each of
-    some tokens. A block that a tile does not see is neither fetched nor computed, as in decode_kernel. `block` is by
-    default 1,024 slots, or fewer if keys and values are wide or float32, and is cut to a divisor of the slots. If some
-    are chosen, it is all slots, and mask.chosen int32 [B, T, S / 8]: bit j of number n is for slot j (S / 8) + n.
+    some tokens. They are as wide as keys. A block that a tile does not see is neither fetched nor computed, as in
+    decode_kernel. `block` is by default 1,024 slots, or fewer if keys and values are wide or float32, and is cut to a
+    divisor of the slots. If some are chosen, it is all slots, and mask.chosen int32 [B, T, S / 8]: bit j of number n is
+    for slot j (S / 8) + n.
     """
     (B, K, A, _, H), S, W = q.shape, cache[0].shape[2], cache[1].shape[-1]
     width = sum(side.shape[-1] for side in cache)

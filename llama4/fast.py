@@ -400,9 +400,10 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
     """attend_to_stored as a Pallas kernel for TPUs.
 
     The grid is (rows, kv heads, tiles of queries, blocks of keys). A tile has about `queries` queries: the A of each of
-    some tokens. A block that a tile does not see is neither fetched nor computed, as in decode_kernel. `block` is by
-    default 1,024 slots, or fewer if keys and values are wide or float32, and is cut to a divisor of the slots. If some
-    are chosen, it is all slots, and mask.chosen int32 [B, T, S / 8]: bit j of number n is for slot j (S / 8) + n.
+    some tokens. They are as wide as keys. A block that a tile does not see is neither fetched nor computed, as in
+    decode_kernel. `block` is by default 1,024 slots, or fewer if keys and values are wide or float32, and is cut to a
+    divisor of the slots. If some are chosen, it is all slots, and mask.chosen int32 [B, T, S / 8]: bit j of number n is
+    for slot j (S / 8) + n.
     """
     (B, K, A, _, H), S, W = q.shape, cache[0].shape[2], cache[1].shape[-1]
     width = sum(side.shape[-1] for side in cache)
@@ -939,7 +940,7 @@ def has_few_pairs(ids: Array, E: int) -> bool:
 
 
 def cpu_experts(x, ids, scores, w_gate_up, w_down, activate, gate_up_bias=None) -> Array:
-    """experts for CPUs."""
+    """`experts` for CPUs."""
     ids = local_ids(ids, E := w_down.shape[0])
     mean = ids.size // (E * jax.lax.axis_size("ep"))  # tokens of an expert
     tile = 1 if has_few_pairs(ids, E) else min(2 * power_of_two(mean), 64)
@@ -948,7 +949,7 @@ def cpu_experts(x, ids, scores, w_gate_up, w_down, activate, gate_up_bias=None) 
 
 
 def gpu_experts(x, ids, scores, w_gate_up, w_down, activate, gate_up_bias=None) -> Array:
-    """experts for GPUs. On an H100 tiles are faster where there are more pairs than experts."""
+    """`experts` for GPUs. On an H100 tiles are faster where there are more pairs than experts."""
     ids = local_ids(ids, E := w_down.shape[0])
     if ids.size > E and tiles_suit(x, w_gate_up) and tiles_suit(x, w_down):
         return tiled_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate)
@@ -958,7 +959,7 @@ def gpu_experts(x, ids, scores, w_gate_up, w_down, activate, gate_up_bias=None) 
 
 
 def tpu_experts(x, ids, scores, w_gate_up, w_down, activate, gate_up_bias=None) -> Array:
-    """experts for TPUs."""
+    """`experts` for TPUs."""
     if w_gate_up.shape[1] // 2 % 128:  # the kernel fetches whole lanes
         ids = local_ids(ids, w_down.shape[0])
         return expert_loop(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile=128)
@@ -999,9 +1000,9 @@ def visits_of(ids: Array, E: int, tile: int) -> tuple[Array, ...]:
 def expert_loop(
     x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, tile: int, columns: int | None = None
 ) -> Array:
-    """Where no kernel fits: a loop over visits of at most `tile` rows, and over pieces of their experts,
-    of `columns` columns, or of all. Up to `tile` tokens are not sorted: all of them are multiplied with every expert
-    that one of them chose."""
+    """Where no kernel fits: a loop over visits of at most `tile` rows, and over pieces of their experts, of `columns`
+    columns, or of all. Up to `tile` tokens are not sorted: all of them are multiplied with every expert that one of
+    them chose."""
     (B, k), (E, D, _), F, x = ids.shape, w_down.shape, w_gate_up.shape[1] // 2, padded(x, w_gate_up)
     columns, is_sorted = columns or F, tile < B
     order, expert, first, _, count = visits_of(ids.ravel(), E, tile if is_sorted else B * k)

@@ -407,8 +407,8 @@ PRODUCTS = {}  # (platform, format): what multiplies there instead of `product`
 
 
 def platform() -> str:
-    """What is compiled for: "cpu", "tpu" or, whatever else it is, "gpu". A mesh of described devices, which are not at
-    hand, comes before this process's own."""
+    """The kind of machine that is compiled for: "cpu", "tpu" or, for all else, "gpu". If the mesh describes devices
+    that are not here, as in plan.py, it is theirs."""
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
     return "cpu" if device.device_kind == "cpu" else "tpu" if device.device_kind.startswith("TPU") else "gpu"
 
@@ -711,10 +711,10 @@ def abstract_weights(config: Config, mesh: Mesh, dtype: jnp.dtype, quantize: str
 
 
 def in_format(weights: dict, quantize: str | None) -> dict:
-    """The pytree of Weight `weights`, with the matrices that devices split in FORMATS[quantize]. None changes nothing.
-    In place of a format of fewer than 8 bits, embeddings, the head, what is multiplied head by head, and matrices whose
-    rows are no whole groups have int8. A matrix that has as many bits already stays. Raises InputError for a name that
-    is not in FORMATS."""
+    """`weights`, a pytree of Weight, in which the matrices that devices split have the format FORMATS[quantize]. None
+    changes nothing. In place of a format of fewer than 8 bits, embeddings, the head, what is multiplied head by head,
+    and matrices whose rows are no whole groups have int8. A matrix of as many bits stays as it is. Raises InputError
+    for a name that is not in FORMATS."""
     if quantize not in FORMATS:
         raise InputError(f"quantize {quantize!r} is none of {[*FORMATS]}; int4 needs fast.py beside model.py")
 
@@ -1028,7 +1028,7 @@ class Span(NamedTuple):
 
     positions: Array  # int32 [B, T]
     places: Array | None  # int32 [B]: the rows of the cache where these rows are; None: all, in order
-    known: Array | None  # int32 [B]: how many of the T tokens are known, for states; drafts, padding follow. None: all
+    known: Array | None  # int32 [B]: how many of the T tokens are known (states ask); drafts and padding follow
     batch: int  # rows of the cache
     R: int  # devices that share what the cache has of a row
 
@@ -1336,7 +1336,7 @@ def experts(x, ids, scores, w_gate_up, w_down, activate, gate_up_bias: Array | N
     float32 [E, 2F], if there is one.
 
     B counts tokens here, rows times T. A pair is a token and an expert that it chose. An expert that no token chose is
-    not read. One that is chosen is multiplied with all tokens, and adds nothing to those that did not choose it.
+    not read. Here, one that is chosen is multiplied with all tokens, and adds nothing to those that did not choose it.
     """
     ids = local_ids(ids, E := w_down.shape[0])
 
@@ -1388,7 +1388,7 @@ def summed(parts: Array, x: Array) -> Array:
 # Reading config.json
 
 
-COUNTS = {  # integers with other bounds than 1 to 2**31 - 1: some may be 0, and layers and experts become lists
+COUNTS = {  # integers with other bounds than 1 to 2**31 - 1: some may be 0, and of layers and experts lists are made
     "num_hidden_layers": range(1, 2**16), "n_layer": range(1, 2**16),
     "first_k_dense_replace": range(2**16), "max_window_layers": range(2**16),
     "num_kv_shared_layers": range(2**16), "hidden_size_per_layer_input": range(2**16),
@@ -1478,8 +1478,8 @@ class Blocks(NamedTuple):
 
     # No dividend here is negative, so lax.div, which truncates, equals //, and saves the instructions of rounding down.
     def holding(self, position: Array) -> Array:
-        """The block that holds a position, the last one if the position has no slot. (One below 0 is that of a token
-        before all keys that a caller gives: it sees none.)"""
+        """The block that holds a position, the last one if the position has no slot. (A position below 0 is of a token
+        before all keys that a caller gives, which sees none of them.)"""
         stored = position if self.wraps else jnp.clip(position, 0, self.R * self.slots - 1)
         return jax.lax.div(stored, self.R * self.size)
 
