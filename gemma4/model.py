@@ -1393,8 +1393,8 @@ def abstract_cache(
     """The KV cache as a list of jax.ShapeDtypeStructs, a LayerCache for each layer that has keys and values of its own,
     for rows of `max_seq_len` tokens, rounded up. Config.source says which of them a layer takes. A layer with a window
     holds its window and a piece of prefill, so that a piece overwrites nothing that its tokens see; where that is less
-    than all, it is a ring. Dtype and width are as cache_layout has them, the format is FORMATS[quantize]. (States need
-    room for `drafts`; a KV cache has it.)"""
+    than all, it is a ring. Dtype and width are as cache_layout has them, the format is FORMATS[quantize]. `drafts` are
+    for states, which need room for them."""
     X, sharding = model_shards(mesh), NamedSharding(mesh, CACHE_SPEC)
 
     def layer_cache(kind):

@@ -54,6 +54,7 @@ except Exception as error:  # a package that it needs can raise anything
     sys.exit(f"error: transformers 5.23 or newer cannot be imported ({one_line(error)}): {remedy}")
 
 DEMO = Path(__file__).resolve().parent / "demo"
+PROMPTS_CHARACTERS = 2**28  # a larger input, such as /dev/zero, is refused
 LONG_PROMPT = 2**15  # tokens; a shorter prompt is taken whatever max_position_embeddings says, as in transformers
 CHAT_SLOTS = 4096  # of the cache of a conversation at first
 PATIENCE = 30  # seconds between the lines that say for whom a process waits
@@ -154,9 +155,11 @@ def read_prompts(args) -> list[str]:
     file = whole or args.prompts_file or DEMO / "prompts.txt"
     try:
         with open(0 if file == "-" else file, encoding="utf-8-sig", newline="", closefd=file != "-") as f:
-            text = f.read()
+            text = f.read(PROMPTS_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file}: cannot be read: {one_line(error)}") from error
+    if len(text) > PROMPTS_CHARACTERS:
+        raise InputError(f"{file}: has more than {PROMPTS_CHARACTERS} characters; split it")
     prompts = [p for p in ([text.rstrip("\r\n")] if whole else re.split("\r\n?|\n", text)) if p.strip()]
     if not prompts:
         raise InputError(f"{file}: has no prompt")

@@ -419,6 +419,7 @@ def test_profile(main, tmp_path):
         (["--prompts_file", "/no/file"], "/no/file"),
         (["--prompts_file", "/dev/null"], "no prompt"),
         (["--prompts_file", "/bin/true"], "/bin/true"),
+        (["--prompts_file", "/dev/zero"], "/dev/zero: has more than"),
         (["--prompt_file", "/dev/null"], "/dev/null: has no prompt"),
         (["--prompt_file", "/no/file", "--prompt", "a"], "not allowed with"),
         (["--prompt", "-5+3"], "one with a - first as --prompt=VALUE"),
