@@ -141,10 +141,12 @@ class Scaled(NamedTuple):
     def collect(folder: Path, found: dict, quantization: dict) -> None:
         """`x_scale_inv` or `x_scale` has a scale for each block, for each row, or one for all."""
         keys = "weight_block_size", "block_structure"
-        given = (group[key] for group in groups_of(quantization) for key in keys if group.get(key) is not None)
-        block = next(given, [128, 128])
+        given = [group[key] for group in groups_of(quantization) for key in keys if group.get(key) is not None]
+        block = given[0] if given else [128, 128]
         if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**31 for n in block)):
             raise InputError(f"{folder}: weight_block_size {block!r:.40} is not two numbers, of rows and columns")
+        by_row = any(x.shape[1:] == (1,) != x.shape[:1] for name, x in found.items() if name.endswith("_scale"))
+        has_one_scale = not by_row or "tensor" in [group.get("strategy") for group in groups_of(quantization)]
         for name in [name for name, tensor in found.items() if tensor.dtype in (ml_dtypes.float8_e4m3fn, np.int8)]:
             if OF_ACTIVATIONS.search(name) or name.endswith("_zero_point"):
                 continue
@@ -154,15 +156,15 @@ class Scaled(NamedTuple):
                 what = f"{'int8' if is_int8 else 'FP8'} and no matrix with a weight_scale_inv or weight_scale"
                 raise InputError(f"{folder}: {name:.200} is in {what}")
             by_block = tuple(-(-size // n) for size, n in zip(values.shape, block, strict=False))
-            if scale.shape[1::2] == (1, 1):  # [n, 1, m, 1], as ModelOpt has scales of blocks
+            if is_spread := scale.shape[1::2] == (1, 1):  # [n, 1, m, 1], as ModelOpt has scales of blocks
                 scale = scale._replace(shape=scale.shape[::2])
             shape = scale.shape if scale.kind in FLOATS else None
             if shape in (rows, (*rows, 1)):
                 form = Int8Rows if is_int8 else Scaled
                 found[name] = form(values, scale._replace(shape=(*rows, 1)), (1, max(values.shape[-1], 1)))
-            elif shape == by_block and not is_int8:
+            elif shape == by_block and (given or is_spread or ending == "_scale_inv") and not is_int8:
                 found[name] = Scaled(values, scale, tuple(block))
-            elif shape in ((), (1,), (1, 1)) and len(rows) == 1:
+            elif len(rows) == 1 and (shape in ((), (1,)) or (shape == (1, 1) and has_one_scale)):  # else it was cut
                 found[name] = Scaled(values, scale._replace(shape=(1, 1)), values.shape)
             else:
                 wanted = by_block if ending == "_scale_inv" and not is_int8 else (*rows, 1)
