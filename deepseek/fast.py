@@ -336,14 +336,16 @@ def suits_triton(q: Array, cache: LayerCache) -> bool:
     the kernel takes whole tiles of tokens and whole blocks of slots."""
     (*_, T, H), S = q.shape, cache[0].shape[2]
     fits = H in (16, 32, 64, 128, 256) and all(side.shape[-1] == H for side in cache) and T % 16 == S % 64 == 0
-    return fits and q.dtype.itemsize == 2 and has_triton()
+    return fits and q.dtype.itemsize == 2 and has_triton(tuple(cache))
 
 
-def has_triton() -> bool:
-    """Whether the GPU at hand can run what Pallas compiles by Triton: NVIDIA's chips from Ampere on can."""
+def has_triton(read) -> bool:
+    """Whether the GPU at hand can run what Pallas compiles by Triton: NVIDIA's chips from Ampere on can. Up to 4 GiB of
+    an array Pallas counts its numbers in 32 bits, which end within bytes that are more than 2 GiB."""
     device = jax.devices()[0]  # a CPU, if this is compiled for a GPU that is not at hand
     major = "9" if device.platform == "cpu" else getattr(device, "compute_capability", "").partition(".")[0]
-    return bool(triton) and major.isdigit() and int(major) >= 8
+    counts = all(x.size <= 2**31 or x.size * x.dtype.itemsize > 2**32 for x in jax.tree.leaves(read))
+    return bool(triton) and major.isdigit() and int(major) >= 8 and counts
 
 
 def triton_attention(q, cache, starts, places, mask: Mask, R: int, interpret=False) -> Array:
@@ -581,7 +583,7 @@ FAST["unpacked", "tpu"] = lambda bits: bits  # prefill_kernel does it
 # Norms on TPUs
 
 
-LARGE = 2**21  # numbers of an activation: a piece of a prompt has more, and gains nothing by fewer kernels
+LARGE = 2**21  # numbers of an activation: a long piece of a prompt has more, and gains nothing by fewer kernels
 
 
 def tpu_inverse_rms(x: Array, eps: float) -> Array:
@@ -660,8 +662,8 @@ def streamed_product(x: Array, w: Format, multiply, block: int | None = None, in
     HBM fetches narrow columns. The next block is fetched while this one is multiplied, which takes less time than
     fetching, the cast of int8 values included. Rows of the last block beyond O are undefined, and are not stored.
 
-    `block` is the number of rows in a grid step, a multiple of 128, by default as many as make 2 MiB: no more, since
-    nothing overlaps the first block of a product; no fewer, since a step has to outlast its own overhead.
+    `block` is the number of rows in a grid step, a multiple of 128, by default as many as make 2 MiB, or 128: no more,
+    since nothing overlaps the first block of a product; no fewer, since a step has to outlast its own overhead.
     """
     (B, C), O = x.shape, w.shape[0]
     block = block or max(128, 2**21 // (w.values.shape[1] * w.values.dtype.itemsize) // 128 * 128)
@@ -898,7 +900,7 @@ def int4_cpu_product(x: Array, w: Int4) -> Array:
 def int4_row_product(x: Array, w: Int4) -> Array:
     """x [C] in the order of w, times w [O, C]: float32 [1, O]. XLA makes one unrolled loop over the rows of w, with the
     lanes side by side in vector registers. Nothing is shifted: a code is masked where it stands in its word, and x is
-    divided by that power of two. A lane's sum is scaled once."""
+    divided by that power of two. A lane's sum, or that of each group in it, is scaled once."""
     lanes = w.values.shape[-1]
     scale, zero = w.of_lanes(w.scale), None if w.zero is None else w.of_lanes(w.zero)
     parts = scale.shape[1]
@@ -941,7 +943,7 @@ def int4_gpu_product(x: Array, w: Int4) -> Array:
 def int4_suits_triton(x: Array, w: Int4) -> bool:
     """Whether add_int4_lanes can take these rows and this weight. It needs one scale for the 32 numbers of a lane."""
     O, L = w.values.shape[-3], w.values.shape[-1]
-    return O % 16 == L % 16 == L % w.scale.shape[-1] == 0 and x.dtype == jnp.bfloat16 and has_triton()
+    return O % 16 == L % 16 == L % w.scale.shape[-1] == 0 and x.dtype == jnp.bfloat16 and has_triton(w)
 
 
 def triton_int4_product(x: Array, w: Int4, interpret=False) -> Array:
@@ -1188,8 +1190,8 @@ def gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) 
 
 
 def tiled_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, interpret=False) -> Array:
-    """For GPUs and many pairs. Two kernels multiply the visits, each as a tile of as many rows. What a tile has beyond
-    its pairs is not used."""
+    """For GPUs and many pairs. Two kernels multiply the visits, each as a tile with a row for each pair that a visit
+    may have. What a tile has beyond its pairs is not used."""
     (B, k), E, pairs = ids.shape, w_down.shape[0], ids.ravel()
     tile = min(power_of_two(max(pairs.size // (E * jax.lax.axis_size("ep")), 16)), 64)
     order, expert, first, rows, count = visits_of(pairs, E, tile)
@@ -1208,7 +1210,7 @@ def tiles_suit(x: Array, w: Format) -> bool:
         return False
     parts, _, _ = TILES[type(w)]
     fits = w.shape[1] // 2 % 16 == w.shape[2] // parts % 16 == 0
-    return fits and has_triton() and (type(w) is not Int4 or int4_suits_triton(x, w))
+    return fits and has_triton(w) and (type(w) is not Int4 or int4_suits_triton(x, w))
 
 
 def tile_products(x: Array, w: Format, expert: Array, count: Array, gated=None, interpret=False) -> Array:
@@ -1284,7 +1286,8 @@ def expert_kernel(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, til
     (B, width), (E, D, _), k = x.shape, w_down.shape, ids.shape[1]
     F, columns, is_sorted = w_gate_up.shape[1] // 2, w_down.kernel_columns, tile < B
     pieces = ceil_div(F, columns)
-    fitting, fewest = GROUP_BYTES // (width * (x.dtype.itemsize + 4)), 8 if isinstance(w_down, Int4Lanes) else 1
+    fitting = GROUP_BYTES // (width * (x.dtype.itemsize + 4))
+    fewest = 8 if Int4Lanes in (type(w_gate_up), type(w_down)) else 1
     group = min(power_of_two(B), power_of_two(fitting + 1) // 2) if is_sorted else max(B, fewest)
     groups, pairs = ceil_div(B, group), group * k
     dtype, missing = x.dtype, ((0, groups * group - B), (0, 0))

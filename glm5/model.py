@@ -976,7 +976,7 @@ def turned(x: Array, cos: Array, sin: Array, rope: Rope) -> Array:
 
 @by_machine
 def inverse_rms(x: Array, eps: float) -> Array:
-    """One over the root mean square of float32 x [.., C] along the last dimension: [.., 1], on TPUs [.., C]."""
+    """One over the root mean square of float32 x [.., C] along the last dimension: [.., 1], or repeated, [.., C]."""
     return jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 

@@ -772,6 +772,8 @@ def main() -> None:
         jax.config.update(name, False)
     join_hosts(args)
     convert.check_devices()
+    if args.dtype == "float16" and jax.devices()[0].platform == "tpu":
+        raise InputError("--dtype float16: kernels for TPUs take bfloat16 or float32")
     if args.no_compilation_cache:  # JAX_COMPILATION_CACHE_DIR may name one
         jax.config.update("jax_enable_compilation_cache", False)
     elif not jax.config.jax_compilation_cache_dir and jax.process_count() == 1:

@@ -147,3 +147,14 @@ def test_an_error_in_it_is_no_absence(tmp_path):
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
         import_folder(tmp_path / "llama3")
     assert not any("a_package" in str(module) for module in FAST_OF)
+
+
+@pytest.mark.parametrize(("experts", "is_right"), [(127, True), (128, False), (256, True)])
+def test_kernels_for_gpus_count_in_32_bits(experts, is_right):
+    """gpt-oss-120b in int8 has 2.17e9 numbers in gate and up. Pallas takes 64 bits beyond 2**32 bytes alone."""
+    model = import_folder("mixtral").model
+    fast = fast_of(model)
+    x = jax.ShapeDtypeStruct((256, 4096), jnp.bfloat16)
+    for format, has_bytes in ((model.Int8, True), (model.Plain, False)):
+        w = format.declare((experts, 4128, 4096), jnp.bfloat16)  # of 127, just below 2**31
+        assert fast.tiles_suit(x, w) == (is_right or not has_bytes)
