@@ -131,7 +131,7 @@ class Config:
     prefix: str = "model."  # of the names of the checkpoint's tensors
     experts_module: str = "experts"  # of a layer; with {}, an expert's number, each expert has its own tensors
 
-    tie_word_embeddings = True  # a constant, as are the next two
+    tie_word_embeddings = True  # a constant
 
     @classmethod
     def from_dict(cls, config: dict, names: Collection[str] = ()) -> Config:
@@ -463,15 +463,15 @@ def forward(weights: dict, tokens: Array, span: Span, cache: list[LayerCache], c
     It is a Python loop, not a jax.lax.scan over stacked weights: the compiler can then fetch the next layer's weights
     ahead, and copies neither weights nor cache. The inner jit has JAX trace `layer` once for each kind of layer.
 
-    Layers without keys and values of their own store nothing that later tokens need. So of a prompt they compute only
-    the last few tokens of each row, the very last of which the next token follows. The hidden states returned of the
-    others are zeros.
+    Layers without keys and values of their own store nothing that later tokens need. So of a piece of a prompt they
+    compute only the last `few` known tokens of each row, of which the last alone is ever needed. The hidden states
+    returned of the others are zeros.
     """
 
     @partial(jax.jit, static_argnames="kind")
     def layer(x, w, layer_cache, positions, turn, shared, layer_input, kind):
-        # Without it, XLA for TPUs fetches weights of later layers, since sizes differ, and has no room for those that
-        # are needed next.
+        # Without this barrier, XLA for TPUs fetches weights of later layers, since sizes differ, and has no room for
+        # those that are needed next.
         x, w = jax.lax.optimization_barrier((x, w))
         of_tokens = span._replace(positions=positions)
         x, layer_cache, shared = attention(x, w, layer_cache, of_tokens, config, kind, turn, shared)
@@ -481,13 +481,13 @@ def forward(weights: dict, tokens: Array, span: Span, cache: list[LayerCache], c
         return (x * w["scalar"]).astype(x.dtype), layer_cache, shared
 
     def turns_of(positions):
-        # Hides how the angles are computed: otherwise XLA for TPUs does not fetch weights while it computes them.
+        # The barrier hides how angles are computed: otherwise XLA for TPUs fetches no weights while it computes them.
         turns = {rope: cos_and_sin(positions, rope) for rope in (config.rope, config.local_rope)}
         return dict(zip(turns, jax.lax.optimization_barrier([*turns.values()]), strict=True))
 
     (B, T), positions, turns = tokens.shape, span.positions, turns_of(span.positions)
     R = cache_sharers(config, jax.lax.axis_size(MODEL_AXES))
-    few = ceil_div(2 * FEW, R) * R  # more than FEW, which would be a decode step, and a multiple as in piece_lengths
+    few = ceil_div(2 * FEW, R) * R  # more than a decode step has, and a multiple of R as pieces are
     rows, last = jnp.arange(B)[:, None], None
     x = embed(tokens, weights, config)
     x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)  # in bfloat16 the factor is rounded, as in the reference

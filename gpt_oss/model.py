@@ -167,8 +167,8 @@ def weights_of(config: Config) -> dict:
             return (PartOfBlocks(tensors, blocks=F, within=(row, row + 1), multiple=128) for row in (0, 1))
 
         down = Part({f"{mlp}.experts.down_proj": F}, multiple=128)
-        packed = {"transposed": True}  # as the checkpoint has them
-        experts = by_output(D, *gate_and_up("gate_up_proj"), **packed), by_input(D, down, **packed)
+        of_numbers = {"transposed": True}  # those in MXFP4 are not, and have other names on disk
+        experts = by_output(D, *gate_and_up("gate_up_proj"), **of_numbers), by_input(D, down, **of_numbers)
         experts = [of_experts(E, weight) for weight in experts]
         if config.experts_are_mxfp4:
             experts = (dataclasses.replace(weight, format=Mxfp4) for weight in experts)
@@ -1540,23 +1540,18 @@ class Mxfp4(Format):
         return (first | second << 4).reshape(*codes.shape[:-1], -1)
 
     @staticmethod
-    def scales(exponents: np.ndarray) -> np.ndarray:
-        """uint8 exponents [.., C / 32] of a checkpoint as this format has them."""
-        return exponents
-
-    @staticmethod
     def ordered(x):
         return x
 
     def halves(self) -> tuple[Array, Array]:
         """The first 16 numbers of each 32, and the other 16: float32 [.., C / 32, 16] each."""
-        exponents = 2 * self.exponents.astype(jnp.int32)[..., None] - 2
+        base = 2 * self.exponents.astype(jnp.int32)[..., None] - 2
 
         def numbers(half):
-            # A magnitude 0, .5, 1, 1.5, 2, 3, 4 or 6 has 3 bits. The last is its mantissa and the others its exponent,
-            # in the order of float32, so they are shifted to their place there. 0 stays 0, and .5 has a mantissa of 0.
+            # The codes 0 to 7 are 0, .5, 1, 1.5, 2, 3, 4 and 6: two bits of exponent, then one of mantissa. float32 has
+            # these from bit 22 on; there the exponent is this one - 1 + `exponents`. 0 stays 0, .5 has no mantissa.
             code = half & 7
-            bits = jnp.maximum(exponents + jnp.where(code == 1, 0, code), 0) << 22
+            bits = jnp.maximum(base + jnp.where(code == 1, 0, code), 0) << 22
             return jax.lax.bitcast_convert_type(jnp.where(code == 0, 0, bits) | (half & 8) << 28, jnp.float32)
 
         values = self.values.reshape(*self.exponents.shape, 16).astype(jnp.int32)

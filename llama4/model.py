@@ -243,7 +243,8 @@ def l2_norm(x: Array, eps: float) -> Array:
 def attention_temperature(positions: Array, config: Config) -> Array:
     """The factor of queries at positions [B, T] in layers without rope: float32 [B, T]. It grows with each
     `floor_scale` tokens, so that attention stays sharp far along a sequence (Nakanishi 2025, "Scalable-Softmax")."""
-    # In integers: XLA multiplies floats by 1 / floor_scale, which is below the quotient at some of its multiples.
+    # In integers: XLA would multiply floats by 1 / floor_scale, and at some of its multiples that is just below a whole
+    # number.
     passed = (positions + 1) // config.floor_scale
     return jnp.log1p(passed.astype(jnp.float32)) * config.attn_scale + 1.0
 

@@ -400,8 +400,8 @@ def forward(weights: dict, tokens: Array, span: Span, cache: list, config: Confi
     @partial(jax.jit, static_argnums=3)
     def layer(x, w, layer_cache, mask):
         if span.positions.shape[1] <= FEW and not config.num_experts:
-            # Without it, XLA for TPUs fetches weights of later layers, since sizes differ, and has no room for those
-            # that are needed next. With experts or a prompt it would cost 3 %.
+            # Without this barrier, XLA for TPUs fetches weights of later layers, since sizes differ, and has no room
+            # for those that are needed next. With experts or a prompt it would cost 3 %.
             x, w = jax.lax.optimization_barrier((x, w))
         if mask is not None:
             x, layer_cache = attention(x, w, layer_cache, span, config, mask)
@@ -1402,14 +1402,14 @@ def cached_attention(q, k, v, cache: LayerCache, span: Span, mask: Mask, sinks=N
 
 
 class StateCache(NamedTuple):
-    """What a layer of the delta rule remembers of a row, however long that is: `state` float32 [B, N, H, W] and, of the
-    last tokens, what goes into the convolution: `inputs` [B, 1, taps - 1, M], in the residual stream's dtype. The 1 is
-    the number of devices that share a layer, in the whole array.
+    """What a layer of the delta rule remembers of a row, however long that is: `state` float32 [B, N, H, W], a matrix
+    for each value head, and `inputs` [B, 1, taps - 1, M], in the residual stream's dtype: the last inputs of the
+    convolution, at which the next tokens look back. (Devices split the second dimension: it is X in the whole array.)
 
-    No token can be taken out of a state. So drafts enter it a step late: `state` is that before the P drafts of the
-    last step, and the next step, which knows how many of them were accepted, adds those first. For that, their inputs
-    stand behind the others, [B, 1, taps - 1 + P, M], `gates` float32 [B, N, 2, P] has their log_decay and beta, and
-    `begin` int32 [B, 1] the position of the first.
+    No token can be taken out of a state. So drafts enter it a step late. With P drafts in a step, `state` is that
+    before the drafts of the last step. Of these, `inputs` [B, 1, taps - 1 + P, M] has theirs behind the others, `gates`
+    float32 [B, N, 2, P] their log_decay and beta, and `begin` int32 [B, 1] the position of the first. The next step
+    knows how many of them were accepted, and adds those first.
     """
 
     state: Array
@@ -1421,9 +1421,9 @@ class StateCache(NamedTuple):
 def abstract_cache(
     config: Config, mesh: Mesh, batch: int, max_seq_len: int, dtype: jnp.dtype, quantize: str | None = None, drafts=0
 ):
-    """The cache as a list of jax.ShapeDtypeStructs: a LayerCache, for rows of `max_seq_len` tokens, rounded up, or a
-    StateCache, for steps that verify `drafts` drafts. Dtype and width of keys and values are as cache_layout has them,
-    their format is FORMATS[quantize]."""
+    """The cache of each layer, of jax.ShapeDtypeStructs: a LayerCache, for rows of `max_seq_len` tokens, rounded up, or
+    a StateCache, for steps that verify `drafts` drafts. An extra layer's is the last. Dtype and width of keys and
+    values are as cache_layout has them, their format is FORMATS[quantize]."""
     X, sharding = model_shards(mesh), NamedSharding(mesh, CACHE_SPEC)
     slots = cache_slots(ceil_div(max_seq_len, cache_sharers(config, X)))
     width, of_sides = cache_layout(config.head_dim, dtype, mesh)
