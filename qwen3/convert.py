@@ -392,12 +392,14 @@ class Gptq(Awq):
         is_by_words = less and re.search("gptqmodel|auto.?round", writer)  # other tools: by codes
         has_lost = False
         for name, tensor in [(name, tensor) for name, tensor in found.items() if type(tensor) is cls]:
-            most = 2**tensor.bits - 1
-            if quantization.get("sym") and set(tensor.zeros().flat) in ({most // 2}, {most // 2 + 1}):
+            words, most = tensor.zero.read(), 2**tensor.bits - 1
+            is_alike = quantization.get("sym") and (words == words.flat[0]).all()
+            zeros = words.flat[:1] if is_alike else words
+            zeros = zeros[..., None] >> np.arange(0, 32, tensor.bits, dtype=np.int32) & most
+            if is_alike and {*zeros.flat} in ({most // 2}, {most // 2 + 1}):
                 found[name] = dataclasses.replace(tensor, zero=None)  # half, whatever checkpoint_format says
                 continue
             # AutoGPTQ, and AutoRound of 2024, write -1 over the rest of its word: nothing else follows it anywhere.
-            zeros = tensor.zero.read()[..., None] >> np.arange(0, 32, tensor.bits, dtype=np.int32) & most
             is_most = zeros == most
             is_lost = less and is_most[..., :-1].any() and (is_most[..., :-1] <= is_most[..., 1:]).all()
             has_lost |= is_lost
