@@ -87,6 +87,10 @@ def parse_arguments():
                 return kind(text)
         raise argparse.ArgumentTypeError(f"{text!r:.100} is not {what}")
 
+    def is_address(text):
+        port = re.fullmatch(r".+:(\d{1,5})", text)
+        return port and 0 < int(port[1]) < 2**16
+
     def number(kind, low, high):
         what = f"a number ({kind.__name__}) from {low} to {high}"
         return functools.partial(checked, kind, lambda value: low <= value <= high, what)
@@ -94,7 +98,7 @@ def parse_arguments():
     count = number(int, 1, 2**30)
     what = 'a JSON object such as {"enable_thinking": false}'
     json_object = functools.partial(checked, json.loads, lambda value: isinstance(value, dict), what)
-    address = functools.partial(checked, str, re.compile(r".+:0*[1-9]\d{0,4}").fullmatch, "HOST:PORT")
+    address = functools.partial(checked, str, is_address, "HOST:PORT")
     add("--model_path", help="a Hugging Face checkpoint folder, one that convert.py wrote, or a hub id")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", nargs="+", action="extend", help="prompts of one batch, - for standard input")
