@@ -1540,6 +1540,11 @@ class Mxfp4(Format):
         return (first | second << 4).reshape(*codes.shape[:-1], -1)
 
     @staticmethod
+    def scales(exponents: np.ndarray) -> np.ndarray:
+        """uint8 exponents [.., C / 32] of a checkpoint as this format has them."""
+        return exponents
+
+    @staticmethod
     def ordered(x):
         return x
 
