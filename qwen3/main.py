@@ -645,7 +645,14 @@ def join_hosts(args) -> None:
         with patience(f"all {args.num_processes} processes" if args.num_processes else "all hosts"):
             if args.process_id == 0:  # jax would crash if another program had the port
                 socket.create_server(("", int(args.coordinator.rpartition(":")[2]))).close()
-            jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, devices)
+            for tries_left in (2, 1, 0):
+                try:
+                    jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, devices)
+                    break
+                except OSError:  # a lost connection to the metadata server of a TPU, which jax does not try again
+                    if not tries_left:
+                        raise
+                    time.sleep(1)
     except Exception as error:  # each way of finding the hosts fails with exceptions of its own
         if isinstance(error, ValueError) and not is_launched:  # jax knows no cluster: a TPU host that is alone
             return

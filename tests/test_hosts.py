@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -146,6 +147,27 @@ def test_slurm_tells(nodes, tasks, local):
     outputs = [process.wait(120) for process in processes]
     assert [output[:2] for output in outputs] == [(0, "Hello! How can I help you?\n"), (0, "")], outputs
     assert "2 devices of 2 processes" in outputs[0][2]
+
+
+@pytest.mark.parametrize(("failures", "is_lost"), [(2, False), (3, True)])
+def test_a_lost_connection_is_tried_again(monkeypatch, failures, is_lost):
+    """To a TPU's metadata server: requests' errors are OSErrors."""
+    main, left = import_folder("llama3").main, list(range(failures))
+    args = SimpleNamespace(coordinator="localhost:1", num_processes=2, process_id=0)
+
+    def initialize(*_):
+        if left:
+            left.pop()
+            raise ConnectionError("lost")
+
+    monkeypatch.setattr(main.jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(main.time, "sleep", lambda seconds: None)
+    if is_lost:
+        with pytest.raises(main.InputError, match=r"does not find the other hosts .*lost"):
+            main.join_hosts(args)
+    else:
+        main.join_hosts(args)
+    assert not left
 
 
 @pytest.mark.slow
