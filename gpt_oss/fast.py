@@ -333,16 +333,17 @@ def suits_triton(q: Array, cache: LayerCache) -> bool:
     the kernel takes whole tiles of tokens and whole blocks of slots."""
     (*_, T, H), S = q.shape, cache[0].shape[2]
     fits = H in (16, 32, 64, 128, 256) and all(side.shape[-1] == H for side in cache) and T % 16 == S % 64 == 0
-    return fits and q.dtype.itemsize == 2 and has_triton(tuple(cache))
+    return fits and q.dtype.itemsize == 2 and has_triton(cache)
 
 
 def has_triton(read) -> bool:
-    """Whether the GPU at hand can run what Pallas compiles by Triton: NVIDIA's chips from Ampere on can. Up to 4 GiB of
-    an array Pallas counts its numbers in 32 bits, which end within bytes that are more than 2 GiB."""
+    """Whether the GPU at hand can run what Pallas compiles by Triton, as NVIDIA's chips from Ampere on can, and whether
+    that can read the arrays of the pytree `read`. Pallas counts the numbers of an array in 32 bits up to 4 GiB. If each
+    is a byte, these are too few beyond 2 GiB."""
     device = jax.devices()[0]  # a CPU, if this is compiled for a GPU that is not at hand
     major = "9" if device.platform == "cpu" else getattr(device, "compute_capability", "").partition(".")[0]
-    counts = all(x.size <= 2**31 or x.size * x.dtype.itemsize > 2**32 for x in jax.tree.leaves(read))
-    return bool(triton) and major.isdigit() and int(major) >= 8 and counts
+    can_read = all(x.size <= 2**31 or x.size * x.dtype.itemsize > 2**32 for x in jax.tree.leaves(read))
+    return bool(triton) and major.isdigit() and int(major) >= 8 and can_read
 
 
 def triton_attention(q, cache, starts, places, mask: Mask, R: int, interpret=False) -> Array:
@@ -404,7 +405,7 @@ def prefill_kernel(q, cache, starts, places, mask: Mask, T: int, R: int, queries
     """attend_to_stored as a Pallas kernel for TPUs.
 
     The grid is (rows, kv heads, tiles of queries, blocks of keys). A tile has about `queries` queries: the A of each of
-    some tokens. They are as wide as keys. A block that a tile does not see is neither fetched nor computed, as in
+    some tokens. Queries are as wide as keys. A block that a tile does not see is neither fetched nor computed, as in
     decode_kernel. `block` is by default 1,024 slots, or fewer if keys and values are wide or float32, and is cut to a
     divisor of the slots. If some are chosen, it is all slots, and mask.chosen int32 [B, T, S / 8]: bit j of number n is
     for slot j (S / 8) + n.

@@ -124,7 +124,7 @@ class Stored(NamedTuple):
         """A part of the tensor, memory-mapped: it is read from disk when used, and leaves memory when dropped."""
         if self.is_transposed:
             return self.T.read().swapaxes(-1, -2)[index]
-        return np.memmap(str(self.file), self.dtype, "r", self.offset, self.shape)[index]  # of a Path it asks the disk
+        return np.memmap(str(self.file), self.dtype, "r", self.offset, self.shape)[index]  # a Path would be looked up
 
 
 class Scaled(NamedTuple):
@@ -200,7 +200,8 @@ class Int8Rows(Scaled):
 @dataclasses.dataclass(frozen=True)
 class InGroups:
     """A matrix [.., O, C] of codes of 4 or 8 bits, less a zero and times a scale for each group of a row's numbers. A
-    word of 32 bits has n codes: of neighbouring inputs (in AWQ outputs), zeros of neighbouring outputs."""
+    word of 32 bits has the codes of n neighbouring inputs (in AWQ, outputs), or the zeros of n neighbouring outputs.
+    `codes`, `zeros` and `scales` are of some rows, and of some columns or groups of these."""
 
     shape: tuple[int, ...]
     group: int
@@ -403,8 +404,8 @@ class Gptq(Awq):
             is_most = zeros == most
             is_lost = less and is_most[..., :-1].any() and (is_most[..., :-1] <= is_most[..., 1:]).all()
             has_lost |= is_lost
-            by_words = {"words_less": 0xFFFFFFFF // most} if is_by_words and not is_lost else {"less": less}
-            found[name] = dataclasses.replace(tensor, **by_words)
+            taken = {"words_less": 0xFFFFFFFF // most} if is_by_words and not is_lost else {"less": less}
+            found[name] = dataclasses.replace(tensor, **taken)
         if has_lost:
             say("note: zeros of GPTQ that follow a zero of 0 seem to be overwritten; answers may be wrong")
 

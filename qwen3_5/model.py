@@ -6,8 +6,8 @@ of the releases that nest them beside a vision tower: Qwen3.5 from 0.8B to 27B, 
 Qwen: its configuration, its weights, its layers. "Running it" is the rest: sharding, attention over the cache, the
 delta rule, int8, and one kernel for TPUs. The latter consists of blocks. Each is the same text in every model that has
 it, so some have options that this model does not set. The first part uses names that blocks explain: Weight and Part
-("Declaring weights"), Mask and Span ("Attention in plain JAX"), LayerCache (before the cache's functions). The file
-needs only jax and numpy. generate.py decodes with it, and fast.py, the appendix, makes it fast on each machine.
+("Declaring weights"), Mask and Span ("Attention in plain JAX"), LayerCache ("Attention over heads in plain JAX"). The
+file needs only jax and numpy. generate.py decodes with it, and fast.py, the appendix, makes it fast on each machine.
 
 Differs from qwen3 in: `delta_net`, which stands in the place of attention in three of four layers, and keeps a state
 instead of keys and values; `attention`, whose outputs have a gate, and whose rope turns a quarter of each head; norms,
@@ -1148,7 +1148,7 @@ def linear_halves(x: Array, w: Format) -> tuple[Array, Array]:
 def exchange(x: Array, R: int, finish=lambda y: y) -> Array:
     """R consecutive devices of MODEL_AXES send blocks to one another. Returns finish(y), where y [R, .., W] has a block
     from each. A device sends each of its own blocks x [I, .., W] to R / I consecutive ones: with I = 1 one to all, with
-    I = R one to each. On TPUs one kernel exchanges and finishes."""
+    I = R one to each. On TPUs one kernel does all this for few numbers."""
     groups, blocks = sharer_groups(R), x.reshape(len(x), -1, x.shape[-1])  # XLA for TPUs lays out few dimensions well
     if len(x) == 1:
         y = jax.lax.all_gather(blocks[0], MODEL_AXES, axis_index_groups=groups)
@@ -1206,7 +1206,7 @@ class Span(NamedTuple):
 
     positions: Array  # int32 [B, T]
     places: Array | None  # int32 [B]: the rows of the cache where these rows are; None: all, in order
-    known: Array | None  # int32 [B]: how many of the T tokens are known (states ask); drafts and padding follow
+    known: Array | None  # int32 [B]: how many of the T tokens are known; drafts and padding follow. None: all
     batch: int  # rows of the cache
     R: int  # devices that share what the cache has of a row
 
@@ -1776,7 +1776,7 @@ def chosen_experts(scores: Array, choice: Array, config: Config) -> tuple[Array,
 # Reading config.json
 
 
-COUNTS = {  # integers with other bounds than 1 to 2**31 - 1: some may be 0, and of layers and experts lists are made
+COUNTS = {  # integers with other bounds than 1 to 2**31 - 1: some may be 0, layers and experts are listed one by one
     "num_hidden_layers": range(1, 2**16), "n_layer": range(1, 2**16),
     "first_k_dense_replace": range(2**16), "max_window_layers": range(2**16),
     "num_kv_shared_layers": range(2**16), "hidden_size_per_layer_input": range(2**16),
