@@ -474,6 +474,19 @@ def test_a_full_cache_forgets_nothing():
     assert stats["prefill_tokens"] == 1900 + 9 + 3
 
 
+def test_a_row_that_fills_its_cache():
+    """While another row goes on, it stores behind its last slot or in that one: the next prompt needs the others."""
+    folder, config, mesh, weights = demo("llama3", (2, 1, 1))  # each device has a row
+    prompt, other = random_prompts([228, 20])
+    options, kept, stats = {"max_new_tokens": 60, "max_seq_len": 256}, {}, {}
+    steps = folder.generate.generate(weights, [prompt, other], config, mesh, kept=kept, **options)
+    answer, _ = collected(steps, 2)
+    prompt += [token.id for token in answer[:28]]
+    steps = folder.generate.generate(weights, [prompt], config, mesh, rows=2, kept=kept, stats=stats, **options)
+    assert_equal(collected(steps, 1), [answer[28:]])
+    assert stats["prefill_tokens"] == 1
+
+
 @pytest.mark.slow
 def test_what_ends_behind_a_piece_is_copied(monkeypatch):
     """Of a ring, too, the tokens that prompts share are read once, wherever they end."""
