@@ -1431,8 +1431,8 @@ def check_routing(config: Config, eligible: int) -> None:
 @by_machine
 def chosen_experts(scores: Array, choice: Array, config: Config) -> tuple[Array, Array]:
     """The k experts whose float32 choice [B, E] is highest, and the weights of their outputs, [B, k] each."""
-    ids = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
-    return ids, weighed(jnp.take_along_axis(scores, ids, axis=1), config)
+    highest, ids = jax.lax.top_k(choice, config.num_experts_per_tok)
+    return ids, weighed(highest if choice is scores else jnp.take_along_axis(scores, ids, axis=1), config)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
