@@ -128,13 +128,15 @@ class Stored(NamedTuple):
 
 
 class Scaled(NamedTuple):
-    """A matrix [.., O, C] in FP8 (e4m3) or int8, times a scale for each block of so many rows and columns."""
+    """A matrix [.., O, C] in FP8 (e4m3) or int8, times a scale for each block of so many rows and columns. In int8 with
+    a scale for each row, as convert and compressed-tensors ("int-quantized") write it, it is held so."""
 
     values: Stored
     scale: Stored  # [.., O / rows, C / columns]
     block: tuple[int, int]
 
-    format, dtype = Plain, DTYPES["float32"]
+    dtype = DTYPES["float32"]
+    format = property(lambda self: Int8 if self.values.kind == "I8" and self.block[0] == 1 else Plain)
     shape = property(lambda self: self.values.shape)
 
     @staticmethod
@@ -160,8 +162,7 @@ class Scaled(NamedTuple):
                 scale = scale._replace(shape=scale.shape[::2])
             shape = scale.shape if scale.kind in FLOATS else None
             if shape in (rows, (*rows, 1)):
-                form = Int8Rows if is_int8 else Scaled
-                found[name] = form(values, scale._replace(shape=(*rows, 1)), (1, max(values.shape[-1], 1)))
+                found[name] = Scaled(values, scale._replace(shape=(*rows, 1)), (1, max(values.shape[-1], 1)))
             elif shape == by_block and (given or is_spread or ending == "_scale_inv") and not is_int8:
                 found[name] = Scaled(values, scale, tuple(block))
             elif len(rows) == 1 and (shape in ((), (1,)) or (shape == (1, 1) and has_one_scale)):  # else it was cut
@@ -177,21 +178,15 @@ class Scaled(NamedTuple):
         with np.errstate(over="ignore", invalid="ignore"):  # damaged scales overflow; that is caught later
             return self.values.read(*index).astype(np.float32) * scale
 
-
-class Int8Rows(Scaled):
-    """int8 `x` [.., O, C] and for each row an `x_scale` [.., O]: convert's, or compressed-tensors' "int-quantized"."""
-
-    format = Int8
-
     @staticmethod
     def outputs(name: str, shape: tuple[int, ...]) -> list[tuple]:
-        """What convert writes for a matrix: name, safetensors' dtype and shape of each tensor."""
+        """What convert writes for a matrix in int8: name, safetensors' dtype and shape of each tensor."""
         return [(name, "I8", shape), (f"{name}_scale", "F32", shape[:-1])]
 
     rounded = staticmethod(jax.jit(lambda rows: jax.tree.leaves(model.quantize(rows))))  # their values and scales
 
-    @classmethod
-    def arrays(cls, held: Int8, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
+    @staticmethod
+    def arrays(held: Int8, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
         yield on_devices(held.values, weight, {name: tensor.values.read for name, tensor in tensors.items()})
         scales = {name: tensor.scale._replace(shape=tensor.shape[:-1]).read for name, tensor in tensors.items()}
         yield on_devices(held.scale, scales_of(weight), scales)
@@ -302,7 +297,7 @@ class PackQuantized(InGroups):
 
     @staticmethod
     def outputs(name: str, shape: tuple[int, ...]) -> list[tuple]:
-        """As Int8Rows.outputs."""
+        """As Scaled.outputs."""
         *rows, columns = shape
         scales = f"{name}_scale", "BF16", (*rows, columns // OURS["int4"]["group_size"])
         return [(f"{name}_packed", "I32", (*rows, columns // 8)), scales]
@@ -462,7 +457,7 @@ def places_of(folder: Path, name: str, g_idx: Stored, columns: int, group: int) 
 
 
 FORMS = (PackQuantized, Awq, Gptq, Scaled, Mxfp4Blocks)
-WRITERS = {Int8: Int8Rows, model.FORMATS.get("int4"): PackQuantized}  # the form in which convert writes a format
+WRITERS = {Int8: Scaled, model.FORMATS.get("int4"): PackQuantized}  # the form in which convert writes a format
 
 
 def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -200,7 +200,7 @@ def test_memory_is_bounded(tmp_path):
         "import resource, sys, jax, numpy\n"
         f"sys.path.insert(0, {str(CONVERT.parent)!r})\n"
         "import convert\n"
-        "convert.Int8Rows.rounded(numpy.ones((8, 8), 'float32'))\n"
+        "convert.Scaled.rounded(numpy.ones((8, 8), 'float32'))\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"
         "convert.run(convert.main)\n"
