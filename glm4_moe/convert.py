@@ -503,28 +503,25 @@ def find_checkpoint(path: str | Path, extra_layer: bool = False) -> Path:
     name, revision = hub_id.groups()
     about = [*COPIED, "config.json", INDEX, "adapter_config.json", "quantize_config.json"]
 
-    def snapshot(revision, files):
+    def ask(function, revision, **options):
         try:
-            return Path(snapshot_download(name, revision=revision, allow_patterns=files))
+            return function(name, revision=revision, **options)
         except errors.IncompleteSnapshotError as error:  # without the hub; below we see whether the cache has enough
             say(f"note: {one_line(error)}")
-            return Path(error.snapshot_path)
+            return error.snapshot_path
+        except errors.GatedRepoError as error:
+            remedy = f"accept its license on {constants.ENDPOINT}/{name}, then log in (hf auth login, or HF_TOKEN)"
+            raise InputError(f"{path}: is gated; {remedy}") from error
+        except Exception as error:  # from the network, the hub or the disk
+            why = f"the hub did not give it (not downloaded): {one_line(error)}"
+            raise InputError(f"{path}: no such folder, and {why}") from error
 
-    try:
-        folder = snapshot(revision, about)
-        for files in needed_files(folder, extra_layer), ["config.json", "model.safetensors"]:  # an index can be stale
-            snapshot(folder.name, files)
-            if all((folder / file).is_file() for file in files):
-                return folder
-        names = list_repo_files(name, revision=folder.name)  # raises an error if the hub does not answer
-    except InputError:
-        raise
-    except errors.GatedRepoError as error:
-        remedy = f"accept its license on {constants.ENDPOINT}/{name}, then log in (hf auth login, or HF_TOKEN)"
-        raise InputError(f"{path}: is gated; {remedy}") from error
-    except Exception as error:  # from the network, the hub or the disk
-        why = f"the hub did not give it (not downloaded): {one_line(error)}"
-        raise InputError(f"{path}: no such folder, and {why}") from error
+    folder = Path(ask(snapshot_download, revision, allow_patterns=about))
+    for files in needed_files(folder, extra_layer), ["config.json", "model.safetensors"]:  # an index can be stale
+        ask(snapshot_download, folder.name, allow_patterns=files)
+        if all((folder / file).is_file() for file in files):
+            return folder
+    names = ask(list_repo_files, folder.name)  # an error if the hub does not answer
     command = f"hf download {name} --local-dir DIR && {unpickling('DIR')}"
     other = something_else(folder, [name for name in names if name.endswith(("adapter_config.json", ".gguf"))])
     other = other or f". If it has pickled weights, this makes DIR of them: {command}"
