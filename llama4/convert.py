@@ -178,12 +178,8 @@ class Scaled(NamedTuple):
         with np.errstate(over="ignore", invalid="ignore"):  # damaged scales overflow; that is caught later
             return self.values.read(*index).astype(np.float32) * scale
 
-    @staticmethod
-    def outputs(name: str, shape: tuple[int, ...]) -> list[tuple]:
-        """What convert writes for a matrix in int8: name, safetensors' dtype and shape of each tensor."""
-        return [(name, "I8", shape), (f"{name}_scale", "F32", shape[:-1])]
-
-    rounded = staticmethod(jax.jit(lambda rows: jax.tree.leaves(model.quantize(rows))))  # their values and scales
+    endings = "", "_scale"  # of the names of what convert writes for a matrix in int8, which `rounded` makes of rows
+    rounded = staticmethod(jax.jit(lambda rows: jax.tree.leaves(model.quantize(rows))))
 
     @staticmethod
     def arrays(held: Int8, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
@@ -295,12 +291,7 @@ class PackQuantized(InGroups):
             places = g_idx and places_of(folder, f"{name}_g_idx", g_idx, columns, group)
             found[name] = cls((*rows, columns), group, words, scale, zero if has_zeros else None, places, 32 // n)
 
-    @staticmethod
-    def outputs(name: str, shape: tuple[int, ...]) -> list[tuple]:
-        """As Scaled.outputs."""
-        *rows, columns = shape
-        scales = f"{name}_scale", "BF16", (*rows, columns // OURS["int4"]["group_size"])
-        return [(f"{name}_packed", "I32", (*rows, columns // 8)), scales]
+    endings = "_packed", "_scale"  # as in Scaled
 
     @staticmethod
     @jax.jit
@@ -1020,6 +1011,7 @@ def planned_shards(checkpoint: Checkpoint, dtype: str, quantize: str | None) -> 
     transposed, the function that turns some rows of it into those of its outputs, and (name, safetensors' dtype, shape,
     bytes) of each output."""
     kinds = {np.dtype(dtype): kind for kind, dtype in NUMPY.items()}
+    casts = {name: lambda rows, kept=kept: [rows.astype(kept)] for name, kept in DTYPES.items()}
     weights = jax.tree.leaves(in_format(weights_of(checkpoint.config), quantize))
     declared = {name: weight for weight in weights for name in weight.tensors()}
     shards, shard_bytes = [[]], 0
@@ -1028,12 +1020,11 @@ def planned_shards(checkpoint: Checkpoint, dtype: str, quantize: str | None) -> 
         if quantize and weight.is_matrix():
             if weight.format not in WRITERS:
                 raise InputError(f"{checkpoint.folder}: {name:.200} is in 4 bits already, in which main.py reads it")
-            form = WRITERS[weight.format]
-            outputs, rounded = form.outputs(name, tensor.shape), form.rounded
+            endings, rounded = WRITERS[weight.format].endings, WRITERS[weight.format].rounded
         else:
-            kept = DTYPES[weight.dtype or dtype]
-            outputs, rounded = [(name, kinds[kept], tensor.shape)], lambda rows, kept=kept: [rows.astype(kept)]
-        outputs = [(*output, math.prod(output[2]) * np.dtype(NUMPY[output[1]]).itemsize) for output in outputs]
+            endings, rounded = [""], casts[weight.dtype or dtype]
+        made = jax.eval_shape(rounded, jax.ShapeDtypeStruct(tensor.shape, tensor.dtype))
+        outputs = [(name + end, kinds[x.dtype], x.shape, x.size * x.dtype.itemsize) for end, x in zip(endings, made)]
         nbytes = sum(size for *_, size in outputs)
         if shards[-1] and shard_bytes + nbytes > SHARD_BYTES:
             shards, shard_bytes = [*shards, []], 0
