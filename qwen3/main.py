@@ -459,7 +459,7 @@ class Answer:
                 calls = [p for p in self.parts[-2:] if p.kind == "name" and " to=" in p.text()]
                 begun = "answer" if calls or part.text().startswith("final") else "reasoning"
                 for call in calls:
-                    call.kind, call.context, call.given = "answer", 0, 0
+                    call.kind = "answer"
             self.parts.append(Part(self.tokenizer, "name" if begun == "turn" else begun))
         elif is_word or (i not in self.hidden and self.tokenizer.convert_ids_to_tokens(i)):
             part.ids.append(i)
@@ -469,16 +469,16 @@ class Answer:
     def new_text(self) -> str:
         """What was not given out yet, the reasoning under a heading."""
         new, self.heading = self.heading, ""
-        for part in self.parts:
+        for part in (part for part in self.parts if part.kind != "name"):
             text = part.new_text(part is not self.parts[-1] or self.finish_reason is not None)
             if self.markers and part is not self.printed:
                 text = text.lstrip("\n")
-            if text and part.kind != "name":
-                if part is not self.printed:
-                    is_other = part.kind != (self.printed.kind if self.printed else "answer")
-                    new += "\n" * bool(self.printed and (is_other or part.kind == "reasoning"))
-                    new += f"[{part.kind}]\n" * is_other
-                new, self.printed = new + text, part
+            if text and part is not self.printed:
+                is_other = part.kind != (self.printed.kind if self.printed else "answer")
+                new += "\n" * bool(self.printed and (is_other or part.kind == "reasoning"))
+                new += f"[{part.kind}]\n" * is_other
+                self.printed = part
+            new += text
         return new + "\n" * bool(self.finish_reason)
 
     def text(self, kind: str = "answer") -> str:
@@ -858,8 +858,7 @@ def answer(args, inputs: Inputs, generation) -> dict:
     # The bar is shown where no text comes in its way: JSON comes in lines, and a file is not the bar's terminal.
     is_shown = args.output == "json" and not sys.stdout.isatty()
     is_shown |= sys.stderr.isatty() and os.path.isfile("/dev/stdout")
-    options = {"total": len(results.answers), "desc": "decoding", "unit": " rows", "unit_scale": False}
-    bar = progress_bar(is_shown=is_shown, **options)
+    bar = progress_bar(is_shown=is_shown, total=len(results.answers), desc="decoding", unit=" rows", unit_scale=False)
     try:
         profiler = jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext()
         with interrupts_noted() as check, profiler, bar:
