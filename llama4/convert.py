@@ -192,7 +192,7 @@ class Scaled(NamedTuple):
 class InGroups:
     """A matrix [.., O, C] of codes of 4 or 8 bits, less a zero and times a scale for each group of a row's numbers. A
     word of 32 bits has the codes of n neighbouring inputs (in AWQ, outputs), or the zeros of n neighbouring outputs.
-    `codes`, `zeros` and `scales` are of some rows, and of some columns or groups of these."""
+    `codes` and `zeros` are of some rows, and of some columns or groups of these."""
 
     shape: tuple[int, ...]
     group: int
@@ -232,12 +232,10 @@ class InGroups:
     def zeros(self, *index: slice) -> np.ndarray:
         return self.by_output(self.zero, *index)
 
-    def scales(self, *index: slice | int) -> np.ndarray:
-        return self.scale.read(*index)
-
     def read(self, *index: slice | int) -> np.ndarray:
-        zeros = 2 ** (self.bits - 1) if self.zero is None else self.of_groups("zeros", 1, *index)
-        return (self.codes(*index) - np.float32(zeros)) * self.of_groups("scales", 1, *index).astype(np.float32)
+        zeros = 2 ** (self.bits - 1) if self.zero is None else self.of_groups(self.zeros, 1, *index)
+        scales = self.of_groups(self.scale.read, 1, *index).astype(np.float32)
+        return (self.codes(*index) - np.float32(zeros)) * scales
 
     @staticmethod
     def arrays(held, weight: Weight, tensors: dict) -> Iterator[jax.Array]:
@@ -248,15 +246,15 @@ class InGroups:
         step = math.gcd(group, part.layout()[1]) if weight.split == 1 and part.units else group  # units are not cut
         n, of_steps = group // step, with_columns(weight, step)
         finish = getattr(held, "scales", lambda x: x)  # MXFP4's exponents, which bfloat16 too holds exactly
-        for array, field in zip(of_groups, ("scales", "zeros")):
-            readers = {name: functools.partial(tensor.of_groups, field, step) for name, tensor in tensors.items()}
+        for array, read in zip(of_groups, (lambda tensor: tensor.scale.read, lambda tensor: tensor.zeros)):
+            readers = {name: functools.partial(x.of_groups, read(x), step) for name, x in tensors.items()}
             yield on_devices(array, of_steps, readers, lambda x: finish(x[..., ::n]), n, order=held.ordered)
 
-    def of_groups(self, field: str, n: int, *index: slice | int) -> np.ndarray:
-        """Scales or zeros of some rows: of each n numbers one."""
+    def of_groups(self, read, n: int, *index: slice | int) -> np.ndarray:
+        """Scales or zeros, which `read` gives of some rows: of each n numbers one."""
         *rows, columns = (*index, *[slice(None)] * (len(self.shape) - len(index)))
         places = np.arange(0, self.shape[-1], n) // self.group if self.places is None else self.places
-        return getattr(self, field)(*rows)[..., places[columns]]
+        return read(*rows)[..., places[columns]]
 
 
 def parts_of(found: dict, *endings: str) -> Iterator[tuple[str, list[Stored | None]]]:
@@ -319,7 +317,7 @@ class Mxfp4Blocks(InGroups):
 
     def read(self, *index):
         numbers = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-        powers = self.of_groups("scales", 1, *index).view(ml_dtypes.float8_e8m0fnu)
+        powers = self.of_groups(self.scale.read, 1, *index).view(ml_dtypes.float8_e8m0fnu)
         return (numbers[self.codes(*index)] * powers.astype(np.float32)).astype(ml_dtypes.bfloat16)
 
 
