@@ -618,7 +618,7 @@ def generate(
     count = rows_at_once(len(prompts), rows, weights, [of_one, forgets.saved(of_one)], mesh)
     batch = ceil_div(count, dp) * dp  # the places beyond `count` stay free
     cache = model.abstract_cache(config, mesh, batch, **of_cache)
-    caches, past, programs = take_up(kept, (cache, forgets.saved(cache)), max_seq_len)
+    caches, past, programs = take_up(kept, (cache, forgets.saved(cache)), (batch, max_seq_len))
 
     together = jax.tree.leaves(cache)[0].shape[0] // dp  # in some models devices of a dp divide the places too
     sparing = draft == "lookup" and mesh.devices.flat[0].platform == "cpu"
@@ -645,12 +645,13 @@ def generate(
         kept |= {"cache": engine.cache, "saved": engine.saved, "places": places, "programs": programs}
 
 
-def take_up(kept: dict, shapes: tuple, max_seq_len: int) -> tuple[tuple, Places | None, dict]:
+def take_up(kept: dict, shapes: tuple, of_rows: tuple[int, int]) -> tuple[tuple, Places | None, dict]:
     """Takes out of `kept` what an earlier call left, since programs take the memory of its caches. Returns the caches,
-    places and programs, or empty ones if the caches have other shapes than these, or the rows another max_seq_len."""
+    places and programs, or empty ones if the caches have other shapes than these, or the rows another batch or
+    max_seq_len. (Among many devices, latents of one row may be padded to the shapes of two.)"""
     *caches, past, programs = (kept.pop(name, None) for name in ("cache", "saved", "places", "programs"))
     found, wanted = ([x.shape for x in jax.tree.leaves(tree)] for tree in (caches, shapes))  # of None there are none
-    if found == wanted and past.max_seq_len == max_seq_len:
+    if found == wanted and (past.batch, past.max_seq_len) == of_rows:
         return caches, past, programs
     del caches  # before others take memory
     return model.zeros(shapes), None, {}

@@ -499,6 +499,26 @@ def test_what_ends_behind_a_piece_is_copied(monkeypatch):
         assert stats["prefill_tokens"] == n + 18
 
 
+@pytest.mark.slow
+def test_another_number_of_rows_in_a_cache_of_the_same_shapes(monkeypatch):
+    """Sixteen devices that share latents pad 256 slots in int8, so that one row has the shapes of two. With 128 slots
+    eight devices do."""
+    folder, config, mesh, weights = demo("deepseek", (1, 1, 8))
+    read_in_pieces(monkeypatch, folder, 32)
+    monkeypatch.setattr(folder.model, "cache_slots", lambda tokens: 128)
+    options, shapes = {"max_new_tokens": 3, "max_seq_len": 100, "quantize_cache": "int8"}, []
+    for B in (1, 2):
+        cache = folder.model.abstract_cache(config, mesh, B, 100, jnp.float32, "int8")
+        shapes.append([x.shape for x in jax.tree.leaves(cache)])
+    assert shapes[0] == shapes[1]
+    kept, prompts = {}, random_prompts([30, 9])
+    one, two = (
+        collected(folder.generate.generate(weights, prompts[:n], config, mesh, kept=kept, **options), n) for n in (1, 2)
+    )
+    assert_equal(two[:1], one, atol=1e-3)
+    assert len(two[1]) == 3
+
+
 def test_broken_off_while_it_compiles():
     """The cache has what was computed, and not the piece whose program was missing."""
     folder, config, mesh, weights = demo("llama3", (1, 1, 1))
