@@ -88,6 +88,7 @@ class Config:
     attention_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None
+    layer_types: tuple[str, ...] = ()  # for each layer "sliding_attention" or "full_attention"
 
     @classmethod
     def from_dict(cls, config: dict, names: Collection[str] = ()) -> Config:
@@ -96,19 +97,22 @@ class Config:
         Raises InputError for a missing or impossible value and, by name, for a feature that is not supported.
         """
         check_supported(
-            model_type=(config.get("model_type"), ("llama", "mistral")),
+            model_type=(config.get("model_type"), ("llama", "mistral", "ministral")),
             hidden_act=(config.get("hidden_act", "silu"), ("silu", "swish")),
         )
-        if config["model_type"] == "mistral":  # transformers' defaults; without a window it is null
+        if config["model_type"] == "llama":
+            config = config | {"sliding_window": None, "layer_types": None}
+        else:  # transformers' defaults; without a window it is null
             config = {"num_key_value_heads": 8, "sliding_window": 4096} | config
-        else:
-            config = config | {"sliding_window": None}
         given = read_heads(cls, config)
+        kinds, layers = ("full_attention", "sliding_attention"), given["num_hidden_layers"]
+        default = [kinds["sliding_window" in given]] * layers
+        given["layer_types"] = read_list(config, "layer_types", kinds, default, layers)
         return cls(**given, rope=read_rope(config, "head_dim", given["head_dim"]))
 
     def mask(self, layer: int) -> Mask:
-        """Which tokens a token attends to in a layer: here the same in all layers."""
-        return Mask(window=self.sliding_window)
+        """Which tokens a token attends to in a layer. In Ministral 8B some layers have no window."""
+        return Mask(window=self.sliding_window if self.layer_types[layer] == "sliding_attention" else None)
 
 
 def weights_of(config: Config) -> dict:
@@ -166,7 +170,7 @@ def left_out(name: str, config: Config) -> str | None:
 
 
 @jax.named_scope("attention")  # the name in a profiler's trace
-def attention(x: Array, w: dict, cache: LayerCache, span: Span, config: Config):
+def attention(x: Array, w: dict, cache: LayerCache, span: Span, config: Config, mask: Mask):
     """The first half of a layer, on x [B T, D] at `span.positions`: norm, attention, residual. Returns the new x and
     the new cache.
 
@@ -176,7 +180,7 @@ def attention(x: Array, w: dict, cache: LayerCache, span: Span, config: Config):
     q, k, v = split_heads(linear(h, w["qkv"], w.get("qkv_bias")).reshape(*span.positions.shape, -1), config)
     q, k = rotate(q, span.positions, config.rope), rotate(k, span.positions, config.rope)
     q = (q * config.head_dim**-0.5).astype(x.dtype)  # scales the attention scores
-    out, cache = cached_attention(q, k, v, cache, span, config.mask(layer=0))  # the same in all layers
+    out, cache = cached_attention(q, k, v, cache, span, mask)
     x = x + jax.lax.psum(linear(out.reshape(len(x), -1), w["o"]).astype(x.dtype), MODEL_AXES)
     if config.attention_bias:
         x = x + w["o_bias"]  # after the psum; otherwise it is added X times
@@ -202,18 +206,18 @@ def forward(weights: dict, tokens: Array, span: Span, cache: list[LayerCache], c
     """The layers on tokens [B, T] at `span.positions`: hidden states [B, T, D], not yet normed, and the new cache.
 
     It is a Python loop, not a jax.lax.scan over stacked weights: the compiler can then fetch the next layer's weights
-    ahead, and copies neither weights nor cache. The inner jit has JAX trace `layer` once.
+    ahead, and copies neither weights nor cache. The inner jit has JAX trace `layer` once for each kind of layer.
     """
 
-    @jax.jit
-    def layer(x, w, layer_cache):
-        x, layer_cache = attention(x, w, layer_cache, span, config)
+    @functools.partial(jax.jit, static_argnums=3)
+    def layer(x, w, layer_cache, mask):
+        x, layer_cache = attention(x, w, layer_cache, span, config, mask)
         return feed_forward(x, w, config), layer_cache
 
     x = embed(tokens, weights, config).reshape(-1, config.hidden_size)
     cache = list(cache)  # the caller's list stays as it is
     for i, w in enumerate(weights["layers"]):
-        x, cache[i] = layer(x, w, cache[i])
+        x, cache[i] = layer(x, w, cache[i], config.mask(i))
     return x.reshape(*tokens.shape, -1), cache
 
 
@@ -1255,6 +1259,23 @@ def is_valid(value: object, kind: type, name: str) -> bool:
     if kind is float:
         return type(value) in (int, float) and 1e-30 < value < 1e30
     return type(value) is int and value in COUNTS.get(name, range(1, 2**31))  # isinstance would take a bool
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lists in config.json
+
+
+def read_list(config: dict, name: str, allowed: Collection, default: Collection, least: int = 0) -> tuple:
+    """A list of config.json, of `least` entries at least, which are all among `allowed`."""
+    values = config.get(name)
+    if values is None:
+        return tuple(default)
+    kind = type(allowed[0])  # True does not pass for 1
+    if not isinstance(values, list) or any(type(value) is not kind or value not in allowed for value in values):
+        raise InputError(f"config.json: {name} cannot be {values!r:.40}")
+    if len(values) < least:
+        raise InputError(f"config.json: {name} has {len(values)} entries for {least} layers")
+    return tuple(values)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

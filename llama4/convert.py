@@ -87,7 +87,7 @@ FOLDERS = {  # of the repository that this file is from, and the model_types tha
     "glm5": ("glm_moe_dsa",),
     "gpt2": ("gpt2",),
     "gpt_oss": ("gpt_oss",),
-    "llama3": ("llama", "mistral"),
+    "llama3": ("llama", "mistral", "ministral"),
     "llama4": ("llama4", "llama4_text"),
     "mixtral": ("mixtral",),
     "qwen3": ("qwen2", "qwen3", "qwen3_moe"),

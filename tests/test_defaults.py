@@ -56,7 +56,10 @@ RELEASED = {  # what releases have in the place of these
 }  # fmt: skip
 PATTERNS = ("sliding_window_pattern", "full_attention_interval", "max_window_layers", "use_sliding_window")  # of lists
 OTHER_NAMES = {"num_local_experts": "num_experts"}
-NULLS = {("mistral", "num_key_value_heads"): "which transformers 4 took for num_attention_heads, as we do"}
+NULLS = dict.fromkeys(
+    [("mistral", "num_key_value_heads"), ("ministral", "num_key_value_heads")],
+    "which transformers 4 took for num_attention_heads, as we do",
+)
 
 
 def written(folder: str, kind: str) -> dict:

@@ -131,7 +131,7 @@ def test_hub_ids(hub):
     assert "hf download org/bin --local-dir DIR && python3 -c" in pickled
     assert "a PEFT adapter of 'org/base'; merge" in adapter
     assert "org/none: no such folder, and the hub did not give it" in none
-    assert qwen.endswith("'qwen3' is not supported, only llama, mistral; use the folder qwen3")
+    assert qwen.endswith("'qwen3' is not supported, only llama, mistral, ministral; use the folder qwen3")
     # What is in the cache needs no hub; what is there in part is not downloaded.
     tiny, none = ask("tiny", "org/none", HF_HUB_OFFLINE="1")
     assert tiny.endswith(f" {len(tensors)}") and "not downloaded" in none

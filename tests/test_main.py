@@ -542,7 +542,7 @@ def template(text):
         (truncate("config.json", 0.5), "config.json"),
         (lambda folder: (folder / "config.json").write_text("[]"), "not a JSON object"),
         (edit_json("config.json", model_type="falcon"), "'falcon' is not supported"),
-        (edit_json("config.json", model_type="kimi_k2"), "only llama, mistral; use the folder deepseek"),
+        (edit_json("config.json", model_type="kimi_k2"), "only llama, mistral, ministral; use the folder deepseek"),
         (edit_json("config.json", model_type="absent"), "model_type None"),
         (edit_json("config.json", text_config=[1]), "text_config must be a table"),
         (edit_json("config.json", model_type=["qwen3"]), "model_type ['qwen3'] is not"),

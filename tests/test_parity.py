@@ -48,6 +48,8 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -104,6 +106,12 @@ def llama(**options):
 
 def mistral(**options):
     return llama3, MistralForCausalLM, MistralConfig(**SMALL | options)
+
+
+def ministral(**options):
+    """With a window within a prompt in every other layer."""
+    options = {"head_dim": 16, "sliding_window": 50, "layer_types": ["sliding_attention", "full_attention"]} | options
+    return llama3, MinistralForCausalLM, MinistralConfig(**SMALL | options)
 
 
 def glm(**options):
@@ -371,6 +379,7 @@ CASES = {
     "mistral 0.1, window": mistral(sliding_window=50),
     "mistral, yarn": mistral(sliding_window=None, rope_parameters=YARN),
     "mistral 0.3": mistral(sliding_window=None),
+    "ministral": ministral(),
     "glm": glm(),
     "glm, tied, a quarter turned, one kv head": glm(
         tie_word_embeddings=True,
@@ -643,6 +652,7 @@ OTHER_MESHES = {  # meshes that replace (2, 2, 2): tp beyond the kv heads or div
 
 BY_DEFAULT = {  # the others are slow: at least one of each folder, on meshes of all kinds
     "llama 3.2, tied": (8, 1, 1),
+    "ministral": (2, 2, 2),
     "glm": (1, 1, 7),
     "llama 4, chunks alone": (1, 1, 8),
     "moonlight": (1, 2, 3),
