@@ -710,11 +710,11 @@ class Reuse:
         self.written, self.saved_at = (past.written, past.saved_at) if past else nothing
 
     def remaining(self) -> np.ndarray:
-        """How many tokens of each place a later call finds in the cache."""
+        """How many tokens of each place a later call finds in the cache, or where it must return to what was saved."""
         places, filled = self.places, self.places.rows.filled
         # If steps with drafts were broken off, it is not known how many drafts the states took in.
         is_unknown = self.has_states and places.drafts and places.in_flight
-        return np.where(places.numbers >= 0, 0, filled) if is_unknown else filled
+        return np.where(places.numbers >= 0, np.max(self.saved_at, axis=1), filled) if is_unknown else filled
 
     def save(self, paused: np.ndarray) -> Copies:
         """Has the layers that forget saved of the places that paused, bool [batch]."""
@@ -750,8 +750,6 @@ class Reuse:
         ahead = (1 + places.drafts) * len(places.in_flight) * (rows.filled >= places.prompt_lengths)
         most = np.minimum(rows.filled + ahead, rows.limits - 1)
         self.written[taken] = np.maximum(self.written, most + T)[taken]
-        # A place that stands still before what was saved (see `remaining`) overwrites other layers up to there.
-        self.saved_at[taken] *= (self.saved_at <= rows.filled[:, None])[taken]
 
     def agreeing(self, prompt: np.ndarray, taken=slice(None)) -> np.ndarray:
         """How many tokens at the beginning of a prompt, but for its last one, are those in the histories of places."""

@@ -178,16 +178,15 @@ def test_groups_of_prompts_that_share_more_than_all_do():
     assert read_with_states(prompts, 12) == 200 + 4 * 150 + 12 * 10
 
 
-def test_a_free_place_that_a_step_overwrites_loses_what_was_saved():
-    """After a call with drafts was broken off, a place may stand still at its beginning. What a state returns to needs
-    the tokens that other layers have from there on."""
-    places = places_of(random_prompts([16]), 2, held=0)
-    places.reuse.saved_at[1] = 10, 5
+def test_where_places_stand_still_after_steps_with_drafts_were_broken_off():
+    """Where states were saved: a step writes from there on, and what they return to needs the tokens that other layers
+    have before."""
+    places = places_of(random_prompts([16, 16, 16]), 3, held=0)
+    places.drafts = 3
     places.plan()
-    places.start(*places.choose())  # a piece of the other row
-    assert places.reuse.saved_at[1].tolist() == [10, 5]
     places.start(*places.choose())
-    assert places.reuse.saved_at[1].tolist() == [0, 0]
+    places.reuse.saved_at[1], places.numbers[2] = (10, 5), -1  # the last row has ended
+    assert places.reuse.remaining().tolist() == [0, 10, 16]
 
 
 def test_a_ring_that_holds_a_whole_row(monkeypatch):
