@@ -739,8 +739,8 @@ class Reuse:
             copies.sources[p], copies.tokens[p] = q, n
         self.saved_at[p] = self.saved_at[q] * (self.saved_at[q] <= n)  # what was saved later is of no use
         copies.returns[p] = (self.saved_at[p] == n) & (n > 0)
-        # What was saved may have had a piece behind it, of padding or of an earlier row.
-        self.written[p] = n + model.PREFILL_PIECE if n in self.saved_at[p] else self.written[q]
+        # What was saved may have had a piece behind it, of padding or of an earlier row. To begin anew is no return.
+        self.written[p] = n + model.PREFILL_PIECE if copies.returns[p].any() else self.written[q] * (n > 0)
         self.pauses[p] = self.pauses_of(p)
 
     def note_writes(self, taken: np.ndarray, T: int) -> None:

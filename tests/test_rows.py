@@ -112,11 +112,13 @@ def places_of(prompts, rows: int, held: float, dp: int = 1):
     return generate.Places([*map(np.array, prompts)], **sizes, **limits, forgetting=forgetting)
 
 
-def test_a_word_in_common_lets_no_prompt_wait():
-    """When the first row has read what all share, all others begin, though each agrees with some for a word more."""
+@pytest.mark.parametrize("held", [512, 1024, np.inf])
+def test_a_word_in_common_lets_no_prompt_wait(held):
+    """When the first row has read what all share, all others begin, though each agrees with some for a word more. So in
+    a ring that holds a whole row, but less than PREFILL_PIECE."""
     beginning, *words = random_prompts([400, 2, 2, 2])
     prompts = [beginning + words[i % 3] + end for i, end in enumerate(random_prompts([10] * 9, seed=1))]
-    places = places_of(prompts, 9, held=1024)
+    places = places_of(prompts, 9, held=held)
     for wanted in (1, 9):
         copies, _ = places.plan()
         assert (places.numbers >= 0).sum() == wanted
