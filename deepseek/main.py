@@ -452,8 +452,8 @@ class Answer:
         """A token begins a part, or has text in the last one, or none."""
         part, begun = self.parts[-1], self.markers.get(i)
         is_within = begun and part.kind != "name" and begun != "turn" and (part.kind, begun) != ("reasoning", "answer")
-        # In an answer these marks are plain words once it has text; <think> and </think> are if </think> began it.
-        is_word = is_within and (part.text().strip() or (begun in ("reasoning", "answer") and len(self.parts) > 1))
+        # These marks are plain words in a part that has text, or that a mark of the answer began.
+        is_word = is_within and (part.text().strip() or len(self.parts) > 1)
         if begun and not is_word:
             if begun == "message":  # channels are analysis, commentary, final; a call names its tool by to=
                 calls = [p for p in self.parts[-2:] if p.kind == "name" and " to=" in p.text()]

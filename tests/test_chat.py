@@ -319,6 +319,16 @@ FAMILIES = {  # what the template does with an answer, how it begins one; an ans
             "Use <|start|>assistant, <|channel|>\nand <|message|>.(As <|start|> is.)<|end|>",
         ),
     ),
+    "gpt-oss, a first word": (
+        CHANNELS,
+        "<|start|>assistant",
+        "<|channel|>final<|message|><|channel|> is it.<|return|>",
+        (
+            "",
+            "<|channel|> is it.",
+            "<|start|>assistant<|channel|>final<|message|><|channel|> is it.()<|end|>",
+        ),
+    ),
     "gpt-oss, a call": (
         CHANNELS,
         "<|start|>assistant",
