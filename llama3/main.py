@@ -489,7 +489,7 @@ class Answer:
             thought, _, said = begin.removeprefix("<think>").partition("</think>")
             texts = [thought if kind == "reasoning" else said]
         if kind == "reasoning":
-            return "\n".join(text.strip("\n") for text in texts)
+            return "\n".join(text.strip("\n") for text in texts).strip("\n")
         return "".join(texts).lstrip("\n") if self.markers else texts[0]
 
     def message(self) -> dict | None:

@@ -277,6 +277,12 @@ FAMILIES = {  # what the template does with an answer, how it begins one; an ans
         "Hm.\n</think>\n\nNo.<e>",
         ("Hm.", "No.", "<a>\n\nNo.<e>"),
     ),
+    "r1, begun once more": (
+        "{{ '<a>' + m.content.split('</think>')[-1] }}<e>",
+        "<a><think>\n",
+        "<think>\nHm.\n</think>\n\nNo.<e>",
+        ("Hm.", "No.", "<a>\n\nNo.<e>"),
+    ),
     "v3.1, not thinking": (
         "{{ '<a>' + m.content.split('</think>')[-1] }}<e>",
         "<a></think>",
