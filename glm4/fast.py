@@ -477,7 +477,7 @@ FAST["attend_to_stored", "tpu"] = prefill_kernel
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Norms on TPUs
+# Norms on TPUs and GPUs
 
 
 LARGE = 2**21  # numbers of an activation: a long piece of a prompt has more, and gains nothing by fewer kernels
@@ -494,7 +494,13 @@ def tpu_inverse_rms(x: Array, eps: float) -> Array:
     return jax.lax.rsqrt(total / x.shape[-1] + eps)
 
 
-FAST["inverse_rms", "tpu"] = tpu_inverse_rms
+def gpu_inverse_rms(x: Array, eps: float) -> Array:
+    """inverse_rms for GPUs, of the sum of x * x + eps. XLA makes one kernel of the norm of a single row if there is no
+    arithmetic with constants between the sum and the root; else two."""
+    return jax.lax.rsqrt(jnp.sum((x * x + eps) * (1 / x.shape[-1]), axis=-1, keepdims=True))
+
+
+FAST["inverse_rms", "tpu"], FAST["inverse_rms", "gpu"] = tpu_inverse_rms, gpu_inverse_rms
 
 
 # ---------------------------------------------------------------------------------------------------------------------

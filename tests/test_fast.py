@@ -102,16 +102,17 @@ def test_each_machine_has_a_row_for_each_format(name):
         assert getattr(model, function).plain and platform in PLATFORMS
 
 
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
 @pytest.mark.parametrize("shape", [(1, 8), (3, 5, 640), (8, 2, 4, 128)])
-def test_norms_of_tpus(shape):
+def test_norms(platform, shape):
     """Rows of every size, one of zeros among them, against numpy in float64."""
     x = np.random.default_rng(1).standard_normal(shape) * np.logspace(-12, 12, shape[0]).reshape(
         -1, *[1] * len(shape[1:])
     )
     x = np.concatenate([x, 0 * x[:1]]).astype(np.float32)
-    found = import_folder("llama3").model.FAST["inverse_rms", "tpu"](x, 1e-5)
+    found = import_folder("llama3").model.FAST["inverse_rms", platform](x, 1e-5)
     wanted = 1 / np.sqrt((x.astype(float) ** 2).mean(-1, keepdims=True) + 1e-5)
-    np.testing.assert_allclose(found, np.broadcast_to(wanted, x.shape), rtol=1e-6)
+    np.testing.assert_allclose(np.broadcast_to(found, x.shape), np.broadcast_to(wanted, x.shape), rtol=1e-6)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
