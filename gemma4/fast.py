@@ -1050,7 +1050,8 @@ def expert_product(x: Array, w: Format, expert: Array) -> Array:
         return own(x, w, expert)
     values, scale = w.values_and_scale(jnp.float32)
     x = w.in_order(padded(x, w)).astype(jnp.float32)
-    y = jnp.sum(x[:, None] * values[expert].astype(jnp.float32), axis=-1)
+    # The barrier: one sum over columns and pairs would give a GPU too few rows to work on.
+    y = jax.lax.optimization_barrier(jnp.sum(x[:, None] * values[expert].astype(jnp.float32), axis=-1))
     return y if scale is None else y * scale[expert]
 
 
@@ -1062,9 +1063,7 @@ def gathered_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate) 
     gate_up = expert_product(jnp.repeat(x, k, axis=0), w_gate_up, expert)
     gate, up = jnp.split(gate_up if gate_up_bias is None else gate_up + gate_up_bias[expert], 2, axis=-1)
     h = activate(gate, up, jnp.where(ids < E, scores, 0).reshape(-1, 1)).astype(x.dtype)
-    # The barrier: one sum over columns and pairs would give a GPU too few rows to work on.
-    of_pairs = jax.lax.optimization_barrier(expert_product(h, w_down, expert))
-    return jnp.sum(of_pairs.reshape(B, k, -1), axis=1)
+    return jnp.sum(expert_product(h, w_down, expert).reshape(B, k, -1), axis=1)
 
 
 def tiled_experts(x, ids, scores, w_gate_up, w_down, gate_up_bias, activate, interpret=False) -> Array:
