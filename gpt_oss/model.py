@@ -240,17 +240,6 @@ def feed_forward(x: Array, w: dict, config: Config) -> Array:
     return x + summed(out.reshape(h.shape), x)
 
 
-def output_biases(ids: Array, scores: Array, biases: Array) -> Array:
-    """What the biases [E, D] of this device's experts add to the tokens that chose them: float32 [B, D], to be summed
-    over ep x tp. The devices of tp have the same biases, so each adds a part."""
-    chosen = local_ids(ids, E := len(biases))[:, :, None] == jnp.arange(E)
-    by_expert = jnp.sum(jnp.where(chosen, scores[:, :, None], 0), axis=1)  # [B, E]
-    # XLA for TPUs turns fewer than 8 rows into slow vector code.
-    by_expert = jnp.pad(by_expert, ((0, max(8 - len(ids), 0)), (0, 0)))
-    added = einsum("be,ed->bd", by_expert.astype(biases.dtype), biases)[: len(ids)]
-    return added / jax.lax.axis_size("tp")
-
-
 def route(logits: Array, config: Config) -> tuple[Array, Array]:
     """The experts of each token, int32 [B, k], and the weights of their outputs, float32 [B, k], from the router's
     float32 logits [B, E]: the highest logits. B counts tokens here, and E all experts."""
@@ -1419,6 +1408,21 @@ def summed(parts: Array, x: Array) -> Array:
     if x.ndim == 3:
         return jax.lax.psum(parts, MODEL_AXES)[None]
     return jax.lax.psum(jax.lax.psum_scatter(parts, "ep", tiled=True), "tp")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Biases of experts in plain JAX
+
+
+def output_biases(ids: Array, scores: Array, biases: Array) -> Array:
+    """What the biases [E, D] of this device's experts add to the tokens that chose them: float32 [B, D], to be summed
+    over ep x tp. The devices of tp have the same biases, so each adds a part."""
+    chosen = local_ids(ids, E := len(biases))[:, :, None] == jnp.arange(E)
+    by_expert = jnp.sum(jnp.where(chosen, scores[:, :, None], 0), axis=1)  # [B, E]
+    # XLA for TPUs turns fewer than 8 rows into slow vector code.
+    by_expert = jnp.pad(by_expert, ((0, max(8 - len(ids), 0)), (0, 0)))
+    added = einsum("be,ed->bd", by_expert.astype(biases.dtype), biases)[: len(ids)]
+    return added / jax.lax.axis_size("tp")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
