@@ -54,6 +54,7 @@ from model import (
     kernel_cost,
     linear,
     local_ids,
+    output_biases,
     over_blocks,
     padded,
     power_of_two,
@@ -1401,6 +1402,24 @@ def from_words(x: Array, dtype: jnp.dtype) -> Array:
         return x
     halves = (x & 0xFFFF, x >> 16)
     return jnp.concatenate([jax.lax.bitcast_convert_type(half.astype(jnp.uint16), dtype) for half in halves], axis=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Biases of experts on GPUs
+
+
+def gpu_output_biases(ids: Array, scores: Array, biases: Array) -> Array:
+    """output_biases for GPUs. Those of a few pairs are looked up, in the kernel that adds them up: a product, and what
+    it needs, would be three more."""
+    pairs = local_ids(ids, E := len(biases))
+    if not has_few_pairs(pairs, E):
+        return output_biases.plain(ids, scores, biases)
+    of_pairs = biases[jnp.minimum(pairs, E - 1)].astype(jnp.float32)  # [B, k, D]
+    added = jnp.sum(of_pairs * jnp.where(pairs < E, scores, 0)[:, :, None], axis=1)
+    return added / jax.lax.axis_size("tp")
+
+
+FAST["output_biases", "gpu"] = gpu_output_biases
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1414,6 +1414,7 @@ def summed(parts: Array, x: Array) -> Array:
 # Biases of experts in plain JAX
 
 
+@by_machine
 def output_biases(ids: Array, scores: Array, biases: Array) -> Array:
     """What the biases [E, D] of this device's experts add to the tokens that chose them: float32 [B, D], to be summed
     over ep x tp. The devices of tp have the same biases, so each adds a part."""

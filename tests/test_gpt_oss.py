@@ -49,12 +49,14 @@ def test_mxfp4(mxfp4, mesh):
     assert_matches(reference, prompts, decode(gpt_oss, path, prompts, mesh, max_new_tokens=8))
 
 
+@pytest.mark.parametrize(("platform", "tokens"), [("cpu", 5), ("gpu", 5), ("gpu", 1)])
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 2), (4, 1)], ids=str)
-def test_output_biases(mesh):
+def test_output_biases(monkeypatch, mesh, platform, tokens):
     """Each is added once for each token, whichever devices share an expert or have none that a token chose."""
     random, (ep, tp), model = np.random.default_rng(1), mesh, gpt_oss.model
-    ids = np.stack([random.permutation(8)[:3] for _ in range(5)]).astype(np.int32)
-    scores, biases = random.random((5, 3), np.float32), random.standard_normal((8, 160)).astype(np.float32)
+    monkeypatch.setattr(model, "platform", lambda: platform)
+    ids = np.stack([random.permutation(8)[:3] for _ in range(tokens)]).astype(np.int32)
+    scores, biases = random.random((tokens, 3), np.float32), random.standard_normal((8, 160)).astype(np.float32)
 
     def summed(*arguments):
         return jax.lax.psum(model.output_biases(*arguments), model.MODEL_AXES)
