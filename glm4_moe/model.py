@@ -268,7 +268,7 @@ def route(logits: Array, bias: Array, config: Config) -> tuple[Array, Array]:
 def weighed(scores: Array, config: Config) -> Array:
     """The weights [B, k] of the chosen experts' outputs, from their scores. chosen_experts calls it."""
     if config.norm_topk_prob:
-        scores = scores / (jnp.sum(scores, axis=1, keepdims=True) + 1e-20)
+        scores = scores / jnp.sum(scores + 1e-20, axis=1, keepdims=True)
     return scores * config.routed_scaling_factor
 
 

@@ -367,7 +367,7 @@ def route(logits: Array, bias: Array, config: Config) -> tuple[Array, Array]:
 def weighed(scores: Array, config: Config) -> Array:
     """The weights [B, k] of the chosen experts' outputs, from their scores. chosen_experts calls it."""
     if config.norm_topk_prob:
-        scores = scores / (jnp.sum(scores, axis=1, keepdims=True) + 1e-20)
+        scores = scores / jnp.sum(scores + 1e-20, axis=1, keepdims=True)
     return scores * config.routed_scaling_factor
 
 
@@ -1429,10 +1429,10 @@ def absorbed_attention(q, q_rope, new: LayerCache, cache: LayerCache, span: Span
         new, starts = jax.tree.map(partial(own_rows, R=R), (new, starts))
     queries = queries.swapaxes(0, 1).reshape(B // I, 1, 1, R * T * N, -1)
     out, cache = store_and_attend(queries, new, cache, starts, None, mask, T, parts, run=N)
-    out = out.reshape(B // I, R, T, N, -1).swapaxes(0, 1)
     if R > 1:
+        out = out.reshape(B // I, R, T, N, -1).swapaxes(0, 1)
         out = exchange(out, R, lambda y: joined(y.reshape(I, parts, *y.shape[1:]).swapaxes(0, 1))[..., :L])
-    out = out.reshape(B * T, N, -1)[..., :L].astype(q.dtype)
+    out = out[..., :L].reshape(B * T, N, L).astype(q.dtype)
     out = head_product("bnl,nwl->bnw", out, w_v).reshape(B, T, N, -1)
     return out if v_scale is None else out * v_scale, cache
 
