@@ -417,15 +417,15 @@ def geglu(x: Array, gate_up: Format, down: Format) -> Array:
 
 def route(logits: Array, config: Config) -> tuple[Array, Array]:
     """The experts of each token, int32 [B, k], and the weights of their outputs, float32 [B, k], before the experts'
-    own scales, from the router's float32 logits [B, E]: the k most probable, by a softmax over all. B counts tokens
-    here, and E all experts."""
-    scores = jax.nn.softmax(logits)
-    return chosen_experts(scores, scores, config)
+    own scales, from the router's float32 logits [B, E]: the k most probable. B counts tokens here, and E all
+    experts."""
+    return chosen_experts(logits, logits, config)
 
 
 def weighed(scores: Array, config: Config) -> Array:
-    """The weights [B, k] of the chosen experts' outputs, from their scores. chosen_experts calls it."""
-    return scores / jnp.sum(scores, axis=1, keepdims=True)
+    """The weights [B, k] of the chosen experts' outputs, from their logits: a softmax over these alone, the same as one
+    over all that is divided by its sum over these. chosen_experts calls it."""
+    return jax.nn.softmax(scores, axis=1)
 
 
 def activation(gate: Array, up: Array, score: Array) -> Array:

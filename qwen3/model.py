@@ -250,14 +250,15 @@ def feed_forward(x: Array, w: dict, config: Config) -> Array:
 
 def route(logits: Array, config: Config) -> tuple[Array, Array]:
     """The experts of each token, int32 [B, k], and the weights of their outputs, float32 [B, k], from the router's
-    float32 logits [B, E]: the k most probable, by a softmax over all. B counts tokens here, and E all experts."""
-    scores = jax.nn.softmax(logits)
+    float32 logits [B, E]: the k most probable. B counts tokens here, and E all experts."""
+    scores = logits if config.norm_topk_prob else jax.nn.softmax(logits)
     return chosen_experts(scores, scores, config)
 
 
 def weighed(scores: Array, config: Config) -> Array:
-    """The weights [B, k] of the chosen experts' outputs, from their scores. chosen_experts calls it."""
-    return scores / jnp.sum(scores, axis=1, keepdims=True) if config.norm_topk_prob else scores
+    """The weights [B, k] of the chosen experts' outputs, from their scores. chosen_experts calls it. With
+    norm_topk_prob it is a softmax over these alone, the same as one over all that is divided by its sum over these."""
+    return jax.nn.softmax(scores, axis=1) if config.norm_topk_prob else scores
 
 
 def activation(gate: Array, up: Array, score: Array) -> Array:
