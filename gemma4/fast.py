@@ -204,8 +204,8 @@ def store_many(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R
     """
     S, T = cache[0].shape[2], new[0].shape[2]
     if len(starts) == T == R == 1 and is_own is None:
-        # Without a case for a slot beyond the last one, which would be a kernel more on GPUs. It then overwrites the
-        # last slot: only a row that has ended stores there, and nothing reads that slot any more.
+        # There is no case for a slot beyond the last one, which would be a kernel more on GPUs. Such a token overwrites
+        # the last slot. Only a row that has ended stores one, and nothing reads that slot any more.
         slot = starts[0] % S if mask.wraps(S, T) else starts[0]
 
         def write(x, n):

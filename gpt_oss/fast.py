@@ -206,8 +206,8 @@ def store_many(cache: LayerCache, new: LayerCache, starts, places, mask: Mask, R
     """
     S, T = cache[0].shape[2], new[0].shape[2]
     if len(starts) == T == R == 1 and is_own is None:
-        # Without a case for a slot beyond the last one, which would be a kernel more on GPUs. It then overwrites the
-        # last slot: only a row that has ended stores there, and nothing reads that slot any more.
+        # There is no case for a slot beyond the last one, which would be a kernel more on GPUs. Such a token overwrites
+        # the last slot. Only a row that has ended stores one, and nothing reads that slot any more.
         slot = starts[0] % S if mask.wraps(S, T) else starts[0]
 
         def write(x, n):
@@ -1507,7 +1507,7 @@ def mxfp4_expert_product(x: Array, w: Mxfp4, expert: Array) -> Array:
         for n, half in enumerate((bits & 0xFFFF, bits >> 16)):
             number = jax.lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
             terms += number * x[..., k % 2, :, k // 2 + 2 * n]
-    return 2.0**14 * jax.lax.optimization_barrier(jnp.sum(terms * scale[..., None], axis=(2, 3)))
+    return 2.0**14 * jax.lax.optimization_barrier(jnp.sum(terms * scale[..., None], axis=(2, 3)))  # see expert_product
 
 
 def add_mxfp4_block(total, x, w, e, of_tile, of_rows, at) -> Array:
